@@ -1,0 +1,170 @@
+"""An agent is a seat in an environment: it turns observations into prompts, and generations into actions.
+
+It records every turn it generates, with exact tokens; the collector makes trajectories of the record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from arealite.api.fields import opt, sub
+from arealite.api.llm import (
+    LLMClient,
+    LLMClientConfig,
+    LLMRequest,
+    LLMResponse,
+    SamplingConfig,
+    clients,
+)
+from arealite.base.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathCodeSingleStepConfig:
+    """One prompt, one completion."""
+
+    system_prompt: str | None = opt(None, "system message put before the task's own messages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Which agent sits in the environment's seats."""
+
+    type: str = opt("math_code_single_step", "name in the table of agents")
+    math_code_single_step: MathCodeSingleStepConfig = sub(
+        MathCodeSingleStepConfig, "options of type=math_code_single_step"
+    )
+
+
+@dataclass(frozen=True)
+class Action:
+    """What an agent decided."""
+
+    text: str
+    """The completion, decoded for the environment; never tokenised again."""
+    response: LLMResponse | None = None
+    """The generation behind it; None when the policy was not asked."""
+
+
+@dataclass
+class Turn:
+    """One generation of an agent, and the reward it received."""
+
+    input_ids: list[int]
+    response: LLMResponse
+    temperature: float
+    reward: float = 0.0
+
+
+@dataclass
+class Record:
+    """What one agent did in one episode."""
+
+    turns: list[Turn] = field(default_factory=list)
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    seconds_generating: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which seat of which episode an agent sits in. Filled by the collector."""
+
+    name: str = "agent"
+    group_id: str = "group"
+    episode_id: str = "episode"
+    min_version: int = 0
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+class Agent(ABC):
+    """A seat in an environment; made afresh for every episode."""
+
+    trainable = True
+    """False for judges and frozen opponents: nothing they generate is trained on."""
+
+    def __init__(
+        self, config: Any, *, client: LLMClient, tokenizer: PreTrainedTokenizerBase, seat: Seat
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.seat = seat
+        self.record = Record()
+
+    @abstractmethod
+    async def act(self, observation: Any) -> Action:
+        """Turn an observation into a prompt, generate, and parse the completion into an action."""
+
+    def reward(self, value: float, **parts: float) -> None:
+        """Add reward to the latest turn; `parts` are summed by name over the episode.
+
+        Raises:
+            RuntimeError: the agent has not generated anything yet.
+            ValueError: the reward is not a finite number.
+        """
+        if value - value != 0.0:
+            raise ValueError(f"reward must be finite, got {value}")
+        if not self.record.turns:
+            raise RuntimeError("reward before the agent's first generation")
+        self.record.turns[-1].reward += value
+        for name, part in parts.items():
+            self.record.reward_parts[name] = self.record.reward_parts.get(name, 0.0) + part
+
+    async def generate(self, input_ids: list[int]) -> LLMResponse:
+        """Generate after `input_ids` with the seat's sampling, and record the turn."""
+        turn = len(self.record.turns)
+        request = LLMRequest(
+            request_id=f"{self.seat.episode_id}/{self.seat.name}/{turn}",
+            group_id=self.seat.group_id,
+            input_ids=input_ids,
+            sampling=self.seat.sampling,
+            min_version=self.seat.min_version,
+        )
+        response = await self.client.generate(request)
+        self.record.turns.append(Turn(input_ids, response, self.seat.sampling.temperature))
+        return response
+
+
+agents: Registry[Agent] = Registry(
+    "agent",
+    {
+        "math_code_single_step": (
+            "arealite.impl.agent.math_code_single_step:MathCodeSingleStepAgent"
+        )
+    },
+)
+
+
+class AgentFactory:
+    """Makes agents by the name in their config, all of them on one client and one tokenizer."""
+
+    def __init__(
+        self,
+        args: Any,
+        client_config: LLMClientConfig,
+        *,
+        client: LLMClient | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.args = args
+        self.client = client or clients.get(client_config.type)(args, client_config)
+        self.tokenizer = tokenizer or load_tokenizer(args.model.path)
+
+    def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
+        """Return a fresh agent for one seat of one episode (None: a seat of its own, for trying it out)."""
+        own = getattr(config, config.type, None)
+        return agents.get(config.type)(
+            own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat()
+        )
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load a Hugging Face tokenizer; transformers is imported here, not with the module."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)

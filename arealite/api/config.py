@@ -1,0 +1,137 @@
+"""The two root configs: an experiment (`train.py`) and a server (`launch_llm_server`).
+
+Defaults stand here and nowhere else; the YAML files hold only what differs.
+"""
+
+from __future__ import annotations
+
+import getpass
+from dataclasses import dataclass
+from pathlib import Path
+
+from arealite.api.fields import opt, sub
+from arealite.api.llm import LLMServerConfig
+from arealite.api.trainer import TrainerConfig
+from arealite.base.names import RunPaths
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Where processes find each other and where a run keeps its files."""
+
+    name_root: str = opt(
+        "~/.cache/arealite/names", "folder of the name registry, seen by every host"
+    )
+    run_root: str = opt("runs", "folder of all runs, seen by every host")
+    user: str | None = opt(None, "whose names; null takes the login name")
+    heartbeat_s: float = opt(1.0, "how often a role renews its name")
+    ttl_s: float = opt(5.0, "a name not renewed for this long is dead")
+    host: str = opt("127.0.0.1", "address under which this host's roles are reached")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model, for servers and trainer alike."""
+
+    path: str = opt("", "Hugging Face folder with config, tokenizer and safetensors; required")
+    dtype: str = opt("float32", "of the weights a server holds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL."""
+
+    train: str = opt("", "path of the training rows; required")
+    eval: str | None = opt(None, "path of the held-out rows; null trains without evaluation")
+    shuffle: bool = opt(True, "a new seeded order each epoch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatapipeConfig:
+    """The process between rollout workers and trainer."""
+
+    lease_ttl_s: float = opt(
+        15.0, "a worker silent for this long loses its leases; they are offered again"
+    )
+    commit_interval_s: float = opt(
+        0.005, "results are gathered this long for one ledger transaction"
+    )
+    max_failed_share: float = opt(
+        0.5, "share of failed episodes, over the last 256, that stops the run"
+    )
+    stall_timeout_s: float = opt(
+        300.0, "no finished episode for this long, while some are due, stops the run"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLauncherConfig:
+    """All roles on this machine."""
+
+    trainer_ranks: int = opt(1, "trainer processes")
+    rollout_workers: int = opt(1, "rollout processes")
+    drain_timeout_s: float = opt(
+        60.0, "after the first Ctrl-C: time to finish the step and checkpoint"
+    )
+    trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherConfig:
+    """How the run's processes are started."""
+
+    type: str = opt("local", "name in the table of launchers")
+    local: LocalLauncherConfig = sub(LocalLauncherConfig, "options of type=local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    types: list[str] = sub(lambda: ["tensorboard"], "names in the table of loggers")
+    level: str = opt("info", "log level of every role: debug, info, warning or error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Root of `train.py`."""
+
+    experiment_name: str = opt("arealite", "first part of the run's name; servers are found by it")
+    trial_name: str = opt("trial", "second part")
+    seed: int = opt(1, "of everything random")
+    imports: list[str] = sub(list, "modules to import first: they register your own parts")
+    resume: str = opt("auto", "auto (newest checkpoint if any), never (refuse a used folder), must")
+    server_wait_s: float = opt(60.0, "how long to look for a server before giving up")
+    cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
+    model: ModelConfig = sub(ModelConfig, "the model")
+    dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
+    trainer: TrainerConfig = sub(TrainerConfig, "the learning")
+    datapipe: DatapipeConfig = sub(DatapipeConfig, "the ledger's process")
+    launcher: LauncherConfig = sub(LauncherConfig, "the processes")
+    logger: LoggerConfig = sub(LoggerConfig, "metrics and logs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Root of `launch_llm_server`."""
+
+    experiment_name: str = opt("arealite", "as in the experiment that uses this server")
+    trial_name: str = opt("trial", "as in the experiment that uses this server")
+    seed: int = opt(1, "of sampling")
+    imports: list[str] = sub(list, "modules to import first")
+    cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
+    model: ModelConfig = sub(ModelConfig, "the model")
+    llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")
+
+
+def run_paths(config: ExperimentConfig) -> RunPaths:
+    """Return where the experiment's trial keeps its files."""
+    root = Path(config.cluster.run_root).expanduser().absolute()
+    return RunPaths(root / config.experiment_name / config.trial_name)
+
+
+def name_dir(config: ExperimentConfig | ServerConfig) -> Path:
+    """Return the trial's folder in the name registry."""
+    user = config.cluster.user or getpass.getuser()
+    root = Path(config.cluster.name_root).expanduser().absolute()
+    return root / user / config.experiment_name / config.trial_name

@@ -1,0 +1,148 @@
+"""Language-model generation: the request and its answer, the client that agents use, the server that a launcher runs.
+
+Tokens in, tokens out: text exists only inside an agent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from arealite.api.fields import opt, sub
+from arealite.base.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are drawn. The defaults sample from the policy itself, as training needs."""
+
+    temperature: float = opt(1.0, "0 is greedy; the trainer divides logits by the same value")
+    top_p: float = opt(
+        1.0, "1 keeps the whole distribution; anything else makes training off-policy"
+    )
+    top_k: int = opt(-1, "-1 keeps the whole vocabulary; anything else makes training off-policy")
+    max_new_tokens: int = opt(256, "token budget of one generation")
+    min_new_tokens: int = opt(0, "no stop token before this many tokens")
+    stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
+    stop_token_ids: list[int] = sub(
+        list, "token ids that end a generation, besides the model's EOS"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangClientConfig:
+    """Client of servers that speak SGLang's native HTTP protocol."""
+
+    request_timeout_s: float = opt(300.0, "one generation, resubmissions included")
+    connect_timeout_s: float = opt(3.0, "time to reach a server before another one is tried")
+    refresh_s: float = opt(1.0, "how often the list of servers is read again")
+    max_connections: int = opt(1024, "open connections of one worker, over all servers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMClientConfig:
+    """Which client the agents generate through."""
+
+    type: str = opt("sglang", "name in the table of clients")
+    sglang: SGLangClientConfig = sub(SGLangClientConfig, "options of type=sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedServerConfig:
+    """The server for laptops: a transformers model behind SGLang's protocol, one process."""
+
+    max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
+    num_threads: int = opt(1, "torch threads on a CPU")
+    device: str = opt("auto", "auto, cpu or cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMServerConfig:
+    """Which server `launch_llm_server` starts, and where it listens."""
+
+    type: str = opt("embedded", "name in the table of servers")
+    host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
+    port: int = opt(0, "0 takes a free port")
+    context_length: int | None = opt(
+        None, "prompt + output tokens; null takes the model's own limit"
+    )
+    log_level: str = opt("info", "debug, info, warning or error")
+    embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")
+
+
+class LLMRequest(msgspec.Struct, frozen=True):
+    """One generation. Filled by the agent."""
+
+    request_id: str
+    """Unique; the server's `rid`, so that it can be aborted."""
+    group_id: str
+    """Requests of one group share a prompt and go to the same server."""
+    input_ids: list[int]
+    sampling: SamplingConfig
+    deadline_s: float | None = None
+    """Seconds from now; None takes the client's `request_timeout_s`."""
+    min_version: int = 0
+    """Servers that have not confirmed this version get no part of the request."""
+
+
+class LLMResponse(msgspec.Struct, frozen=True):
+    """What was sampled. Filled by the client; the three lists have one length."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each token at the sampling temperature."""
+    versions: list[int]
+    """Policy version that sampled each token, as told by the server."""
+    stop_reason: str
+    """"stop" (a stop token or string) or "length" (the budget is used up)."""
+    interruptions: int = 0
+    """Times a weight update cut it: retractions told by the server, and resubmissions."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class LLMClient(ABC):
+    """Generates through whichever servers are alive; an interrupted generation is finished before it returns."""
+
+    @abstractmethod
+    def __init__(self, args: Any, config: LLMClientConfig) -> None:
+        """Remember where to look (names and cluster from `args`, the run's ExperimentConfig); connect nothing yet."""
+
+    @abstractmethod
+    async def generate(self, request: LLMRequest) -> LLMResponse:
+        """Return the finished generation.
+
+        Raises:
+            ContextOverflow: prompt + budget exceed the server's context (found before sending).
+            GenerationRefused: the request is invalid.
+            ServerUnavailable: no server finished it before the deadline.
+        """
+
+    async def start(self) -> None:  # noqa: B027  (optional hook)
+        """Open connections and find the first server."""
+
+    async def close(self) -> None:  # noqa: B027  (optional hook)
+        """Close connections."""
+
+
+class LLMServer(ABC):
+    """A server process, seen from the command that runs it."""
+
+    @abstractmethod
+    def __init__(self, args: Any) -> None:
+        """Take the whole ServerConfig; load nothing yet."""
+
+    @abstractmethod
+    async def serve(self) -> None:
+        """Load the model, listen, register under the trial's names, and serve until cancelled."""
+
+
+clients: Registry[LLMClient] = Registry(
+    "llm_client", {"sglang": "arealite.impl.client.sglang:SGLangClient"}
+)
+servers: Registry[LLMServer] = Registry(
+    "llm_server", {"embedded": "arealite.impl.server.embedded:EmbeddedServer"}
+)

@@ -1,0 +1,33 @@
+"""Metric loggers get one flat dict of numbers a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from arealite.base.registry import Registry
+
+
+class MetricLogger(ABC):
+    """Writes metrics somewhere people look."""
+
+    @abstractmethod
+    def __init__(self, run_root: Path) -> None:
+        """Open below the run's folder."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of one step; names are `group/name`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush and close."""
+
+
+loggers: Registry[MetricLogger] = Registry(
+    "logger",
+    {
+        "jsonl": "arealite.impl.logger.jsonl:JSONLLogger",
+        "tensorboard": "arealite.impl.logger.tensorboard:TensorBoardLogger",
+    },
+)

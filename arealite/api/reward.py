@@ -1,0 +1,63 @@
+"""Reward functions: from an answer and its ground truth to a number, possibly through costly, killable helpers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from arealite.api.fields import opt, sub
+from arealite.base.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathVerifyConfig:
+    """Mathematical equality of the last answer in a completion and the ground truth."""
+
+    workers: int = opt(1, "checker processes of one rollout worker")
+    timeout_s: float = opt(2.0, "a check that runs longer is killed and fails its episode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Which reward function an environment scores with."""
+
+    type: str = opt("math_verify", "name in the table of rewards")
+    math_verify: MathVerifyConfig = sub(MathVerifyConfig, "options of type=math_verify")
+
+
+class Reward(ABC):
+    """Scores completions. One instance a worker process, shared by all episodes."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def score(self, completion: str, ground_truth: str) -> float:
+        """Return the reward of `completion`.
+
+        Raises:
+            RewardTimeout: the check ran too long and was killed.
+        """
+
+    async def setup(self) -> None:  # noqa: B027  (optional hook)
+        """Start what is shared and costly."""
+
+    async def close(self) -> None:  # noqa: B027  (optional hook)
+        """Stop it."""
+
+
+rewards: Registry[Reward] = Registry(
+    "reward", {"math_verify": "arealite.impl.reward.math_verify:MathVerifyReward"}
+)
+
+
+class RewardFactory:
+    """Makes reward functions by the name in their config."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    def make_reward(self, config: RewardConfig) -> Reward:
+        """Return a new reward function; call its `setup` before the first score."""
+        return rewards.get(config.type)(getattr(config, config.type, None))

@@ -1,0 +1,88 @@
+"""What rollout workers and the datapipe say to each other over ZeroMQ.
+
+On the wire a message is one msgpack frame followed by the raw payload frames it announces. Every field says who fills it.
+Delivery is at least once: each message may arrive twice, so each is idempotent by the id it carries.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from arealite.api.task import Task
+from arealite.api.trajectory import TrajectoryHeader
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why an episode ended without trajectories. Filled by the collector."""
+
+    failure_class: str
+    detail: str
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """The end of one episode of a leased group. Filled by the worker."""
+
+    lease_id: str
+    group_id: str
+    member: int
+    """Which of the group's episodes, 0 … group_size - 1."""
+    headers: list[TrajectoryHeader]
+    """One a trainable seat; [] exactly when `failure` is set. Their payloads follow as frames, in this order."""
+    failure: Failure | None
+    """None when the episode finished."""
+
+
+# ---------------------------------------------------------------- worker → datapipe
+
+
+class WorkerState(msgspec.Struct, frozen=True, tag=True):
+    """Credit and sign of life, on connecting, after each result and at least once a second."""
+
+    worker_id: str
+    capacity: int
+    """Episodes the worker wants to have in hand; 0 while it drains."""
+    held: list[str]
+    """Lease ids it knows. A lease that the datapipe gave it and that is missing here is sent again."""
+    split_metrics: dict[str, float]
+    """Counters since the worker's start (waits in seconds, interruptions, …); {} where it has none."""
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """Finished episodes; kept by the worker until the Ack with the same id."""
+
+    result_id: str
+    worker_id: str
+    episodes: list[Episode]
+
+
+# ---------------------------------------------------------------- datapipe → worker
+
+
+class Lease(msgspec.Struct, frozen=True, tag=True):
+    """A task and which episodes of its group to run."""
+
+    lease_id: str
+    group_id: str
+    split: str
+    """"train", or "eval-<n>" for evaluation n."""
+    task: Task
+    members: list[int]
+    """The group's episodes still to be run, one each."""
+    version: int
+    """The policy version that every server had confirmed when the lease was given: no token may be older."""
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """The result is durable in the ledger (or was already): the worker may forget it."""
+
+    result_id: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """The run ends: finish nothing new, hand in what is finished, then exit with code 0."""
+
+    reason: str
+
+
+FromWorker = WorkerState | Result
+ToWorker = Lease | Ack | Drain

@@ -1,0 +1,20 @@
+"""One row of the dataset, as environments get it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One row of the dataset, as an environment gets it. Filled by the datapipe."""
+
+    task_id: str
+    """`<split>-<row>`: the same row has the same id in every epoch."""
+    prompt: Any
+    """The row's `prompt`: a string, or a list of chat messages."""
+    ground_truth: str | None
+    """The row's `ground_truth`; None where the column is absent or null."""
+    extra_info: dict[str, Any]
+    """The row's `extra_info`, {} where absent."""

@@ -1,0 +1,120 @@
+"""A trainer is an algorithm's loop over batches; its config tree describes one experiment's learning."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from arealite.api.agent import AgentConfig
+from arealite.api.engine import OptimizerConfig, TrainEngineConfig
+from arealite.api.env import EnvConfig
+from arealite.api.fields import opt, sub
+from arealite.api.llm import LLMClientConfig, SamplingConfig
+from arealite.api.publisher import PublisherConfig
+from arealite.base.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorConfig:
+    """How episodes are run: who sits where, how many at a time."""
+
+    agent: AgentConfig = sub(AgentConfig, "who acts")
+    env: EnvConfig = sub(EnvConfig, "where")
+    client: LLMClientConfig = sub(LLMClientConfig, "through which client it generates")
+    sampling: SamplingConfig = sub(SamplingConfig, "how training tokens are drawn")
+    group_size: int = opt(8, "episodes a task; advantages compare them")
+    concurrency: int = opt(256, "episodes one rollout worker has in flight")
+    episode_timeout_s: float = opt(600.0, "an episode that runs longer fails and is offered again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The policy loss (decoupled PPO, arXiv 2505.24298 eq. 5)."""
+
+    eps_low: float = opt(0.2, "the ratio is clipped to 1 - eps_low …")
+    eps_high: float = opt(0.2, "… 1 + eps_high; above eps_low is DAPO's clip-higher")
+    decoupled: bool = opt(
+        True, "proximal policy recomputed by the trainer, behaviour ratio as a weight"
+    )
+    behav_weight_cap: float | None = opt(5.0, "upper bound of that weight; null leaves it")
+    dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages, c > 1")
+    reduction: str = opt("token_mean", "token_mean, seq_mean_token_mean or seq_mean_token_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Group-relative advantages."""
+
+    type: str = opt("grpo", "grpo (divide by the group's std) or dr_grpo (do not)")
+    eps: float = opt(1e-6, "added to the std")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation, run beside training through the same servers."""
+
+    every_steps: int = opt(0, "0 evaluates only before the first and after the last step")
+    num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all")
+    samples: int = opt(1, "completions a prompt")
+    sampling: SamplingConfig = sub(SamplingConfig, "how held-out tokens are drawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Sharded, atomic checkpoints."""
+
+    every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C")
+    keep: int = opt(2, "newest checkpoints kept")
+    export: bool = opt(True, "write a Hugging Face folder at the end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """One policy trained with PPO or one of its relatives."""
+
+    lr: float = opt(1e-5, "AdamW's learning rate after the warm-up")
+    total_steps: int = opt(100, "batches to train")
+    batch_size: int = opt(64, "groups in a batch")
+    updates: int = opt(1, "optimizer updates a batch; must divide batch_size")
+    max_staleness: int = opt(
+        4, "eta: a token is trained at most this many versions after it was sampled"
+    )
+    staleness_policy: str = opt("pace", "pace (wait for slow episodes), mask (no loss) or drop")
+    filter_zero_variance: bool = opt(
+        False, "leave out groups whose rewards are all equal, and refill"
+    )
+    partial_group: str = opt("retry", "a group with failed episodes: retry, min_size or drop")
+    max_attempts: int = opt(3, "times an episode is offered before it has failed for good")
+    optimizer: OptimizerConfig = sub(OptimizerConfig, "AdamW and schedule")
+    loss: LossConfig = sub(LossConfig, "policy loss")
+    advantage: AdvantageConfig = sub(AdvantageConfig, "advantages")
+    engine: TrainEngineConfig = sub(TrainEngineConfig, "what holds the model")
+    collector: CollectorConfig = sub(CollectorConfig, "how episodes are run")
+    publisher: PublisherConfig = sub(PublisherConfig, "how weights reach the servers")
+    eval: EvalConfig = sub(EvalConfig, "held-out evaluation")
+    checkpoint: CheckpointConfig = sub(CheckpointConfig, "checkpoints and export")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Which trainer runs, and its options."""
+
+    type: str = opt("async_ppo", "async_ppo, or ppo (synchronous: max_staleness must be 0)")
+    ppo: PPOConfig = sub(PPOConfig, "options of both")
+
+
+class Trainer(ABC):
+    """One rank's training loop."""
+
+    @abstractmethod
+    def train(self) -> None:
+        """Train to the end, or until asked to stop; leave a durable checkpoint."""
+
+
+trainers: Registry[Trainer] = Registry(
+    "trainer",
+    {
+        "ppo": "arealite.impl.trainer.ppo:PPOTrainer",
+        "async_ppo": "arealite.impl.trainer.async_ppo:AsyncPPOTrainer",
+    },
+)

@@ -1,0 +1,36 @@
+"""structlog, set up once a process: human-readable lines on stderr with the role in each.
+
+Here so that no module configures logging at import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import structlog
+
+
+def setup(role: str, level: str = "info") -> None:
+    """Configure structlog for this process; every event carries `role` and the process id."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(role=role, pid=os.getpid())
+
+
+def get(name: str) -> structlog.typing.FilteringBoundLogger:
+    """Return a logger whose events carry `module=name`."""
+    return structlog.get_logger(module=name)

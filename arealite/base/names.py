@@ -1,0 +1,51 @@
+"""Where a trial keeps its files, so that no other module joins these paths.
+
+A trial is `<run_root>/<experiment_name>/<trial_name>`; everything about it lies below that folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one trial."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, as YAML; what every role of the run loads."""
+        return self.root / "config.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        """The ledger, one SQLite file."""
+        return self.root / "ledger.sqlite"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, one line a step (and one an evaluation)."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """One log file a process: `<role>-<index>.log`."""
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint: `step-000012`."""
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The final model as a Hugging Face folder."""
+        return self.root / "export"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.root / "tensorboard"

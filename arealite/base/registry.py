@@ -1,0 +1,97 @@
+"""A table from a name in the config to a class, one per kind of part.
+
+Here a name becomes a class, and nowhere else. Built-in lines are strings, so that listing the table imports nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from arealite.base.errors import UserError
+
+ENTRY_POINT_GROUP = "arealite.plugins"
+"""Installed packages list modules under this entry point group; importing one registers its parts."""
+
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+class Registry(Generic[T]):
+    """Names of one kind of part ("agent", "env", …) and the classes behind them."""
+
+    def __init__(self, kind: str, table: Mapping[str, str]) -> None:
+        self.kind = kind
+        self.configs: dict[str, type] = {}
+        """Config dataclass of each part registered from outside, by name."""
+        self._table: dict[str, str | type[T]] = dict(table)
+
+    def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
+        """Return a class decorator that adds a part, and its config dataclass, under `name`.
+
+        Raises:
+            UserError: the name is taken by another class.
+        """
+
+        def add(cls: C) -> C:
+            held = self._table.get(name)
+            if held is not None and getattr(held, "__qualname__", held) != cls.__qualname__:
+                raise UserError(
+                    f"{self.kind} '{name}' is already registered; choose another name for {cls.__name__}."
+                )
+            self._table[name] = cls
+            if config is not None:
+                self.configs[name] = config
+            return cls
+
+        return add
+
+    def get(self, name: str) -> type[T]:
+        """Import and return the class behind `name`.
+
+        Raises:
+            UserError: no such name; says what was meant, and which exist.
+        """
+        target = self._table.get(name)
+        if target is None:
+            raise UserError(unknown(f"{self.kind} type", name, self.names()))
+        if isinstance(target, str):
+            module, _, attribute = target.partition(":")
+            target = getattr(importlib.import_module(module), attribute)
+            self._table[name] = target
+        return target  # type: ignore[return-value]
+
+    def names(self) -> list[str]:
+        """List the known names, sorted."""
+        return sorted(self._table)
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    """Write the error line for an unknown name, with the nearest known one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}."
+
+
+def import_plugins(modules: Sequence[str]) -> None:
+    """Import the modules named by `imports=[…]` and by installed packages' entry points.
+
+    Raises:
+        UserError: a module of `imports` cannot be found.
+    """
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        entry.load()
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise UserError(
+                f"imports=[{module}]: no module of that name. It must be importable from the "
+                "working directory or PYTHONPATH."
+            ) from error

@@ -1,0 +1,1 @@
+"""Training engines: one model and its shards."""

@@ -1,0 +1,1 @@
+"""Launchers: how a run's processes come up and are watched."""

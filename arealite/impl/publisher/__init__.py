@@ -1,0 +1,1 @@
+"""Weight publishers: how a new policy version reaches the servers."""

@@ -1,0 +1,1 @@
+"""Trainers: the algorithm's loop over engines and batches."""

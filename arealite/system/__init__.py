@@ -1,0 +1,1 @@
+"""Floor 3: I/O without maths: name registry, datapipe, ledger, transports, deadlines."""
