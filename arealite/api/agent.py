@@ -1,21 +1,23 @@
-"""An agent is a seat in an environment: it turns observations into prompts, and generations into actions.
+"""An agent is a seat in an environment: it turns observations into prompts, and generations into
+actions.
 
-It records every turn it generates, with exact tokens; the collector makes trajectories of the record.
+It records every turn it generates, with exact tokens; the collector makes trajectories of the
+record.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from arealite.api.episode import Action, Record, Seat, Turn
 from arealite.api.fields import opt, sub
 from arealite.api.llm import (
     LLMClient,
     LLMClientConfig,
     LLMRequest,
     LLMResponse,
-    SamplingConfig,
     clients,
 )
 from arealite.base.registry import Registry
@@ -39,46 +41,6 @@ class AgentConfig:
     math_code_single_step: MathCodeSingleStepConfig = sub(
         MathCodeSingleStepConfig, "options of type=math_code_single_step"
     )
-
-
-@dataclass(frozen=True)
-class Action:
-    """What an agent decided."""
-
-    text: str
-    """The completion, decoded for the environment; never tokenised again."""
-    response: LLMResponse | None = None
-    """The generation behind it; None when the policy was not asked."""
-
-
-@dataclass
-class Turn:
-    """One generation of an agent, and the reward it received."""
-
-    input_ids: list[int]
-    response: LLMResponse
-    temperature: float
-    reward: float = 0.0
-
-
-@dataclass
-class Record:
-    """What one agent did in one episode."""
-
-    turns: list[Turn] = field(default_factory=list)
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    seconds_generating: float = 0.0
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Which seat of which episode an agent sits in. Filled by the collector."""
-
-    name: str = "agent"
-    group_id: str = "group"
-    episode_id: str = "episode"
-    min_version: int = 0
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
 class Agent(ABC):
@@ -156,7 +118,8 @@ class AgentFactory:
         self.tokenizer = tokenizer or load_tokenizer(args.model.path)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
-        """Return a fresh agent for one seat of one episode (None: a seat of its own, for trying it out)."""
+        """Return a fresh agent for one seat of one episode (None: a seat of its own, for trying it
+        out)."""
         own = getattr(config, config.type, None)
         return agents.get(config.type)(
             own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat()
@@ -167,4 +130,4 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load a Hugging Face tokenizer; transformers is imported here, not with the module."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path)  # pyright: ignore

@@ -62,13 +62,14 @@ class Sequence:
     loss_mask: np.ndarray
     """bool [T]: the tokens whose logprob enters the loss; never the first."""
     temperature: float
-    fields: dict[str, np.ndarray] = field(default_factory=dict)
+    fields: dict[str, np.ndarray] = field(default_factory=lambda: dict[str, "np.ndarray"]())
     """float32 [T] each: behav_logprobs, prox_logprobs, advantages, loss_weight, …"""
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """What a loss function sees of one micro-batch; flat over its loss tokens N (loss_mask true, row after row)."""
+    """What a loss function sees of one micro-batch; flat over its loss tokens N (loss_mask true,
+    row after row)."""
 
     logprobs_N: torch.Tensor
     """Under the current parameters, with gradient."""
@@ -81,12 +82,15 @@ class LossInput:
 
 
 LossFn = Callable[[LossInput], "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
-"""Returns (loss, stats). The loss is a SUM over tokens already weighted by `loss_weight`, so that micro-batches and
-ranks add up to the global loss. Stats are weighted sums too (same weights): they are added over micro-batches and ranks."""
+"""Returns (loss, stats). The loss is a SUM over tokens already weighted by `loss_weight`, so that
+micro-batches and
+ranks add up to the global loss. Stats are weighted sums too (same weights): they are added over
+micro-batches and ranks."""
 
 
 class TrainEngine(ABC):
-    """One model, its optimizer and its shards. Every method is collective: all ranks call it, in one order."""
+    """One model, its optimizer and its shards. Every method is collective: all ranks call it, in
+    one order."""
 
     @abstractmethod
     def forward(
@@ -94,21 +98,24 @@ class TrainEngine(ABC):
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return (logprobs, entropies), float32 [T] a row, 0 outside loss_mask; no gradient.
 
-        `all_lengths[r]` are the row lengths of rank r, so that all ranks run the same number of micro-batches.
+        `all_lengths[r]` are the row lengths of rank r, so that all ranks run the same number of
+        micro-batches.
         """
 
     @abstractmethod
     def train_batch(
         self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: LossFn
     ) -> dict[str, float]:
-        """Apply one optimizer update over all rows of all ranks; return summed stats, `grad_norm`, `lr`.
+        """Apply one optimizer update over all rows of all ranks; return summed stats, `grad_norm`,
+        `lr`.
 
         A non-finite gradient norm skips the update and returns `skipped_update` 1.
         """
 
     @abstractmethod
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a sharded checkpoint (model, optimizer, schedule, RNG, `extra`) into the folder `path`."""
+        """Write a sharded checkpoint (model, optimizer, schedule, RNG, `extra`) into the folder
+        `path`."""
 
     @abstractmethod
     def load(self, path: Path) -> dict[str, Any]:
@@ -120,7 +127,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full CPU tensor) one at a time on rank 0; other ranks take part and yield nothing."""
+        """Yield (Hugging Face name, full CPU tensor) one at a time on rank 0; other ranks take
+        part and yield nothing."""
 
 
 engines: Registry[TrainEngine] = Registry(

@@ -1,4 +1,5 @@
-"""An environment is an async program: one episode is one call of `run`, in plain Python control flow."""
+"""An environment is an async program: one episode is one call of `run`, in plain Python control
+flow."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.fields import opt, sub
-from arealite.api.task import Task
 from arealite.api.reward import RewardConfig
+from arealite.api.task import Task
 from arealite.base.registry import Registry
 
 
@@ -65,7 +66,8 @@ class StepResult:
 
 
 class StepEnv(Env):
-    """For those who prefer reset and step: one acting seat, Gymnasium-like. State is per episode."""
+    """For those who prefer reset and step: one acting seat, Gymnasium-like. State is per
+    episode."""
 
     @abstractmethod
     async def reset(self, task: Task) -> tuple[Any, Any]:

@@ -16,7 +16,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def run(self) -> int:
-        """Run the experiment to its end; return the exit code. No process it started survives it."""
+        """Run the experiment to its end; return the exit code. No process it started survives
+        it."""
 
 
 launchers: Registry[Launcher] = Registry(

@@ -1,4 +1,5 @@
-"""Language-model generation: the request and its answer, the client that agents use, the server that a launcher runs.
+"""Language-model generation: the request and its answer, the client that agents use, the server
+that a launcher runs.
 
 Tokens in, tokens out: text exists only inside an agent.
 """
@@ -105,11 +106,13 @@ class LLMResponse(msgspec.Struct, frozen=True):
 
 
 class LLMClient(ABC):
-    """Generates through whichever servers are alive; an interrupted generation is finished before it returns."""
+    """Generates through whichever servers are alive; an interrupted generation is finished before
+    it returns."""
 
     @abstractmethod
     def __init__(self, args: Any, config: LLMClientConfig) -> None:
-        """Remember where to look (names and cluster from `args`, the run's ExperimentConfig); connect nothing yet."""
+        """Remember where to look (names and cluster from `args`, the run's ExperimentConfig);
+        connect nothing yet."""
 
     @abstractmethod
     async def generate(self, request: LLMRequest) -> LLMResponse:

@@ -19,8 +19,7 @@ class DiskPublisherConfig:
     """Weights go through a safetensors file that the servers read."""
 
     dir: str | None = opt(
-        None,
-        "a folder all servers see; null takes tmpfs when all share this host, else the run's folder",
+        None, "a folder all servers see; null: tmpfs if all share this host, else the run's folder"
     )
 
 
@@ -47,7 +46,8 @@ class PublishReport:
     load_s: float
     continue_s: float
     stall_s: float
-    """From the pause taking effect to the continue taking effect: generation stood still this long."""
+    """From the pause taking effect to the continue taking effect: generation stood still this
+    long."""
     num_bytes: int
     servers: int
     """Servers that confirmed the version."""
@@ -60,7 +60,8 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
-        """Stage, pause, load, continue; return when every server in traffic has confirmed `version`.
+        """Stage, pause, load, continue; return when every server in traffic has confirmed
+        `version`.
 
         Raises:
             RoleError: no server confirmed it.

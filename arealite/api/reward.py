@@ -1,4 +1,5 @@
-"""Reward functions: from an answer and its ground truth to a number, possibly through costly, killable helpers."""
+"""Reward functions: from an answer and its ground truth to a number, possibly through costly,
+killable helpers."""
 
 from __future__ import annotations
 

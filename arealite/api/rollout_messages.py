@@ -1,7 +1,9 @@
 """What rollout workers and the datapipe say to each other over ZeroMQ.
 
-On the wire a message is one msgpack frame followed by the raw payload frames it announces. Every field says who fills it.
-Delivery is at least once: each message may arrive twice, so each is idempotent by the id it carries.
+On the wire a message is one msgpack frame followed by the raw payload frames it announces. Every
+field says who fills it.
+Delivery is at least once: each message may arrive twice, so each is idempotent by the id it
+carries.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Episode(msgspec.Struct, frozen=True):
     member: int
     """Which of the group's episodes, 0 … group_size - 1."""
     headers: list[TrajectoryHeader]
-    """One a trainable seat; [] exactly when `failure` is set. Their payloads follow as frames, in this order."""
+    """One a trainable seat; [] exactly when `failure` is set. Their payloads follow as frames, in
+    this order."""
     failure: Failure | None
     """None when the episode finished."""
 
@@ -42,9 +45,11 @@ class WorkerState(msgspec.Struct, frozen=True, tag=True):
     capacity: int
     """Episodes the worker wants to have in hand; 0 while it drains."""
     held: list[str]
-    """Lease ids it knows. A lease that the datapipe gave it and that is missing here is sent again."""
+    """Lease ids it knows. A lease that the datapipe gave it and that is missing here is sent
+    again."""
     split_metrics: dict[str, float]
-    """Counters since the worker's start (waits in seconds, interruptions, …); {} where it has none."""
+    """Counters since the worker's start (waits in seconds, interruptions, …); {} where it has
+    none."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +74,8 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     members: list[int]
     """The group's episodes still to be run, one each."""
     version: int
-    """The policy version that every server had confirmed when the lease was given: no token may be older."""
+    """The policy version that every server had confirmed when the lease was given: no token may be
+    older."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,5 @@
-"""A trainer is an algorithm's loop over batches; its config tree describes one experiment's learning."""
+"""A trainer is an algorithm's loop over batches; its config tree describes one experiment's
+learning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What trainer ranks, the launcher and the datapipe say to each other over ZeroMQ.
 
-Every request may be sent again until it is answered; the datapipe treats it by the step or id it carries.
+Every request may be sent again until it is answered; the datapipe treats it by the step or id it
+carries.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from arealite.api.trajectory import TrajectoryHeader
 
 
 class TrainerStart(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 begins at `step` (0, or a checkpoint's); later steps in the ledger are rolled back. Answer: TrainerReady."""
+    """Rank 0 begins at `step` (0, or a checkpoint's); later steps in the ledger are rolled back.
+    Answer: TrainerReady."""
 
     step: int
     world_size: int
 
 
 class BatchRequest(msgspec.Struct, frozen=True, tag=True):
-    """A rank wants its shard of batch `step`; it then holds policy version `step`. Answer: Batch, until then Waiting."""
+    """A rank wants its shard of batch `step`; it then holds policy version `step`. Answer: Batch,
+    until then Waiting."""
 
     step: int
     rank: int
@@ -48,14 +51,16 @@ class Checkpointed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EvalRequest(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0: run the held-out set beside training. Answer: EvalResult when finished, until then Waiting."""
+    """Rank 0: run the held-out set beside training. Answer: EvalResult when finished, until then
+    Waiting."""
 
     eval_id: int
     """The step it was asked at."""
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0: training ends; answer every rank's BatchRequest with Finished, drain the workers, write the audit, exit. Answer: Done."""
+    """Rank 0: training ends; answer every rank's BatchRequest with Finished, drain the workers,
+    write the audit, exit. Answer: Done."""
 
     reason: str
 
@@ -72,15 +77,18 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     headers: list[TrajectoryHeader]
-    """The whole batch, in the order all ranks agree on; group statistics and token counts come from here."""
+    """The whole batch, in the order all ranks agree on; group statistics and token counts come
+    from here."""
     ranks: list[int]
     """Which rank trains each header; same length as `headers`."""
     minibatches: list[int]
-    """Which update of the step each header belongs to, 0 … updates - 1; same length as `headers`."""
+    """Which update of the step each header belongs to, 0 … updates - 1; same length as
+    `headers`."""
     mine: list[int]
     """Indices into `headers` whose payloads follow."""
     waits: dict[str, float]
-    """What the datapipe saw while the batch was filled: seconds by cause, buffered groups, drop counts."""
+    """What the datapipe saw while the batch was filled: seconds by cause, buffered groups, drop
+    counts."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, tag=True):
@@ -110,7 +118,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request breaks an invariant or cannot ever be answered; the receiver stops the run with `reason`."""
+    """The request breaks an invariant or cannot ever be answered; the receiver stops the run with
+    `reason`."""
 
     request: str
     reason: str

@@ -1,6 +1,7 @@
 """The unit of training data: one seat's view of one episode, with exact tokens.
 
-Split in two, because the datapipe needs only the header: it stores and forwards the payload without looking inside.
+Split in two, because the datapipe needs only the header: it stores and forwards the payload
+without looking inside.
 Shape letters: T = tokens of one segment.
 """
 
@@ -34,7 +35,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     truncated: bool
     """The last generation stopped at its token limit."""
     interruptions: int
-    """How often a weight update cut one of its generations (retracted, or aborted and resubmitted)."""
+    """How often a weight update cut one of its generations (retracted, or aborted and
+    resubmitted)."""
     seconds: float
     """Wall time of the episode."""
     waits: dict[str, float]
@@ -47,14 +49,16 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """One token sequence in which every turn extends the one before. Arrays are raw little-endian bytes."""
+    """One token sequence in which every turn extends the one before. Arrays are raw little-endian
+    bytes."""
 
     tokens: bytes
     """int32 [T]: prompt, sampled and observed tokens, exactly as sent and sampled."""
     loss_mask: bytes
     """uint8 [T]: 1 where the policy sampled the token."""
     logprobs: bytes
-    """float32 [T]: log-probability at sampling time, at the sampling temperature; 0 where loss_mask is 0."""
+    """float32 [T]: log-probability at sampling time, at the sampling temperature; 0 where
+    loss_mask is 0."""
     versions: bytes
     """int32 [T]: policy version that sampled the token; -1 where loss_mask is 0."""
     rewards: bytes

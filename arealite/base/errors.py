@@ -1,6 +1,7 @@
 """Every exception of AReaLite, as one tree.
 
-One place, so that a boundary can decide by type: refuse and name the fix, stop the run, or count a failed episode.
+One place, so that a boundary can decide by type: refuse and name the fix, stop the run, or count a
+failed episode.
 
     ArealiteError
     ├── UserError            the input is wrong: one line with the fix, exit code 2

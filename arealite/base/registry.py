@@ -1,6 +1,7 @@
 """A table from a name in the config to a class, one per kind of part.
 
-Here a name becomes a class, and nowhere else. Built-in lines are strings, so that listing the table imports nothing.
+Here a name becomes a class, and nowhere else. Built-in lines are strings, so that listing the
+table imports nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from arealite.base.errors import UserError
 
 ENTRY_POINT_GROUP = "arealite.plugins"
-"""Installed packages list modules under this entry point group; importing one registers its parts."""
+"""Installed packages list modules under this entry point group; importing one registers its
+parts."""
 
 
 T = TypeVar("T")
@@ -41,9 +43,10 @@ class Registry(Generic[T]):
             held = self._table.get(name)
             if held is not None and getattr(held, "__qualname__", held) != cls.__qualname__:
                 raise UserError(
-                    f"{self.kind} '{name}' is already registered; choose another name for {cls.__name__}."
+                    f"{self.kind} '{name}' is already registered; "
+                    f"choose another name for {cls.__name__}."
                 )
-            self._table[name] = cls
+            self._table[name] = cast(type[T], cls)
             if config is not None:
                 self.configs[name] = config
             return cls

@@ -1,0 +1,47 @@
+"""What agents leave behind in an episode: their seat, their actions and the record of their turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from arealite.api.llm import LLMResponse, SamplingConfig
+
+
+@dataclass(frozen=True)
+class Action:
+    """What an agent decided."""
+
+    text: str
+    """The completion, decoded for the environment; never tokenised again."""
+    response: LLMResponse | None = None
+    """The generation behind it; None when the policy was not asked."""
+
+
+@dataclass
+class Turn:
+    """One generation of an agent, and the reward it received."""
+
+    input_ids: list[int]
+    response: LLMResponse
+    temperature: float
+    reward: float = 0.0
+
+
+@dataclass
+class Record:
+    """What one agent did in one episode."""
+
+    turns: list[Turn] = field(default_factory=list[Turn])
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    seconds_generating: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which seat of which episode an agent sits in. Filled by the collector."""
+
+    name: str = "agent"
+    group_id: str = "group"
+    episode_id: str = "episode"
+    min_version: int = 0
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -1,0 +1,141 @@
+"""From YAML files and dotted overrides to one frozen dataclass tree, checked once.
+
+OmegaConf does the typing; here its errors become one line each, and third parties' configs become
+typed fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from arealite.base.errors import UserError
+
+C = TypeVar("C")
+Parts = Mapping[type, Mapping[str, type]]
+"""For each part's config dataclass (AgentConfig, …): name → config dataclass of the parts
+registered from outside."""
+
+
+def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts: Parts) -> C:
+    """Merge `files`, then `overrides` ("a.b=1"), into the defaults of `schema`; return it frozen.
+
+    Raises:
+        UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type.
+    """
+    node = OmegaConf.structured(extend(schema, parts))
+    for source, layer in [
+        *((str(f), read(f)) for f in files),
+        ("command line", dotlist(overrides)),
+    ]:
+        try:
+            node = OmegaConf.merge(node, layer)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{source}: {explain(error, schema)}") from error
+    try:
+        return cast(C, OmegaConf.to_object(node))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error, schema)) from error
+
+
+def read(file: Path) -> DictConfig:
+    """Read one YAML file; an empty one is an empty config."""
+    try:
+        loaded = OmegaConf.load(file)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"config file {file} does not exist. Name another with --config."
+        ) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"config file {file} is not readable YAML: {line}") from error
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"config file {file} must hold `key: value` pairs.")
+    return loaded
+
+
+def dotlist(overrides: Sequence[str]) -> DictConfig:
+    """Parse dotted overrides; each must be `key=value`."""
+    for item in overrides:
+        if "=" not in item or item.startswith(("-", "=")):
+            raise UserError(
+                f"'{item}' is not an override. Write key=value, as in trainer.ppo.lr=1e-5."
+            )
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"an override is not readable: {line}") from error
+
+
+def save(config: Any, file: Path) -> None:
+    """Write the whole resolved config as YAML, atomically."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.replace(file)
+
+
+def extend(schema: type, parts: Parts) -> type:
+    """Return a subclass of `schema` in which each part's config also has the fields of outside
+    parts.
+
+    A class on the way down is replaced by a subclass too; where nothing changes, the class itself
+    comes back.
+    """
+    fields: list[tuple[str, Any, Any]] = []
+    hints = get_type_hints(schema)
+    for item in dataclasses.fields(schema):
+        held = hints[item.name]
+        if isinstance(held, type) and dataclasses.is_dataclass(held):
+            grown = extend(held, parts)
+            if grown is not held:
+                new = dataclasses.field(default_factory=grown, metadata=item.metadata)
+                fields.append((item.name, grown, new))
+    for name, config in parts.get(schema, {}).items():
+        help_text = {"help": f"options of type={name}"}
+        fields.append((name, config, dataclasses.field(default_factory=config, metadata=help_text)))
+    if not fields:
+        return schema
+    return dataclasses.make_dataclass(
+        schema.__name__, fields, bases=(schema,), frozen=True, kw_only=True
+    )
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted key, default, help) of every leaf of a config class."""
+    hints = get_type_hints(schema)
+    for item in dataclasses.fields(schema):
+        held, path = hints[item.name], f"{prefix}{item.name}"
+        if isinstance(held, type) and dataclasses.is_dataclass(held):
+            yield from keys(held, f"{path}.")
+            continue
+        factory = item.default_factory
+        default = item.default if factory is dataclasses.MISSING else factory()
+        yield path, default, str(item.metadata.get("help", ""))
+
+
+def explain(error: OmegaConfBaseException, schema: type) -> str:
+    """Turn an OmegaConf error into one line with the key, what is wrong, and what was meant."""
+    key = error.full_key or ""
+    if isinstance(error, ConfigKeyError):
+        return f"unknown key '{key}'.{_suggest(key, schema)}"
+    what = str(error.msg or error).splitlines()[0]
+    return f"{key}: {what}." if key else f"{what}."
+
+
+def _suggest(key: str, schema: type) -> str:
+    known = [path for path, _, _ in keys(schema)]
+    known += sorted(
+        {path.rsplit(".", n)[0] for path in known for n in range(1, path.count(".") + 1)}
+    )
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == leaf]
+    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else ""
