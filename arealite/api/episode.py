@@ -1,4 +1,4 @@
-"""What agents leave behind in an episode: their seat, their actions and the record of their turns."""
+"""What agents leave behind in an episode: seat, actions, and the record of their turns."""
 
 from __future__ import annotations
 

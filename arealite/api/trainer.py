@@ -75,8 +75,8 @@ class PPOConfig:
 
     lr: float = opt(1e-5, "AdamW's learning rate after the warm-up")
     total_steps: int = opt(100, "batches to train")
-    batch_size: int = opt(64, "groups in a batch")
-    updates: int = opt(1, "optimizer updates a batch; must divide batch_size")
+    batch_size: int = opt(512, "episodes in a batch; a multiple of collector.group_size")
+    updates: int = opt(1, "optimizer updates a batch; must divide its number of groups")
     max_staleness: int = opt(
         4, "eta: a token is trained at most this many versions after it was sampled"
     )
@@ -94,6 +94,11 @@ class PPOConfig:
     publisher: PublisherConfig = sub(PublisherConfig, "how weights reach the servers")
     eval: EvalConfig = sub(EvalConfig, "held-out evaluation")
     checkpoint: CheckpointConfig = sub(CheckpointConfig, "checkpoints and export")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in a batch."""
+        return self.batch_size // self.collector.group_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,8 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
     Raises:
         UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type.
     """
-    node = OmegaConf.structured(extend(schema, parts))
+    grown = extend(schema, parts)
+    node = OmegaConf.structured(grown)
     for source, layer in [
         *((str(f), read(f)) for f in files),
         ("command line", dotlist(overrides)),
@@ -38,11 +39,11 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
         try:
             node = OmegaConf.merge(node, layer)
         except OmegaConfBaseException as error:
-            raise UserError(f"{source}: {explain(error, schema)}") from error
+            raise UserError(f"{source}: {explain(error, grown)}") from error
     try:
         return cast(C, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
-        raise UserError(explain(error, schema)) from error
+        raise UserError(explain(error, grown)) from error
 
 
 def read(file: Path) -> DictConfig:

@@ -1,0 +1,245 @@
+"""Everything that can be found wrong before a run starts, found before anything is started.
+
+Each check raises UserError with one line that names the fix; cheap checks come first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arealite.api.agent import agents, load_tokenizer
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.engine import engines
+from arealite.api.env import envs
+from arealite.api.launcher import launchers
+from arealite.api.llm import SamplingConfig, clients
+from arealite.api.logger import loggers
+from arealite.api.publisher import publishers
+from arealite.api.task import Task
+from arealite.api.trainer import PPOConfig, trainers
+from arealite.base.errors import DeadlineError, UserError
+from arealite.system.dataset import load_tasks
+from arealite.system.name_registry import Entry, NameRegistry
+
+CHOICES = {
+    "resume": ("auto", "never", "must"),
+    "staleness_policy": ("pace", "mask", "drop"),
+    "partial_group": ("retry", "min_size", "drop"),
+    "pause_mode": ("retract", "in_place", "abort"),
+    "reduction": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"),
+    "advantage.type": ("grpo", "dr_grpo"),
+    "schedule": ("constant", "linear", "cosine"),
+    "dtype": ("float32", "bfloat16"),
+}
+
+
+def check(config: ExperimentConfig) -> None:
+    """Check numbers, names, files, dataset and server of an experiment, in this order."""
+    check_names(config)
+    check_numbers(config.trainer.ppo, config.trainer.type)
+    model = check_model(config.model.path)
+    tasks = load_tasks(required(config.dataset.train, "dataset.train"), "train")
+    held_out = load_tasks(config.dataset.eval, "eval") if config.dataset.eval else []
+    check_size(config, tasks)
+    check_run_folder(config)
+    server = find_server(config)
+    check_same_model(config, model, server)
+    check_prompts(config, [*tasks, *held_out], server)
+
+
+def required(value: str | None, key: str) -> str:
+    """Return `value`, or refuse that `key` is missing."""
+    if not value:
+        raise UserError(f"{key} is not set. Give {key}=PATH on the command line or in the config.")
+    return value
+
+
+def check_names(config: ExperimentConfig) -> None:
+    """Check that each `type` names a known part and each choice a known word."""
+    ppo = config.trainer.ppo
+    collector = ppo.collector
+    for table, name in [
+        (trainers, config.trainer.type),
+        (launchers, config.launcher.type),
+        (engines, ppo.engine.type),
+        (publishers, ppo.publisher.type),
+        (clients, collector.client.type),
+        (agents, collector.agent.type),
+        (envs, collector.env.type),
+        *((loggers, name) for name in config.logger.types),
+    ]:
+        table.get(name)
+    for key, value in [
+        ("resume", config.resume),
+        ("staleness_policy", ppo.staleness_policy),
+        ("partial_group", ppo.partial_group),
+        ("pause_mode", ppo.publisher.pause_mode),
+        ("reduction", ppo.loss.reduction),
+        ("advantage.type", ppo.advantage.type),
+        ("schedule", ppo.optimizer.schedule),
+        ("dtype", ppo.engine.fsdp.dtype),
+    ]:
+        if value not in CHOICES[key]:
+            raise UserError(f"{key}={value} is unknown. Use one of {', '.join(CHOICES[key])}.")
+
+
+def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
+    """Check that the numbers of the algorithm fit together."""
+    size, group = ppo.batch_size, ppo.collector.group_size
+    at_least_one = {
+        "batch_size": size,
+        "collector.group_size": group,
+        "updates": ppo.updates,
+        "total_steps": ppo.total_steps,
+        "collector.concurrency": ppo.collector.concurrency,
+        "max_attempts": ppo.max_attempts,
+    }
+    for key, value in at_least_one.items():
+        if value < 1:
+            raise UserError(f"trainer.ppo.{key}={value} must be at least 1.")
+    if size % group:
+        raise UserError(
+            f"group_size {group} does not divide batch_size {size}: a batch holds whole groups. "
+            f"Use a multiple of {group}, as in trainer.ppo.batch_size={-(-size // group) * group}."
+        )
+    if (size // group) % ppo.updates:
+        raise UserError(
+            f"updates {ppo.updates} does not divide the {size // group} groups of a batch "
+            f"(batch_size {size} / group_size {group}). Use a divisor of {size // group}."
+        )
+    if group == 1:
+        raise UserError("group_size 1 has no other member to compare with. Use at least 2.")
+    if trainer_type == "ppo" and ppo.max_staleness != 0:
+        raise UserError(
+            f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}. "
+            "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
+        )
+    if ppo.max_staleness < 0:
+        raise UserError(f"max_staleness {ppo.max_staleness} must not be negative.")
+    check_sampling(ppo.collector.sampling, "collector.sampling")
+    check_sampling(ppo.eval.sampling, "eval.sampling")
+    if ppo.collector.sampling.temperature <= 0:
+        raise UserError("collector.sampling.temperature must be above 0: greedy cannot explore.")
+
+
+def check_sampling(sampling: SamplingConfig, where: str) -> None:
+    """Check one sampling config."""
+    if sampling.max_new_tokens < 1:
+        raise UserError(f"{where}.max_new_tokens={sampling.max_new_tokens} must be at least 1.")
+    if not 0 < sampling.top_p <= 1:
+        raise UserError(f"{where}.top_p={sampling.top_p} must be above 0 and at most 1.")
+    if sampling.temperature < 0:
+        raise UserError(f"{where}.temperature={sampling.temperature} must not be negative.")
+
+
+def check_model(path: str) -> dict[str, Any]:
+    """Return the model's config.json."""
+    folder = Path(required(path, "model.path")).expanduser()
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path={path} is no Hugging Face model folder (no config.json in it). "
+            "Give the folder that save_pretrained wrote or that you downloaded."
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"model.path={path} holds no safetensors weights.")
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+
+
+def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
+    """Check that one batch does not need a task twice."""
+    ppo = config.trainer.ppo
+    if len(tasks) < ppo.num_groups:
+        raise UserError(
+            f"{config.dataset.train} has {len(tasks)} rows, a batch needs {ppo.num_groups} "
+            f"(batch_size {ppo.batch_size} / group_size {ppo.collector.group_size}). "
+            "Use a smaller batch_size or more rows."
+        )
+
+
+def check_run_folder(config: ExperimentConfig) -> None:
+    """Check that the trial's folder can be written, and that `resume` allows what is in it."""
+    paths = run_paths(config)
+    if config.resume == "never" and paths.ledger.exists():
+        raise UserError(
+            f"{paths.root} already holds a run. Choose another trial_name, "
+            "resume=auto to go on with it, or remove the folder."
+        )
+    if config.resume == "must" and not paths.ledger.exists():
+        raise UserError(f"resume=must, but {paths.root} holds no run.")
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        probe = paths.root / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"run folder {paths.root} cannot be written: {error.strerror}.") from error
+
+
+def find_server(config: ExperimentConfig) -> Entry:
+    """Wait for a live language-model server of this trial."""
+    names = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+    wait = names.wait("llm_server", seconds=config.server_wait_s, owner="train.py")
+    try:
+        return asyncio.run(wait)[0]
+    except DeadlineError as error:
+        raise UserError(
+            f"no language-model server for {config.experiment_name}/{config.trial_name} within "
+            f"{config.server_wait_s:g} s (looked in {name_dir(config)}). Start one: python3 "
+            f"arealite/launch_llm_server.py experiment_name={config.experiment_name} "
+            f"trial_name={config.trial_name} model.path={config.model.path}"
+        ) from error
+
+
+def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: Entry) -> None:
+    """Check that the server holds the architecture that will be trained."""
+    for key in ("architectures", "model_type", "vocab_size"):
+        ours, theirs = model.get(key), server.value.get(key)
+        if theirs is not None and ours != theirs:
+            raise UserError(
+                f"the server at {server.value['address']} serves another model: its {key} is "
+                f"{theirs}, {config.model.path} has {ours}. Start it with "
+                f"model.path={config.model.path}, or use another trial_name."
+            )
+
+
+def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], server: Entry) -> None:
+    """Check that every prompt and its answer fit the server's context."""
+    context = server.value.get("context_length")
+    budget = config.trainer.ppo.collector.sampling.max_new_tokens
+    if context is None:
+        return
+    if budget >= context:
+        raise UserError(
+            f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
+            f"{context} tokens. Lower collector.sampling.max_new_tokens."
+        )
+    tokenizer = load_tokenizer(config.model.path)
+    for task in tasks:
+        if _text_length(task.prompt) * 2 + 64 <= context - budget:
+            continue  # no tokenizer makes more than a couple of tokens of one byte
+        length = _prompt_tokens(tokenizer, task.prompt)
+        if length + budget > context:
+            raise UserError(
+                f"row {task.task_id}: its prompt has {length} tokens, with max_new_tokens {budget} "
+                f"that is over the server's context of {context}. Remove the row, lower "
+                "collector.sampling.max_new_tokens, or raise llm_server.context_length."
+            )
+
+
+def _text_length(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(str(message["content"]).encode()) + 32 for message in prompt)
+
+
+def _prompt_tokens(tokenizer: Any, prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer.encode(prompt))
+    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"])

@@ -1,0 +1,56 @@
+"""`arealite <command>`: finds the command's module and hands over; nothing heavy is imported
+before that."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from arealite import __version__
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+
+COMMANDS = {
+    "train": ("arealite.cli.train", "train: the same as train.py"),
+    "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
+    "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
+    "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
+}
+
+
+def usage() -> str:
+    """Return the text of `arealite --help`."""
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    head = f"arealite {__version__}\nusage: arealite COMMAND [options] [key=value …]\n"
+    return "\n".join([head, *lines, "", "arealite COMMAND --help says more."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(__version__)
+        return 0
+    if args[0] not in COMMANDS:
+        print(unknown("command", args[0], list(COMMANDS)), file=sys.stderr)
+        return 2
+    return run(COMMANDS[args[0]][0], args[1:])
+
+
+def run(module: str, argv: Sequence[str]) -> int:
+    """Call the module's `main(argv)`; a UserError becomes one line on stderr and exit code 2."""
+    try:
+        return int(importlib.import_module(module).main(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

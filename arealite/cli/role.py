@@ -1,0 +1,128 @@
+"""`arealite role NAME INDEX RUN`: one process of a run; wires the parts that its role needs.
+
+Every role imports only what it needs: the datapipe starts without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig, name_dir
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.cli import configs
+from arealite.system.name_registry import NameRegistry
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the role named on the command line until it ends."""
+    parser = argparse.ArgumentParser(prog="arealite role")
+    parser.add_argument("role", choices=list(ROLES))
+    parser.add_argument("index", type=int)
+    parser.add_argument("run", type=Path)
+    options = parser.parse_args(argv)
+    die_with_parent()
+    config = configs.load(ExperimentConfig, RunPaths(options.run).config, [])
+    return run(options.role, options.index, config)
+
+
+def run(role: str, index: int, config: ExperimentConfig) -> int:
+    """Set up logging and run one role of `config`."""
+    log.setup(f"{role}-{index}", config.logger.level)
+    ROLES[role](config, index)
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the launcher dies, so that no orphan is left."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        raise UserError("the launcher died before this role started.")
+
+
+def datapipe(config: ExperimentConfig, index: int) -> None:
+    """Serve tasks, leases and batches until the trainer finishes."""
+    from arealite.system.datapipe import Datapipe
+    from arealite.system.dataset import load_tasks
+
+    pipe = Datapipe(
+        config,
+        train=load_tasks(config.dataset.train, "train"),
+        eval=load_tasks(config.dataset.eval, "eval") if config.dataset.eval else [],
+        registry=registry(config),
+        address=f"tcp://{config.cluster.host}:0",
+    )
+    gc.freeze()
+    asyncio.run(pipe.run())
+
+
+def rollout(config: ExperimentConfig, index: int) -> None:
+    """Run episodes until the datapipe says that the run ends."""
+    import uvloop
+
+    from arealite.api.agent import load_tokenizer
+    from arealite.api.llm import clients
+    from arealite.impl.rollout.worker import RolloutWorker
+    from arealite.system.worker_link import WorkerLink
+
+    collector = config.trainer.ppo.collector
+    host = socket.gethostname()
+    link = WorkerLink(
+        datapipe_address(config),
+        worker_id=f"rollout-{host}-{index}",
+        capacity=collector.concurrency,
+    )
+    worker = RolloutWorker(
+        config,
+        index=index,
+        link=link,
+        client=clients.get(collector.client.type)(config, collector.client),
+        tokenizer=load_tokenizer(config.model.path),
+    )
+    gc.freeze()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(worker.run())
+
+
+def trainer(config: ExperimentConfig, index: int) -> None:
+    """Train as one rank."""
+    from arealite.api.trainer import trainers
+
+    trainers.get(config.trainer.type)(config).train()  # type: ignore[call-arg]
+
+
+def registry(config: ExperimentConfig) -> NameRegistry:
+    """Return the trial's name registry."""
+    return NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+
+
+def datapipe_address(config: ExperimentConfig) -> Callable[[], str | None]:
+    """Return a function that looks up where the datapipe listens now."""
+    names = registry(config)
+
+    def resolve() -> str | None:
+        entries = names.list("datapipe")
+        return str(entries[0].value["address"]) if entries else None
+
+    return resolve
+
+
+ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {
+    "datapipe": datapipe,
+    "rollout": rollout,
+    "trainer": trainer,
+}

@@ -1,0 +1,36 @@
+"""`arealite train` and train.py: the local launcher, or one trainer rank where RANK is set
+(torchrun, Slurm)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.launcher import launchers
+from arealite.base import config as base_config
+from arealite.cli import configs, options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the experiment, then run it to its end."""
+    file, overrides = options.parse(
+        argv,
+        command="train.py",
+        about="Train an agent: datapipe, rollout workers and trainer ranks on this machine.",
+        schema=ExperimentConfig,
+        default=configs.CONFIG_DIR / "async_ppo.yaml",
+    )
+    config = configs.load(ExperimentConfig, file, overrides)
+    if "RANK" in os.environ:
+        from arealite.cli import role
+
+        return role.run("trainer", int(os.environ["RANK"]), config)
+
+    from arealite.cli.check import check
+
+    check(config)
+    paths = run_paths(config)
+    paths.logs.mkdir(parents=True, exist_ok=True)
+    base_config.save(config, paths.config)
+    return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]

@@ -1,0 +1,69 @@
+"""The live progress line of a run: reads metrics.jsonl as it grows and shows the newest step.
+
+Apart from the launcher, because what a person sees is not what a process does.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("staleness", "staleness/mean", "{:.1f}"),
+    ("max", "staleness/max", "{:.0f}"),
+    ("tok/s", "throughput/trained_tokens_per_s", "{:,.0f}"),
+    ("interrupted", "rollout/interrupted_generations", "{:.0f}"),
+    ("loss", "loss/policy", "{:+.4f}"),
+)
+"""What is shown: label, metric, format."""
+
+
+class Progress:
+    """Shows one line a step: rewritten in place on a terminal, printed every `every` steps
+    elsewhere."""
+
+    def __init__(self, metrics: Path, total_steps: int, *, every: int = 5) -> None:
+        self._file = metrics
+        self._offset = metrics.stat().st_size if metrics.exists() else 0
+        self._total = total_steps
+        self._every = every
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def poll(self) -> None:
+        """Show what was written since the last call."""
+        if not self._file.exists():
+            return
+        with self._file.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")
+        for line in lines[:-1]:
+            self._offset += len(line) + 1
+            self.show(json.loads(line))
+
+    def show(self, metrics: dict[str, float]) -> None:
+        """Show one line of metrics."""
+        step = int(metrics["step"])
+        if "eval/accuracy" in metrics:
+            accuracy = metrics["eval/accuracy"]
+            self._console.print(f"eval at step {step}: held-out accuracy {accuracy:.3f}")
+        if "reward/mean" not in metrics:
+            return
+        done = step + 1
+        parts = [f"step {done}/{self._total}"]
+        parts += [
+            f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics
+        ]
+        text = "  ".join(parts)
+        if self._console.is_terminal:
+            self._console.print(f"\r\x1b[2K{text}", end="\n" if done == self._total else "")
+        elif done == 1 or done % self._every == 0 or done == self._total:
+            self._console.print(text)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        if self._console.is_terminal:
+            self._console.print("\r\x1b[2K", end="")
+        self._console.print(text)
