@@ -1,5 +1,4 @@
-"""Language-model generation: the request and its answer, the client that agents use, the server
-that a launcher runs.
+"""Language-model generation: request and answer, the client agents use, the server that runs.
 
 Tokens in, tokens out: text exists only inside an agent.
 """

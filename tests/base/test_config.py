@@ -1,0 +1,109 @@
+"""Configs: typed, merged in order, one clear line for each mistake, third parties' fields included."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from arealite.api.agent import AgentConfig
+from arealite.api.config import ExperimentConfig
+from arealite.base import config as base_config
+from arealite.base.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyAgentConfig:
+    my_param: str = "x"
+    count: int = 3
+
+
+PARTS = {AgentConfig: {"my_agent": MyAgentConfig}}
+
+
+def load(*overrides: str, files: tuple[Path, ...] = ()) -> ExperimentConfig:
+    return base_config.load(ExperimentConfig, files, overrides, PARTS)
+
+
+def test_overrides_win_over_files_and_files_over_defaults(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    file.write_text("trainer: {ppo: {lr: 0.5, total_steps: 7}}")
+    config = load("trainer.ppo.lr=1e-5", files=(file,))
+    assert config.trainer.ppo.lr == 1e-5
+    assert config.trainer.ppo.total_steps == 7
+    assert config.trainer.ppo.updates == 1
+
+
+def test_the_tree_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().seed = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.ppo.lrr=1", "Did you mean 'trainer.ppo.lr'?"),
+        ("lr=1", "Did you mean 'trainer.ppo.lr'?"),
+        ("trainer.ppo.lr=fast", "trainer.ppo.lr: Value 'fast'"),
+        ("trainer.ppo.total_steps=1.5", "could not be converted to Integer"),
+        ("trainer.ppo.loss.eps_low=null", "Incompatible value 'None'"),
+        ("trainer.ppo=3", "not a subclass of PPOConfig"),
+        ("lr", "Write key=value"),
+        ("--lr=1", "Write key=value"),
+        ("a=[1", "not readable"),
+        ("trainer.ppo.collector.agent.my_agent.my_parm=1", "my_agent.my_param"),
+        ("trainer.ppo.collector.agent.my_agent.count=x", "could not be converted to Integer"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_fix(override: str, says: str):
+    with pytest.raises(UserError) as error:
+        load(override)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_third_party_fields_are_typed_and_the_class_stays_an_experiment():
+    config = load("trainer.ppo.collector.agent.my_agent.my_param='hello'")
+    assert isinstance(config, ExperimentConfig)
+    own = config.trainer.ppo.collector.agent.my_agent  # type: ignore[attr-defined]
+    assert own == MyAgentConfig(my_param="hello", count=3)
+
+
+def test_extend_leaves_untouched_classes_alone():
+    assert base_config.extend(ExperimentConfig, {}) is ExperimentConfig
+    grown = base_config.extend(ExperimentConfig, PARTS)
+    kept = {field.name: field.type for field in dataclasses.fields(grown)}
+    assert kept["model"] == "ModelConfig"
+
+
+def test_save_then_load_gives_the_same_tree(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    config = load("seed=5", "trainer.ppo.loss.behav_weight_cap=null", "imports=[a,b]")
+    base_config.save(config, file)
+    assert load(files=(file,)) == config
+
+
+def test_bad_files(tmp_path: Path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    flat = tmp_path / "flat.yaml"
+    flat.write_text("[1, 2]")
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    for file, says in [
+        (tmp_path / "none.yaml", "no config file"),
+        (broken, "not readable YAML"),
+        (flat, "`key: value`"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            load(files=(file,))
+    assert load(files=(empty,)) == load()
+
+
+def test_every_key_of_both_roots_is_documented():
+    keys = list(base_config.keys(base_config.extend(ExperimentConfig, {})))
+    assert len(keys) > 80
+    assert all(text for _, _, text in keys)
+    assert ("trainer.ppo.lr", 1e-5) in [(key, default) for key, default, _ in keys]

@@ -1,0 +1,62 @@
+"""Registries: lazy built-in lines, parts from outside, and names that are nearly right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.agent import agents
+from arealite.api.engine import engines
+from arealite.api.env import envs
+from arealite.api.launcher import launchers
+from arealite.api.llm import clients, servers
+from arealite.api.logger import loggers
+from arealite.api.publisher import publishers
+from arealite.api.reward import rewards
+from arealite.api.trainer import trainers
+from arealite.base.errors import UserError
+from arealite.base.registry import Registry, import_plugins
+
+TABLES = [agents, engines, envs, launchers, clients, servers, loggers, publishers, rewards, trainers]
+
+
+def test_a_line_is_imported_when_asked_for():
+    table: Registry[object] = Registry("thing", {"path": "pathlib:Path"})
+    assert table.names() == ["path"]
+    assert table.get("path") is Path
+
+
+def test_an_unknown_name_says_what_was_meant():
+    table: Registry[object] = Registry("agent", {"math": "x:Y", "chat": "x:Z"})
+    with pytest.raises(UserError, match=r"Unknown agent type 'maths'\. Did you mean 'math'\?"):
+        table.get("maths")
+
+
+def test_register_and_refuse_a_taken_name():
+    table: Registry[object] = Registry("agent", {})
+
+    @table.register("mine", config=int)
+    class Mine:
+        pass
+
+    assert table.get("mine") is Mine
+    assert table.configs == {"mine": int}
+    with pytest.raises(UserError, match="already registered"):
+        table.register("mine")(type("Other", (), {}))
+
+
+def test_every_built_in_line_leads_to_a_class():
+    for table in TABLES:
+        for name in table.names():
+            assert isinstance(table.get(name), type), (table.kind, name)
+
+
+def test_imports_run_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_plugin_module.py").write_text("LOADED = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_plugins(["my_plugin_module"])
+    assert sys.modules.pop("my_plugin_module").LOADED
+    with pytest.raises(UserError, match=r"imports=\[nowhere_to_be_found\]"):
+        import_plugins(["nowhere_to_be_found"])

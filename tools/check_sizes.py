@@ -1,0 +1,96 @@
+"""Check the size limits of CONTRIBUTING.md; prints each breach and exits 1 if there is one.
+
+Readable code decays because nobody measures it; this does, on every run of CI.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULE_LINES, FUNCTION_LINES, API_LINES, YAML_LINES = 400, 60, 150, 80
+CONFIG_FIELDS, TREE_KEYS, PACKAGE_LINES, TRAIN_LINES = 20, 200, 10_000, 45
+
+
+def main() -> int:
+    """Measure the tree; return 1 when any limit is broken."""
+    sys.path.insert(0, str(ROOT))
+    package = sorted((ROOT / "arealite").rglob("*.py"))
+    breaches = [
+        b for file in [*package, *sorted((ROOT / "tools").glob("*.py"))] for b in module(file)
+    ]
+    breaches += [
+        b for file in sorted((ROOT / "config").glob("*.yaml")) for b in lines(file, YAML_LINES)
+    ]
+    breaches += [
+        b for file in sorted((ROOT / "arealite/api").glob("*.py")) for b in lines(file, API_LINES)
+    ]
+    breaches += [b for file in (ROOT / "arealite").glob("*.py") for b in shadows(file)]
+    breaches += configs()
+    total = sum(count(file) for file in package)
+    if total > PACKAGE_LINES:
+        breaches.append(f"arealite/: {total} lines, limit {PACKAGE_LINES}")
+    tests = sum(count(file) for file in (ROOT / "tests").rglob("*.py"))
+    for breach in breaches:
+        print(breach)
+    print(
+        f"package {total} lines in {len(package)} files, tests {tests} lines, "
+        f"{len(breaches)} breaches"
+    )
+    return 1 if breaches else 0
+
+
+def count(file: Path) -> int:
+    """Count the lines of a file."""
+    return len(file.read_text().splitlines())
+
+
+def lines(file: Path, limit: int) -> list[str]:
+    """Check the length of one file."""
+    found = count(file)
+    return [f"{file.relative_to(ROOT)}: {found} lines, limit {limit}"] if found > limit else []
+
+
+def module(file: Path) -> list[str]:
+    """Check one module: its length, and that of its functions."""
+    breaches = lines(file, MODULE_LINES)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            limit = TRAIN_LINES if node.name == "train" else FUNCTION_LINES
+            if length > limit:
+                where = f"{file.relative_to(ROOT)}:{node.lineno}"
+                breaches.append(f"{where}: {node.name} has {length} lines, limit {limit}")
+    return breaches
+
+
+def shadows(file: Path) -> list[str]:
+    """Check that no module beside launch_llm_server.py hides one of the standard library."""
+    if file.stem in sys.stdlib_module_names:
+        return [f"{file.relative_to(ROOT)}: named like a module of the standard library"]
+    return []
+
+
+def configs() -> list[str]:
+    """Check the number of config fields, and that each key has its line of documentation."""
+    from arealite.api.config import ExperimentConfig, ServerConfig
+    from arealite.base.config import keys
+
+    breaches = []
+    for root in (ExperimentConfig, ServerConfig):
+        every = list(keys(root))
+        if len(every) > TREE_KEYS:
+            breaches.append(f"{root.__name__}: {len(every)} keys, limit {TREE_KEYS}")
+        breaches += [f"{root.__name__}: {key} has no help" for key, _, text in every if not text]
+        groups: dict[str, int] = {}
+        for key, _, _ in every:
+            parent = key.rpartition(".")[0]
+            groups[parent] = groups.get(parent, 0) + 1
+        breaches += [f"{key}: {n} fields" for key, n in groups.items() if n > CONFIG_FIELDS]
+    return breaches
+
+
+if __name__ == "__main__":
+    sys.exit(main())
