@@ -80,9 +80,10 @@ def test_extend_leaves_untouched_classes_alone():
 
 def test_save_then_load_gives_the_same_tree(tmp_path: Path):
     file = tmp_path / "config.yaml"
-    config = load("seed=5", "trainer.ppo.loss.behav_weight_cap=null", "imports=[a,b]")
+    overrides = ["seed=5", "trainer.ppo.loss.behav_weight_cap=null", "imports=[a,b]"]
+    config = base_config.load(ExperimentConfig, [], overrides, {})
     base_config.save(config, file)
-    assert load(files=(file,)) == config
+    assert base_config.load(ExperimentConfig, [file], [], {}) == config
 
 
 def test_bad_files(tmp_path: Path):
@@ -93,13 +94,13 @@ def test_bad_files(tmp_path: Path):
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     for file, says in [
-        (tmp_path / "none.yaml", "no config file"),
+        (tmp_path / "none.yaml", "does not exist"),
         (broken, "not readable YAML"),
         (flat, "`key: value`"),
     ]:
         with pytest.raises(UserError, match=says):
             load(files=(file,))
-    assert load(files=(empty,)) == load()
+    assert base_config.load(ExperimentConfig, [empty], [], {}) == ExperimentConfig()
 
 
 def test_every_key_of_both_roots_is_documented():

@@ -23,6 +23,7 @@ from arealite.system.audit import audit
 
 TERMINATE_GRACE_S = 5.0
 TAIL_LINES = 15
+REFRESH_S = 0.5
 
 
 @dataclass
@@ -53,7 +54,6 @@ class LocalLauncher(Launcher):
         self.progress = Progress(self.paths.metrics, config.trainer.ppo.total_steps)
         self.children: list[Child] = []
         self._stops = 0
-        self._stop = asyncio.Event()
 
     def run(self) -> int:
         """Run to the end; 0 finished, 130 stopped by a person, else the dead child's code."""
@@ -84,28 +84,26 @@ class LocalLauncher(Launcher):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             await self._start("trainer", rank, rendezvous | ranks)
 
+    def command(self, role: str, index: int) -> list[str]:
+        """Return the command line of one role."""
+        module = "arealite.cli.main"
+        return [sys.executable, "-m", module, "role", role, str(index), str(self.paths.root)]
+
     async def _start(self, role: str, index: int, environment: dict[str, str]) -> None:
         log = self.paths.logs / f"{role}-{index}.log"
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "arealite.cli.main",
-                "role",
-                role,
-                str(index),
-                str(self.paths.root),
+                *self.command(role, index),
                 env=os.environ | threads(self.options.trainer_threads) | environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches this process only, which then drains the others
+                start_new_session=True,  # Ctrl-C reaches this process only, which drains the others
             )
         self.children.append(Child(f"{role}-{index}", process, log))
 
     def _on_signal(self) -> None:
         self._stops += 1
-        self._stop.set()
         if self._stops == 1:
             self.progress.say(
                 "stopping: finishing the step and writing a checkpoint (again: stop now)"
@@ -115,31 +113,42 @@ class LocalLauncher(Launcher):
                     child.process.terminate()
 
     async def _watch(self) -> int:
-        """Wait until every child ended well, one ended badly, or a stop took too long."""
-        exits = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        """Wait until every child ended well, one ended badly, or the end took too long."""
+        loop = asyncio.get_running_loop()
+        exits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
+        deadline: float | None = None
         try:
             while exits:
                 done, _ = await asyncio.wait(
-                    exits, timeout=0.5, return_when=asyncio.FIRST_COMPLETED
+                    exits, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 self.progress.poll()
-                for task in done:
-                    child = exits.pop(task)
+                for child in [exits.pop(task) for task in done]:
                     if self._died(child):
                         return self._report_death(child)
                 if self._stops > 1:
                     return 130
+                if deadline is None and (self._stops or not self._training()):
+                    deadline = loop.time() + self.options.drain_timeout_s
+                if deadline is not None and loop.time() > deadline:
+                    return self._report_late([c.name for c in exits.values()])
         finally:
             for task in exits:
                 task.cancel()
         return 130 if self._stops else 0
 
+    def _training(self) -> bool:
+        return any(c.running for c in self.children if c.name.startswith("trainer"))
+
     def _died(self, child: Child) -> bool:
-        """A child died if it failed, or left while the trainer still needs it."""
-        if child.process.returncode != 0:
-            return True
-        trainers = [c for c in self.children if c.name.startswith("trainer")]
-        return not child.name.startswith("trainer") and all(c.running for c in trainers)
+        """A child died if it failed, or left while a trainer still needs it."""
+        leaves_early = not child.name.startswith("trainer") and self._training()
+        return child.process.returncode != 0 or leaves_early
+
+    def _report_late(self, names: list[str]) -> int:
+        seconds = self.options.drain_timeout_s
+        self.progress.say(f"error: {', '.join(names)} did not end within {seconds:g} s; killed.")
+        return 1
 
     def _report_death(self, child: Child) -> int:
         code = child.process.returncode or 0
