@@ -1,4 +1,4 @@
-"""Configs: typed, merged in order, one clear line for each mistake, third parties' fields included."""
+"""Configs: typed, merged in order, one clear line for each mistake, outside fields included."""
 
 from __future__ import annotations
 

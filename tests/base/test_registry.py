@@ -19,7 +19,8 @@ from arealite.api.trainer import trainers
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins
 
-TABLES = [agents, engines, envs, launchers, clients, servers, loggers, publishers, rewards, trainers]
+TABLES = [agents, clients, engines, envs, launchers, loggers, publishers, rewards, servers]
+TABLES += [trainers]
 
 
 def test_a_line_is_imported_when_asked_for():
