@@ -1,0 +1,127 @@
+"""Tells a trial's processes where the others are: one small JSON file a name, kept by heartbeats.
+
+Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.system.deadlines import deadline
+
+logger = log.get(__name__)
+
+POLL_S = 0.1
+"""How often `wait` looks: a shared folder has no event that works on every file system."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One live name."""
+
+    role: str
+    id: str
+    value: dict[str, Any]
+    """What the role wrote about itself: address, pid, …"""
+    age_s: float
+    """Seconds since its last heartbeat."""
+
+
+class NameRegistry:
+    """The names of one trial, below `root`; one not renewed for `ttl_s` is dead and not listed."""
+
+    def __init__(self, root: Path, *, ttl_s: float = 5.0) -> None:
+        self.root = root
+        self.ttl_s = ttl_s
+
+    def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
+        """Write or renew a name atomically: readers see the old file or the new, never half of one.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        folder = self.root / role
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder, prefix=f".{entry_id}-")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(value, file)
+            os.replace(name, folder / f"{entry_id}.json")
+        except OSError as error:
+            raise UserError(
+                f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}. "
+                "Set cluster.name_root to a folder that every role can write."
+            ) from error
+
+    def remove(self, role: str, entry_id: str) -> None:
+        """Forget a name now rather than when its time to live ends; fine if it is gone already."""
+        with suppress(OSError):
+            (self.root / role / f"{entry_id}.json").unlink()
+
+    def list(self, role: str) -> list[Entry]:
+        """Return the live names of a role, sorted by id."""
+        found: list[Entry] = []
+        for path in sorted((self.root / role).glob("*.json")):
+            try:
+                age = max(0.0, time.time() - path.stat().st_mtime)
+                value = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue  # removed while we looked, or not ours
+            if age <= self.ttl_s and isinstance(value, dict):
+                found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
+        return found
+
+    @asynccontextmanager
+    async def registered(
+        self,
+        role: str,
+        entry_id: str,
+        value: Callable[[], dict[str, Any]],
+        *,
+        heartbeat_s: float = 1.0,
+    ) -> AsyncGenerator[None, None]:
+        """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value."""
+        await asyncio.to_thread(self.put, role, entry_id, value())
+        beat = asyncio.create_task(
+            self._beat(role, entry_id, value, heartbeat_s), name=f"heartbeat of {role}/{entry_id}"
+        )
+        try:
+            yield
+        finally:
+            beat.cancel()
+            with suppress(asyncio.CancelledError):
+                await beat
+            await asyncio.to_thread(self.remove, role, entry_id)
+
+    async def _beat(
+        self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], heartbeat_s: float
+    ) -> None:
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            try:
+                await asyncio.to_thread(self.put, role, entry_id, value())
+            except UserError as error:  # a full disk may be emptied; the name's age tells others
+                logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
+
+    async def wait(self, role: str, *, count: int = 1, seconds: float, owner: str) -> list[Entry]:
+        """Wait until at least `count` live names of a role exist, and return them.
+
+        Raises:
+            DeadlineError: they did not appear in time; names the role, the folder and the owner.
+        """
+        what = f"{count} live '{role}' in {self.root / role}"
+        async with deadline(what, owner=owner, seconds=seconds):
+            while len(found := await asyncio.to_thread(self.list, role)) < count:
+                await asyncio.sleep(POLL_S)  # noqa: ASYNC110  (files have no event)
+        return found

@@ -1,0 +1,85 @@
+"""Names appear, are renewed, and die with their heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.base.errors import DeadlineError, UserError
+from arealite.system.name_registry import NameRegistry
+
+
+def test_put_list_remove(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    assert names.list("llm_server") == []
+    names.put("llm_server", "b", {"address": "2"})
+    names.put("llm_server", "a", {"address": "1"})
+    names.put("llm_server", "a", {"address": "3"})
+    assert [(e.id, e.value["address"]) for e in names.list("llm_server")] == [
+        ("a", "3"),
+        ("b", "2"),
+    ]
+    names.remove("llm_server", "a")
+    names.remove("llm_server", "a")
+    assert [e.id for e in names.list("llm_server")] == ["b"]
+    assert list((tmp_path / "llm_server").iterdir()) == [tmp_path / "llm_server" / "b.json"]
+
+
+def test_a_silent_name_is_dead_until_it_beats_again(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path, ttl_s=5.0)
+    names.put("datapipe", "0", {})
+    old = time.time() - 6.0
+    os.utime(tmp_path / "datapipe" / "0.json", (old, old))
+    assert names.list("datapipe") == []
+    names.put("datapipe", "0", {})
+    assert len(names.list("datapipe")) == 1
+
+
+def test_half_written_and_foreign_files_are_skipped(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("rollout", "0", {})
+    (tmp_path / "rollout" / "1.json").write_text('{"addr')
+    (tmp_path / "rollout" / "2.json").write_text("[1]")
+    assert [e.id for e in names.list("rollout")] == ["0"]
+
+
+def test_an_unwritable_root_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cluster\.name_root"):
+        NameRegistry(tmp_path / "file").put("rollout", "0", {})
+
+
+async def test_registered_beats_with_fresh_values_and_removes(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    beats = asyncio.Queue[int]()
+    count = 0
+
+    def value() -> dict[str, int]:
+        nonlocal count
+        count += 1
+        beats.put_nowait(count)
+        return {"version": count}
+
+    async with names.registered("llm_server", "0", value, heartbeat_s=0.01):
+        assert names.list("llm_server")[0].value["version"] >= 1
+        while await beats.get() < 4:
+            pass
+        assert names.list("llm_server")[0].value["version"] >= 3
+    assert names.list("llm_server") == []
+
+
+async def test_wait_returns_when_enough_are_there(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("llm_server", "0", {})
+    waiting = asyncio.create_task(names.wait("llm_server", count=2, seconds=5.0, owner="me"))
+    names.put("llm_server", "1", {})
+    assert [e.id for e in await waiting] == ["0", "1"]
+
+
+async def test_wait_names_who_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"trainer waited .* for 1 live 'datapipe'"):
+        await NameRegistry(tmp_path).wait("datapipe", seconds=0.05, owner="trainer")
