@@ -1,0 +1,64 @@
+"""The command line: fast help, one-line errors, the same commands from any folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite import __version__
+from arealite.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_an_unknown_command_says_what_was_meant(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from arealite.cli.main import main; main(['--help']); "
+        "heavy = ('torch', 'transformers', 'aiohttp', 'zmq', 'numpy'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("script", ["train.py", "arealite/launch_llm_server.py"])
+def test_the_scripts_run_from_a_bare_checkout_and_any_folder(script: str, tmp_path: Path):
+    command = [sys.executable, str(ROOT / script), "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "model.path=" in shown.stdout
+    assert "Hugging Face folder" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "trainer.ppo.lrr=1"], "Did you mean 'trainer.ppo.lr'?"),
+        (["train", "--config", "nowhere.yaml"], "does not exist"),
+        (["train"], "model.path is not set"),
+        (["serve-llm", "llm_server.prot=1"], "Did you mean 'llm_server.port'?"),
+        (["audit", "nowhere"], "no ledger at"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert shown.count("\n") == 1

@@ -1,0 +1,138 @@
+"""A real server process and a `train` command for end-to-end tests; nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from arealite.base.names import RunPaths
+from tests.models import tiny_model
+from tests.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def write_rows(file: Path, count: int, *, seed: int) -> None:
+    """Write sums of digits as JSONL rows."""
+    draw = random.Random(seed)
+    with file.open("w") as output:
+        for _ in range(count):
+            a, b = draw.randint(1, 9), draw.randint(1, 9)
+            row = {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "extra_info": {"a": a}}
+            output.write(json.dumps(row) + "\n")
+
+
+@dataclass
+class Site:
+    """A folder with a model, a dataset and a live server, and the commands a user would type."""
+
+    folder: Path
+    model: Path
+    server: subprocess.Popen[bytes]
+
+    def command(self, run_root: Path, *overrides: str) -> list[str]:
+        return [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *self.names(),
+            f"model.path={self.model}",
+            f"dataset.train={self.folder / 'train.jsonl'}",
+            f"dataset.eval={self.folder / 'eval.jsonl'}",
+            f"cluster.run_root={run_root}",
+            "trainer.ppo.batch_size=16",
+            "trainer.ppo.collector.group_size=4",
+            "trainer.ppo.collector.concurrency=32",
+            "trainer.ppo.collector.sampling.max_new_tokens=6",
+            "trainer.ppo.eval.sampling.max_new_tokens=6",
+            "trainer.ppo.total_steps=4",
+            *overrides,
+        ]
+
+    def names(self) -> list[str]:
+        return [
+            "experiment_name=e2e",
+            "trial_name=t",
+            f"cluster.name_root={self.folder / 'names'}",
+        ]
+
+    def train(self, run_root: Path, *overrides: str, **options: Any) -> Finished:
+        """Run train.py to its end, from the run's own folder."""
+        run_root.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            self.command(run_root, *overrides),
+            cwd=run_root,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=ENVIRONMENT | options.get("env", {}),
+        )
+        assert not strays(run_root)
+        return Finished(
+            done.returncode, done.stdout + done.stderr, RunPaths(run_root / "e2e" / "t")
+        )
+
+
+@dataclass
+class Finished:
+    """How a run of train.py ended, and where its files are."""
+
+    code: int
+    shown: str
+    paths: RunPaths
+
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+
+    def logs(self) -> str:
+        return "\n".join(f"== {f.name}\n{f.read_text()}" for f in self.paths.logs.glob("*.log"))
+
+
+def strays(run_root: Path) -> list[list[str]]:
+    """List the processes whose command line names this run folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if any(str(run_root) in word for word in line):
+            found.append(line)
+    return found
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Start one embedded server for all end-to-end tests; end it, and see that it is gone."""
+    folder = tmp_path_factory.mktemp("site")
+    model = tiny_model(folder / "model")
+    write_rows(folder / "train.jsonl", 64, seed=1)
+    write_rows(folder / "eval.jsonl", 8, seed=2)
+    names = ["experiment_name=e2e", "trial_name=t", f"cluster.name_root={folder / 'names'}"]
+    script = ROOT / "arealite" / "launch_llm_server.py"
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, str(script), *names, f"model.path={model}"],
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            env=ENVIRONMENT,
+        )
+    try:
+        registered = lambda: list((folder / "names").rglob("llm_server/*.json"))  # noqa: E731
+        until(lambda: registered() or server.poll() is not None, what="the server", seconds=60)
+        assert server.poll() is None, (folder / "server.log").read_text()
+        yield Site(folder, model, server)
+        assert server.poll() is None, "the server died: " + (folder / "server.log").read_text()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0, (folder / "server.log").read_text()
+    assert not registered(), "the server left its name behind"

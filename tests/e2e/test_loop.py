@@ -1,0 +1,173 @@
+"""The whole loop as real processes: train, resume, stop, break; one rank and two; your agent."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from arealite.system.audit import audit
+from transformers import AutoModelForCausalLM
+
+from arealite.base.names import RunPaths
+from tests.e2e.conftest import ENVIRONMENT, Site, strays
+from tests.waiting import until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+MY_AGENT = """
+from dataclasses import dataclass
+from pathlib import Path
+
+from arealite.api.agent import agents
+from arealite.api.fields import opt
+from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyAgentConfig:
+    my_param: str = opt("unset", "written down by every episode")
+
+
+@agents.register("my_agent", config=MyAgentConfig)
+class MyAgent(MathCodeSingleStepAgent):
+    async def act(self, observation):
+        Path("heard").write_text(self.config.my_param)
+        return await super().act(observation)
+"""
+
+
+def server_version(site: Site) -> str:
+    (entry,) = (site.folder / "names").rglob("llm_server/*.json")
+    address = json.loads(entry.read_text())["address"]
+    with urllib.request.urlopen(f"{address}/model_info") as answer:
+        return json.load(answer)["weight_version"]
+
+
+def steps_of(metrics: list[dict[str, float]]) -> list[int]:
+    return [int(line["step"]) for line in metrics if "reward/mean" in line]
+
+
+def test_a_run_from_start_to_export(site: Site, tmp_path: Path):
+    done = site.train(tmp_path)
+    assert done.code == 0, done.shown + done.logs()
+    assert steps_of(done.metrics()) == [0, 1, 2, 3]
+    evals = [line for line in done.metrics() if "eval/accuracy" in line]
+    assert len(evals) == 2, "before the first step and after the last"
+    report = audit(done.paths.ledger)
+    assert report.ok
+    assert report.lost == report.repeated == 0
+    assert report.groups["trained"] == 4 * 4
+    assert server_version(site) == "4"
+    exported = AutoModelForCausalLM.from_pretrained(done.paths.export)
+    assert all(parameter.isfinite().all() for parameter in exported.parameters())
+    assert list(done.paths.tensorboard.rglob("events*"))
+    assert "step 4/4" in done.shown
+
+
+def test_resume_goes_on_where_the_checkpoint_stands(site: Site, tmp_path: Path):
+    first = site.train(tmp_path, "trainer.ppo.total_steps=2")
+    assert first.code == 0, first.shown + first.logs()
+    again = site.train(tmp_path, "trainer.ppo.total_steps=4")
+    assert again.code == 0, again.shown + again.logs()
+    assert steps_of(again.metrics()) == [0, 1, 2, 3]
+    report = audit(again.paths.ledger)
+    assert report.ok
+    assert report.groups["trained"] == 4 * 4
+    refused = site.train(tmp_path, "resume=never")
+    assert refused.code == 2
+    assert "already holds a run" in refused.shown
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(site: Site, tmp_path: Path):
+    paths = RunPaths(tmp_path / "e2e" / "t")
+    with subprocess.Popen(
+        site.command(tmp_path, "trainer.ppo.total_steps=100000"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as run:
+        trained = lambda: paths.metrics.exists() and '"reward/mean"' in paths.metrics.read_text()  # noqa: E731
+        until(lambda: trained() or run.poll() is not None, what="a trained step", seconds=60)
+        children = psutil.Process(run.pid).children(recursive=True)
+        assert len(children) >= 3
+        run.send_signal(signal.SIGINT)
+        shown = run.communicate(timeout=60)[0]
+    assert run.returncode == 130, shown
+    assert "stopping after this step" in shown
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not strays(tmp_path)
+    stopped_at = max(
+        int(json.loads(line)["step"]) for line in paths.metrics.read_text().splitlines()
+    )
+    assert [c.name for c in paths.checkpoints.glob("step-*")]
+    again = site.train(tmp_path, f"trainer.ppo.total_steps={stopped_at + 3}")
+    assert again.code == 0, again.shown + again.logs()
+    assert steps_of(again.metrics()) == list(range(stopped_at + 3))
+    assert audit(paths.ledger).ok
+
+
+@pytest.mark.parametrize("role", ["rollout-0", "datapipe-0", "trainer-0"])
+def test_a_killed_role_stops_the_run_by_name(site: Site, tmp_path: Path, role: str):
+    paths = RunPaths(tmp_path / "e2e" / "t")
+    with subprocess.Popen(
+        site.command(tmp_path, "trainer.ppo.total_steps=100000"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as run:
+        trained = lambda: paths.metrics.exists() and '"reward/mean"' in paths.metrics.read_text()  # noqa: E731
+        until(lambda: trained() or run.poll() is not None, what="a trained step", seconds=60)
+        kind, index = role.split("-")
+        children = psutil.Process(run.pid).children()
+        (victim,) = [c for c in children if c.cmdline()[-3:-1] == [kind, index]]
+        victim.kill()
+        shown = run.communicate(timeout=60)[0]
+    assert run.returncode == 1
+    assert f"{role} died (killed by SIGKILL)" in shown
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    report = audit(paths.ledger)
+    assert report.lost == report.repeated == 0
+    again = site.train(tmp_path, "trainer.ppo.total_steps=3")
+    assert again.code == 0, again.shown + again.logs()
+    assert audit(paths.ledger).ok
+
+
+def test_two_ranks_and_two_workers(site: Site, tmp_path: Path):
+    done = site.train(
+        tmp_path,
+        "launcher.local.trainer_ranks=2",
+        "launcher.local.rollout_workers=2",
+        "trainer.ppo.updates=2",
+        "trainer.ppo.total_steps=2",
+    )
+    assert done.code == 0, done.shown + done.logs()
+    assert steps_of(done.metrics()) == [0, 1]
+    assert audit(done.paths.ledger).ok
+
+
+def test_a_custom_agent_by_the_command_line_of_the_readme(site: Site, tmp_path: Path):
+    (tmp_path / "my_agent.py").write_text(MY_AGENT)
+    done = site.train(
+        tmp_path,
+        "imports=[my_agent]",
+        "trainer.ppo.collector.agent.type=my_agent",
+        "trainer.ppo.collector.agent.my_agent.my_param='hello'",
+        "trainer.ppo.total_steps=1",
+    )
+    assert done.code == 0, done.shown + done.logs()
+    assert (tmp_path / "heard").read_text() == "hello"
+
+
+def test_the_synchronous_trainer(site: Site, tmp_path: Path):
+    done = site.train(
+        tmp_path, "trainer.type=ppo", "trainer.ppo.max_staleness=0", "trainer.ppo.total_steps=2"
+    )
+    assert done.code == 0, done.shown + done.logs()
+    assert all(line["staleness/max"] == 0 for line in done.metrics() if "staleness/max" in line)
