@@ -7,6 +7,7 @@ record.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,16 +80,18 @@ class Agent(ABC):
 
     async def generate(self, input_ids: list[int]) -> LLMResponse:
         """Generate after `input_ids` with the seat's sampling, and record the turn."""
-        turn = len(self.record.turns)
+        record, begin = self.record, time.perf_counter()
         request = LLMRequest(
-            request_id=f"{self.seat.episode_id}/{self.seat.name}/{turn}",
+            request_id=f"{self.seat.episode_id}/{self.seat.name}/{record.generations}",
             group_id=self.seat.group_id,
             input_ids=input_ids,
             sampling=self.seat.sampling,
             min_version=self.seat.min_version,
         )
+        record.generations += 1
         response = await self.client.generate(request)
-        self.record.turns.append(Turn(input_ids, response, self.seat.sampling.temperature))
+        record.seconds_generating += time.perf_counter() - begin
+        record.turns.append(Turn(input_ids, response, self.seat.sampling.temperature))
         return response
 
 

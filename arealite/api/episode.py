@@ -33,7 +33,11 @@ class Record:
 
     turns: list[Turn] = field(default_factory=list[Turn])
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    generations: int = 0
+    """Started ones, finished or not."""
     seconds_generating: float = 0.0
+    seconds_scoring: float = 0.0
+    """Filled by environments that wait for a reward function."""
 
 
 @dataclass(frozen=True)

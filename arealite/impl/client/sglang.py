@@ -1,0 +1,377 @@
+"""The client of servers that speak SGLang's native HTTP protocol, embedded ones included.
+
+Its promise: a generation comes back whole, whatever happens to servers and weights meanwhile, and
+every token with its logprob and policy version as the server told them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
+from arealite.base import log
+from arealite.base.errors import (
+    ContextOverflow,
+    GenerationRefused,
+    InvariantError,
+    ServerUnavailable,
+)
+from arealite.impl.client import wire
+from arealite.impl.client.directory import Directory, read_model_config, stop_tokens
+from arealite.impl.client.routing import Router, Server
+from arealite.system.deadlines import deadline
+from arealite.system.name_registry import NameRegistry
+
+logger = log.get(__name__)
+
+MAX_SERVER_ERRORS = 8
+"""Answers of one request that are errors of the server (5xx, nonsense) before it has failed."""
+MAX_BACKOFF_S = 2.0
+KEEPALIVE_S = 4.0
+"""Below the 5 s after which SGLang closes an idle connection."""
+TRY_AGAIN = frozenset((408, 425, 429))
+COUNTERS = (
+    "requests",
+    "interruptions",
+    "resubmissions",
+    "failovers",
+    "server_errors",
+    "stale_answers",
+    "aborts",
+    "server_waits",
+    "server_wait_s",
+)
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request on its way: what has been sampled so far, and what went wrong."""
+
+    request: LLMRequest
+    deadline: float
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    interruptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sent: int = 0
+    failures: int = 0
+    """Attempts in a row that brought no token."""
+    errors: int = 0
+    failed_at: Server | None = None
+
+
+class SGLangClient(LLMClient):
+    """Generates through the trial's live servers, as the name registry lists them."""
+
+    def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
+        self.config = config.sglang
+        self._model_path = args.model.path
+        self._server_wait_s = args.server_wait_s
+        self._router = Router()
+        registry = NameRegistry(name_dir(args), ttl_s=args.cluster.ttl_s)
+        self._directory = Directory(
+            self._router,
+            registry,
+            refresh_s=self.config.refresh_s,
+            timeout_s=self.config.connect_timeout_s,
+        )
+        self._sampling: dict[int, tuple[SamplingConfig, msgspec.Raw]] = {}
+        self._stats = dict.fromkeys(COUNTERS, 0.0)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._stop_tokens: frozenset[int] = frozenset()
+
+    async def start(self) -> None:
+        """Open connections; wait up to `server_wait_s` for the first server.
+
+        Raises:
+            DeadlineError: no server came.
+        """
+        self._session = self._open_session(self.config.max_connections)
+        # Apart, so that questions and aborts get through when generations hold every connection.
+        self._control = self._open_session(64)
+        model = await asyncio.to_thread(read_model_config, self._model_path)
+        self._stop_tokens = stop_tokens(model)
+        await self._directory.start(self._control)
+        what = (
+            f"an llm server below {self._directory.registry.root} (start one with "
+            "arealite/launch_llm_server.py, under the same experiment and trial names)"
+        )
+        async with deadline(what, owner="llm client", seconds=self._server_wait_s):
+            while not any(server.alive for server in self._router.servers.values()):
+                await self._directory.changed()
+
+    async def close(self) -> None:
+        """Send the aborts that are due, then close connections."""
+        if self._aborts:
+            await asyncio.gather(*self._aborts)
+        await self._directory.close()
+        await self._session.close()
+        await self._control.close()
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start, by name."""
+        return {**self._stats, "in_flight": float(self._in_flight())}
+
+    async def generate(self, request: LLMRequest) -> LLMResponse:
+        """Return the finished generation; interruptions and dead servers only cost time.
+
+        Raises:
+            ContextOverflow: prompt + budget exceed the server's context.
+            GenerationRefused: the request is invalid.
+            ServerUnavailable: no server finished it before the deadline.
+            InvariantError: a server's tokens, logprobs and versions do not fit together.
+        """
+        seconds = request.deadline_s or self.config.request_timeout_s
+        generation = Generation(request, asyncio.get_running_loop().time() + seconds)
+        self._stats["requests"] += 1
+        while True:
+            server = self._router.pick(
+                request.group_id, request.min_version, avoid=generation.failed_at
+            ) or await self._wait_for_server(generation)
+            check(request, server)
+            acknowledged = server.version
+            raw = await self._send(generation, server)
+            if raw is None:
+                continue
+            try:
+                answer = wire.decode_answer(raw)
+            except msgspec.DecodeError as error:
+                await self._server_error(generation, server, f"not an answer: {error}")
+                continue
+            stop_reason = self._take(generation, server, answer, acknowledged)
+            if stop_reason:
+                self._stats["interruptions"] += generation.interruptions
+                return _response(generation, stop_reason)
+            self._stats["resubmissions"] += 1
+            if not answer.output_ids:
+                await self._back_off(generation)
+
+    # ------------------------------------------------------------ one attempt
+
+    async def _send(self, generation: Generation, server: Server) -> bytes | None:
+        """Send the request, or what is left of it; None where it has to be tried again."""
+        request = generation.request
+        rid = f"{request.request_id}~{generation.sent}"  # no rid is another one's prefix
+        body = self._body(generation, rid)
+        generation.sent += 1
+        scope = asyncio.timeout_at(generation.deadline)
+        server.scopes.add(scope)
+        server.in_flight += 1
+        server.served += 1
+        try:
+            async with scope:
+                response = await self._session.post(server.generate_url, data=body)
+                raw = await response.read()
+        except asyncio.CancelledError:
+            self._abort(server, rid)
+            raise
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            if scope.expired():
+                self._abort(server, rid)
+            await self._fail_over(generation, server, error)
+            return None
+        finally:
+            server.in_flight -= 1
+            server.scopes.discard(scope)
+        if response.status == 200:
+            return raw
+        message = wire.error_message(response.status, raw)
+        if 400 <= response.status < 500 and response.status not in TRY_AGAIN:
+            raise GenerationRefused(f"{server.address}: {message}")
+        await self._server_error(generation, server, message)
+        return None
+
+    def _body(self, generation: Generation, rid: str) -> bytes:
+        request, sampling = generation.request, generation.request.sampling
+        if generation.output_ids:
+            ids = request.input_ids + generation.output_ids
+            params = wire.encode_sampling(sampling, len(generation.output_ids))
+            return wire.encode_body(wire.Body(rid, ids, params))
+        held = self._sampling.get(id(sampling))
+        if held is None or held[0] is not sampling:
+            if len(self._sampling) > 256:
+                self._sampling.clear()
+            held = self._sampling[id(sampling)] = (sampling, wire.encode_sampling(sampling))
+        return wire.encode_body(wire.Body(rid, request.input_ids, held[1]))
+
+    def _take(
+        self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
+    ) -> str | None:
+        """Add an answer's tokens; return the stop reason, or None where generation must go on."""
+        meta = answer.meta_info
+        logprobs = wire.token_logprobs(answer)
+        versions = wire.token_versions(answer, acknowledged)
+        newest = acknowledged
+        if meta.weight_version is not None:
+            newest = wire.parse_version(meta.weight_version)
+        if min(versions, default=newest) < generation.request.min_version:
+            server.version = newest  # it restarted with old weights since it was last asked
+            self._stats["stale_answers"] += 1
+            self._directory.want()
+            return None
+        server.version = max(server.version, newest)
+        if generation.sent == 1:
+            generation.prompt_tokens = meta.prompt_tokens
+            generation.cached_tokens = meta.cached_tokens
+        generation.output_ids += answer.output_ids
+        generation.logprobs += logprobs
+        generation.versions += versions
+        generation.interruptions += meta.num_retractions or meta.total_retractions or 0
+        if answer.output_ids:
+            generation.failures = 0
+        return self._stop_reason(generation, answer)
+
+    def _stop_reason(self, generation: Generation, answer: wire.Answer) -> str | None:
+        """Return why the whole generation ended; None after an interruption."""
+        finish = answer.meta_info.finish_reason
+        if finish.type in ("stop", "length"):
+            return finish.type
+        if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
+            raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
+        generation.interruptions += 1
+        sampling, length = generation.request.sampling, len(generation.output_ids)
+        if length > sampling.min_new_tokens and self._has_stopped(sampling, answer):
+            return "stop"
+        return "length" if length >= sampling.max_new_tokens else None
+
+    def _has_stopped(self, sampling: SamplingConfig, answer: wire.Answer) -> bool:
+        """Tell whether an aborted output had come to its end at that very token."""
+        if not answer.output_ids:
+            return False
+        last = answer.output_ids[-1]
+        if last in self._stop_tokens or last in sampling.stop_token_ids:
+            return True
+        if not sampling.stop:
+            return False
+        text = msgspec.json.decode(answer.text, type=str)
+        return any(stop in text for stop in sampling.stop)
+
+    # ------------------------------------------------------------ when it fails
+
+    async def _fail_over(self, generation: Generation, server: Server, error: Exception) -> None:
+        """Leave a server that cannot be reached or was lost; raise at the deadline."""
+        if asyncio.get_running_loop().time() >= generation.deadline:
+            raise ServerUnavailable(
+                f"{generation.request.request_id}: {server.address} did not finish before the "
+                f"deadline ({len(generation.output_ids)} tokens from before)"
+            ) from error
+        server.alive = False  # until it answers the next question
+        self._directory.want()
+        self._stats["failovers"] += 1
+        generation.failed_at = server
+        logger.debug("failover", request=generation.request.request_id, error=repr(error))
+        await self._back_off(generation)
+
+    async def _server_error(self, generation: Generation, server: Server, message: str) -> None:
+        """Count an answer that is the server's fault, and try again elsewhere or later."""
+        generation.errors += 1
+        generation.failed_at = server
+        self._stats["server_errors"] += 1
+        if generation.errors >= MAX_SERVER_ERRORS:
+            raise ServerUnavailable(
+                f"{server.address}: {message} ({generation.errors} errors in all)"
+            )
+        await self._back_off(generation)
+
+    async def _back_off(self, generation: Generation) -> None:
+        """Wait before the second attempt in vain, longer before later ones; never too late."""
+        generation.failures += 1
+        if generation.failures > 1:
+            left = generation.deadline - asyncio.get_running_loop().time()
+            pause = min(MAX_BACKOFF_S, 0.025 * 2**generation.failures)
+            await asyncio.sleep(max(0.0, min(pause, left)))
+
+    async def _wait_for_server(self, generation: Generation) -> Server:
+        """Wait until a server may have the request, or raise at the deadline."""
+        request, begin = generation.request, time.perf_counter()
+        self._stats["server_waits"] += 1
+        self._directory.want()
+        try:
+            async with asyncio.timeout_at(generation.deadline):
+                while True:
+                    await self._directory.changed()
+                    server = self._router.pick(request.group_id, request.min_version)
+                    if server is not None:
+                        return server
+        except TimeoutError as error:
+            why = self._router.why_none(request.min_version)
+            raise ServerUnavailable(f"{request.request_id}: {why}") from error
+        finally:
+            self._stats["server_wait_s"] += time.perf_counter() - begin
+
+    def _abort(self, server: Server, rid: str) -> None:
+        """Tell the server to stop: it may not notice for seconds that nobody listens."""
+        task = asyncio.create_task(self._send_abort(server, rid), name=f"abort of {rid}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+        self._stats["aborts"] += 1
+
+    async def _send_abort(self, server: Server, rid: str) -> None:
+        url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
+        try:
+            async with (
+                asyncio.timeout(self.config.connect_timeout_s),
+                self._control.post(url, data=body) as response,
+            ):
+                await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            logger.debug("abort failed", rid=rid, error=repr(error))
+
+    # ------------------------------------------------------------ small helpers
+
+    def _open_session(self, limit: int) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s),
+            headers={"Content-Type": "application/json"},
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        )
+
+    def _in_flight(self) -> int:
+        return sum(server.in_flight for server in self._router.servers.values())
+
+
+def check(request: LLMRequest, server: Server) -> None:
+    """Refuse what is known to kill or confuse a server, before it is sent.
+
+    Raises:
+        GenerationRefused: the prompt is empty, or a token id lies outside the vocabulary.
+        ContextOverflow: prompt + budget exceed the server's context.
+    """
+    ids = request.input_ids
+    if not ids:
+        raise GenerationRefused(f"{request.request_id}: the prompt is empty")
+    vocab, context = server.vocab_size, server.context_length
+    if vocab and (max(ids) >= vocab or min(ids) < 0):
+        raise GenerationRefused(
+            f"{request.request_id}: token ids span {min(ids)} … {max(ids)}, the model has {vocab}; "
+            "the tokenizer does not belong to the model."
+        )
+    if context and len(ids) + request.sampling.max_new_tokens > context:
+        raise ContextOverflow(
+            f"{request.request_id}: {len(ids)} prompt tokens + {request.sampling.max_new_tokens} "
+            f"new ones exceed the context of {context}; lower sampling.max_new_tokens."
+        )
+
+
+def _response(generation: Generation, stop_reason: str) -> LLMResponse:
+    if not len(generation.output_ids) == len(generation.logprobs) == len(generation.versions):
+        raise InvariantError(f"{generation.request.request_id}: ids, logprobs, versions differ")
+    return LLMResponse(
+        generation.output_ids,
+        generation.logprobs,
+        generation.versions,
+        stop_reason,
+        generation.interruptions,
+        generation.prompt_tokens,
+        generation.cached_tokens,
+    )

@@ -1,0 +1,165 @@
+"""SGLang's /generate on the wire: requests built from ready-made JSON, answers decoded by type.
+
+Apart from the client, so that what the protocol says can be tested without a server.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from arealite.api.llm import SamplingConfig
+from arealite.base.errors import InvariantError
+
+
+class Body(msgspec.Struct):
+    """A request. Filled by the client."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: msgspec.Raw
+    return_logprob: bool = True
+
+
+class FinishReason(msgspec.Struct):
+    """Why a generation ended. Filled by the server."""
+
+    type: str
+    """"stop", "length" or "abort"."""
+    status_code: int | None = None
+    """Only with "abort", where the server gives a cause."""
+    message: str | None = None
+
+
+class Span(msgspec.Struct):
+    """Tokens [start, end) of the output were sampled under `version`. Filled by the server."""
+
+    version: str | int | None
+    start: int
+    end: int
+
+
+class Meta(msgspec.Struct):
+    """What the server says about the output."""
+
+    finish_reason: FinishReason
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    """[logprob, token id, text or null] a token."""
+    weight_versions: list[Span] | None = None
+    """None from servers older than SGLang 0.5.19."""
+    weight_version: str | int | None = None
+    """At the end of the request."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    num_retractions: int | None = None
+    total_retractions: int | None = None
+    """The same count, as SGLang before 0.5.19 names it."""
+
+
+class Answer(msgspec.Struct):
+    """A response to /generate."""
+
+    output_ids: list[int]
+    meta_info: Meta
+    text: msgspec.Raw = msgspec.Raw(b'""')
+    """Left encoded: it is looked at only where stop strings are given."""
+
+
+class ModelInfo(msgspec.Struct):
+    """The part of /model_info that the client needs."""
+
+    weight_version: str | int | None = None
+
+
+class ServerInfo(msgspec.Struct):
+    """The part of /server_info that the client needs."""
+
+    context_length: int | None = None
+
+
+_encoder = msgspec.json.Encoder()
+encode_body = _encoder.encode
+decode_answer = msgspec.json.Decoder(Answer).decode
+decode_model_info = msgspec.json.Decoder(ModelInfo).decode
+decode_server_info = msgspec.json.Decoder(ServerInfo).decode
+
+
+def encode_sampling(sampling: SamplingConfig, used: int = 0) -> msgspec.Raw:
+    """Encode sampling parameters for a generation that has spent `used` tokens of its budget.
+
+    Everything that changes the distribution is sent: servers have defaults of their own.
+    """
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens - used,
+        "min_new_tokens": max(0, sampling.min_new_tokens - used),
+        "ignore_eos": False,
+    }
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = sampling.stop_token_ids
+    return msgspec.Raw(_encoder.encode(params))
+
+
+@lru_cache(maxsize=4096)
+def parse_version(text: str | int | None) -> int:
+    """Return a policy version; what is not an integer ("default": never updated) is version 0."""
+    try:
+        return int(text or 0)
+    except ValueError:
+        return 0
+
+
+def token_logprobs(answer: Answer) -> list[float]:
+    """Return the logprob of each output token.
+
+    Raises:
+        InvariantError: the server's ids and logprobs are not of the same tokens.
+    """
+    pairs = answer.meta_info.output_token_logprobs
+    logprobs = [pair[0] for pair in pairs]
+    if [pair[1] for pair in pairs] != answer.output_ids or None in logprobs:
+        raise InvariantError(
+            f"a server returned {len(answer.output_ids)} tokens and {len(pairs)} logprobs that do "
+            "not belong to them; start it with logprobs enabled, or report it to its authors."
+        )
+    return logprobs  # type: ignore[return-value]
+
+
+def token_versions(answer: Answer, acknowledged: int) -> list[int]:
+    """Return the policy version of each output token.
+
+    `acknowledged` is the version the server had confirmed before the request was sent: the oldest
+    a token can be, and what is taken where the server tells no spans.
+
+    Raises:
+        InvariantError: the spans do not cover the output.
+    """
+    length = len(answer.output_ids)
+    spans = answer.meta_info.weight_versions
+    if spans is None:
+        return [acknowledged] * length
+    versions: list[int] = []
+    for span in spans:
+        if span.start == len(versions):
+            versions += [parse_version(span.version)] * (span.end - span.start)
+    if len(versions) != length:
+        raise InvariantError(f"weight_versions {spans} do not cover an output of {length} tokens")
+    return versions
+
+
+def error_message(status: int, raw: bytes) -> str:
+    """Return what a server says about an error, in any of the shapes SGLang uses."""
+    try:
+        error = msgspec.json.decode(raw)
+        for key in ("error", "message"):
+            if isinstance(error, dict) and key in error:
+                error = error[key]
+    except msgspec.DecodeError:
+        error = raw.decode(errors="replace")
+    return f"HTTP {status}: {str(error)[:500]}"

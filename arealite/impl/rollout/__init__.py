@@ -1,0 +1,1 @@
+"""Runs episodes: the collector and the worker process around it."""

@@ -1,0 +1,194 @@
+"""A rollout worker: hundreds of episodes at a time, each begun by a lease and ended by a result.
+
+Consumes leases, waits for generations and environments, is unblocked by the datapipe; one failed
+episode never ends it, a broken invariant does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.llm import LLMClient
+from arealite.api.rollout_messages import Episode, Lease
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.base.registry import import_plugins
+from arealite.impl.rollout.collector import Collector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arealite.system.worker_link import WorkerLink
+
+logger = log.get(__name__)
+
+DRAIN_GRACE_S = 2.0
+"""What is nearly done may finish when the run ends; what takes longer is aborted."""
+LAG_PERIOD_S = 0.1
+
+
+class RolloutWorker:
+    """Runs leased episodes until the datapipe drains it or it gets SIGTERM."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        index: int,
+        link: WorkerLink,
+        client: LLMClient,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.link = link
+        self.client = client
+        self.tokenizer = tokenizer
+        self._capacity = config.trainer.ppo.collector.concurrency
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._leasing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve leases; return when drained and every result is acknowledged.
+
+        Raises:
+            UserError: a module of `imports` fails, or the run is configured wrongly.
+            InvariantError: a promise of the system is broken.
+        """
+        load_plugins(self.config.imports)
+        collector = Collector(self.config, self.client, self.tokenizer)
+        await self.client.start()
+        try:
+            await collector.setup()
+            try:
+                await self._serve(collector)
+            except BaseExceptionGroup as group:
+                raise _first(group) from group
+            finally:
+                await collector.close()
+        finally:
+            await self.client.close()
+
+    def stop(self) -> None:
+        """Take no more leases and drain, as on SIGTERM."""
+        if self._leasing is not None:
+            self._leasing.cancel()
+
+    def metrics(self) -> dict[str, float]:
+        """Return counters since the start: episodes, seconds waited by cause, the client's."""
+        stats = getattr(self.client, "stats", dict[str, float])()
+        client = {f"client_{name}": value for name, value in stats.items()}
+        return {**self._counters, **client, "running": float(len(self._running))}
+
+    # ------------------------------------------------------------ inside
+
+    async def _serve(self, collector: Collector) -> None:
+        with on_sigterm(self.stop):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.link.run(), name="worker link")
+                lag = tasks.create_task(self._watch_lag(), name="loop lag")
+                async with asyncio.TaskGroup() as episodes:
+                    self._leasing = episodes.create_task(
+                        self._take_leases(collector, episodes), name="leases"
+                    )
+                    await asyncio.wait((self._leasing,))
+                    await self._drain()
+                self.link.drain()
+                lag.cancel()
+
+    async def _take_leases(self, collector: Collector, episodes: asyncio.TaskGroup) -> None:
+        """Begin the episodes of each lease, until there are no more."""
+        while (lease := await self._next_lease()) is not None:
+            for member in lease.members:
+                key = (lease.lease_id, member)
+                if key in self._running:
+                    continue  # the lease was sent twice
+                task = episodes.create_task(self._episode(collector, lease, member))
+                self._running[key] = task
+                task.add_done_callback(lambda _, key=key: self._running.pop(key))
+
+    async def _next_lease(self) -> Lease | None:
+        begin, is_idle = time.perf_counter(), len(self._running) < self._capacity
+        lease = await self.link.next_lease()
+        if is_idle:
+            self._counters["lease_wait_s"] += time.perf_counter() - begin
+        return lease
+
+    async def _episode(self, collector: Collector, lease: Lease, member: int) -> None:
+        episode, payloads = await collector.run(lease, member)
+        self.link.submit(episode, payloads)
+        self._count(episode)
+
+    async def _drain(self) -> None:
+        """Let episodes finish for a moment, then abort the rest: their leases stay unanswered."""
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=DRAIN_GRACE_S)
+        for task in self._running.values():
+            task.cancel()
+        logger.info("drained", aborted=len(self._running), episodes=self._counters["episodes"])
+
+    def _count(self, episode: Episode) -> None:
+        counters = self._counters
+        counters["episodes"] += 1
+        if episode.failure is not None:
+            counters[f"failed_{episode.failure.failure_class}"] += 1
+        for header in episode.headers:
+            counters["interruptions"] += header.interruptions
+            counters["tokens"] += header.trained_tokens
+            for cause, seconds in header.waits.items():
+                counters[f"{cause}_wait_s"] += seconds
+
+    async def _watch_lag(self) -> None:
+        """Measure how late the event loop runs what is due: anything blocking shows here."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
+            lag = loop.time() - due
+            self._counters["loop_lag_max_s"] = max(self._counters["loop_lag_max_s"], lag)
+
+
+def load_plugins(modules: list[str]) -> None:
+    """Import the user's modules.
+
+    Raises:
+        UserError: one of them is not found or fails; names it.
+    """
+    try:
+        import_plugins(modules)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"imports={modules}: importing them raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` on SIGTERM for the body's time; does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, action)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
