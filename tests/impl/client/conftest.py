@@ -1,0 +1,70 @@
+"""A client on fake servers, registered in a folder of the test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
+from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, SGLangClientConfig
+from arealite.impl.client.sglang import SGLangClient
+from arealite.system.name_registry import NameRegistry
+from tests.fakes.sglang import FakeSGLang
+
+
+class Site:
+    """Fake servers and the client that found them."""
+
+    def __init__(self, client: SGLangClient, servers: list[FakeSGLang], names: NameRegistry):
+        self.client, self.servers, self.names = client, servers, names
+
+    async def generate(self, group: str = "g", **settings: Any) -> Any:
+        """Generate 8 tokens after a prompt of 3, unless told otherwise."""
+        return await self.client.generate(request(group, **settings))
+
+
+def request(group: str = "g", **settings: Any) -> LLMRequest:
+    names = {field.name for field in dataclasses.fields(SamplingConfig)}
+    sampling = {"max_new_tokens": 8} | {k: v for k, v in settings.items() if k in names}
+    rest = {k: v for k, v in settings.items() if k not in names}
+    return LLMRequest(
+        rest.pop("request_id", f"{group}/0"),
+        group,
+        rest.pop("input_ids", [10, 20, 30]),
+        SamplingConfig(**sampling),
+        **rest,
+    )
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> ExperimentConfig:
+    # A long time to live: the tests write each name once, without a heartbeat.
+    cluster = ClusterConfig(name_root=str(tmp_path / "names"), ttl_s=600.0, user="test")
+    return ExperimentConfig(cluster=cluster, server_wait_s=5.0)
+
+
+@pytest.fixture
+def site(experiment: ExperimentConfig) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
+        names = NameRegistry(name_dir(experiment), ttl_s=600.0)
+        own = SGLangClientConfig(**({"refresh_s": 0.05, "request_timeout_s": 20.0} | client))
+        async with AsyncExitStack() as stack:
+            servers = [
+                await stack.enter_async_context(FakeSGLang(**one)) for one in settings or ({},)
+            ]
+            for index, server in enumerate(servers):
+                names.put("llm_server", f"s{index}", server.entry())
+            made = SGLangClient(experiment, LLMClientConfig(sglang=own))
+            await made.start()
+            stack.push_async_callback(made.close)
+            with blockbuster_ctx("arealite.impl.client"):
+                yield Site(made, servers, names)
+
+    return make

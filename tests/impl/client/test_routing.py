@@ -1,0 +1,76 @@
+"""Which server gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from arealite.impl.client import routing
+from arealite.impl.client.routing import Router, Server
+
+
+def router(*versions: int, alive: bool = True) -> Router:
+    made = Router()
+    for index, version in enumerate(versions):
+        server = Server(f"s{index}", f"http://127.0.0.1:{9000 + index}", version, alive=alive)
+        made.servers[server.id] = server
+    return made
+
+
+def test_a_group_stays_and_groups_spread() -> None:
+    made = router(1, 1)
+    homes = []
+    for group in ("a", "b", "c", "d"):
+        server = made.pick(group, 0)
+        assert server is not None
+        server.in_flight += 1
+        homes.append(server.id)
+        assert made.pick(group, 0) is server
+    assert sorted(homes) == ["s0", "s0", "s1", "s1"]
+
+
+def test_ties_go_to_the_server_that_served_less() -> None:
+    made = router(0, 0)
+    made.servers["s0"].served = 5
+    assert made.pick("g", 0) is made.servers["s1"]
+
+
+def test_old_or_dead_servers_get_nothing() -> None:
+    made = router(1, 3)
+    assert made.pick("g", 2) is made.servers["s1"]
+    assert made.pick("g", 4) is None
+    made.servers["s1"].alive = False
+    assert made.pick("g", 0) is made.servers["s0"]
+    assert "s1 (http://127.0.0.1:9001): unreachable" in made.why_none(2)
+
+
+def test_a_server_that_failed_is_avoided_if_there_is_another() -> None:
+    made = router(0, 0)
+    first = made.pick("g", 0)
+    assert made.pick("g", 0, avoid=first) is not first
+    alone = router(0)
+    only = alone.pick("g", 0)
+    assert alone.pick("g", 0, avoid=only) is only
+
+
+def test_remembered_groups_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(routing, "STICKY_GROUPS", 3)
+    made = router(0)
+    for group in range(10):
+        made.pick(str(group), 0)
+    assert list(made._groups) == ["7", "8", "9"]
+
+
+async def test_a_lost_server_interrupts_what_waits_for_it() -> None:
+    server = Server("s", "http://127.0.0.1:9", alive=True)
+    scope = asyncio.timeout(60)
+    server.scopes.add(scope)
+
+    async def wait() -> None:
+        async with scope:
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    server.lose()
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(result, TimeoutError) and not server.alive

@@ -1,0 +1,371 @@
+"""The client against scripted servers: whatever happens, a generation comes back whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from arealite.api.llm import LLMClientConfig
+from arealite.base.errors import (
+    ContextOverflow,
+    DeadlineError,
+    GenerationRefused,
+    InvariantError,
+    ServerUnavailable,
+)
+from arealite.impl.client import sglang
+from arealite.impl.client.sglang import SGLangClient
+from tests.fakes.sglang import FakeSGLang, next_letter
+from tests.impl.client.conftest import request
+
+
+async def post(server: FakeSGLang, path: str, **body: Any) -> None:
+    async with aiohttp.ClientSession() as session, session.post(server.url + path, json=body) as r:
+        assert r.status == 200, await r.text()
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_letter(ids))
+    return ids[len(prompt) :]
+
+
+async def push(server: FakeSGLang, version: str, mode: str) -> None:
+    await post(server, "/pause_generation", mode=mode)
+    await post(server, "/update_weights_from_disk", model_path="m", weight_version=version)
+    server.hold_after = None
+    await post(server, "/continue_generation")
+
+
+async def test_a_generation_is_sent_explicitly_and_comes_back_exactly(site) -> None:
+    async with site({"version": "3"}) as s:
+        response = await s.generate(temperature=0.7)
+        sent = s.servers[0].requests[0]
+    assert response.output_ids == expected([10, 20, 30], 8)
+    assert response.logprobs == [s.servers[0].logprob(t) for t in response.output_ids]
+    assert response.versions == [3] * 8
+    assert (response.stop_reason, response.prompt_tokens) == ("length", 3)
+    assert sent["rid"] == "g/0~0"
+    assert sent["return_logprob"] is True
+    assert sent["sampling_params"]["temperature"] == 0.7
+    assert {"top_p", "top_k", "max_new_tokens"} <= sent["sampling_params"].keys()
+
+
+async def test_stop_tokens_end_a_generation(site) -> None:
+    third = expected([10, 20, 30], 3)[2]
+    async with site() as s:
+        response = await s.generate(stop_token_ids=[third])
+    assert response.stop_reason == "stop"
+    assert response.output_ids == expected([10, 20, 30], 3)
+
+
+async def test_an_aborted_generation_is_resubmitted_with_the_rest_of_its_budget(site) -> None:
+    async with site({"version": "1", "hold_after": 3}) as s:
+        (server,) = s.servers
+        task = asyncio.create_task(s.generate(min_new_tokens=4))
+        await server.held(1)
+        await push(server, "2", "abort")
+        response = await task
+        first, second = server.requests
+        stats = s.client.stats()
+    assert response.output_ids == expected([10, 20, 30], 8)
+    assert response.versions == [1] * 3 + [2] * 5
+    assert (response.interruptions, response.stop_reason) == (1, "length")
+    assert second["input_ids"] == first["input_ids"] + response.output_ids[:3]
+    assert second["sampling_params"]["max_new_tokens"] == 5
+    assert second["sampling_params"]["min_new_tokens"] == 1
+    assert response.prompt_tokens == 3
+    assert second["rid"] != first["rid"]
+    assert (stats["resubmissions"], stats["interruptions"]) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_paused_generation_keeps_its_spans(site, mode: str) -> None:
+    async with site({"version": "1", "hold_after": 3}) as s:
+        (server,) = s.servers
+        task = asyncio.create_task(s.generate())
+        await server.held(1)
+        await post(server, "/pause_generation", mode=mode)
+        await post(
+            server,
+            "/update_weights_from_disk",
+            model_path="m",
+            weight_version="2",
+            flush_cache=False,
+        )
+        server.release()
+        await post(server, "/continue_generation")
+        response = await task
+        assert len(server.requests) == 1
+    assert response.versions == [1] * 3 + [2] * 5
+    assert response.interruptions == (mode == "retract")
+
+
+async def test_without_spans_the_acknowledged_version_counts(site) -> None:
+    async with site({"version": "1", "hold_after": 3, "spans": False}) as s:
+        (server,) = s.servers
+        task = asyncio.create_task(s.generate())
+        await server.held(1)
+        await push(server, "2", "abort")
+        # What was sent before version 2 was acknowledged may be of version 1: never told too new.
+        assert (await task).versions == [1] * 8
+        assert (await s.generate(request_id="next")).versions == [2] * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_new_tokens": 3}, "length"),
+        ({"stop_token_ids": True}, "stop"),
+        ({"stop": True}, "stop"),
+    ],
+)
+async def test_an_abort_at_the_end_is_the_end(site, settings, reason: str) -> None:
+    tokens = expected([10, 20, 30], 3)
+    if "stop_token_ids" in settings:
+        settings = {"stop_token_ids": [tokens[-1]]}
+    if "stop" in settings:
+        settings = {"stop": [chr(tokens[1]) + chr(tokens[2])]}
+
+    async with site() as s:
+        (server,) = s.servers
+        finish, server._finish = server._finish, lambda job, budget: None  # aborted just before
+        server.hold_after = 3
+        task = asyncio.create_task(s.generate(**settings))
+        await server.held(1)
+        server._finish = finish
+        await post(server, "/abort_request", abort_all=True)
+        await post(server, "/pause_generation", mode="abort")
+        response = await task
+        assert len(server.requests) == 1
+    assert (response.output_ids, response.stop_reason) == (tokens, reason)
+
+
+async def test_an_abort_at_the_models_eos_is_the_end(site, experiment, tmp_path) -> None:
+    third = expected([10, 20, 30], 3)[2]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [third, 1]}))
+    object.__setattr__(experiment.model, "path", str(tmp_path))
+    async with site({"hold_after": 3}) as s:
+        task = asyncio.create_task(s.generate())
+        await s.servers[0].held(1)
+        await post(s.servers[0], "/pause_generation", mode="abort")
+        assert (await task).stop_reason == "stop"
+        assert len(s.servers[0].requests) == 1
+
+
+async def test_empty_aborts_are_tried_again_with_backoff(site) -> None:
+    async with site() as s:
+        s.servers[0].fail_next("abort", count=3)
+        response = await s.generate()
+        assert response.output_ids == expected([10, 20, 30], 8)
+        assert response.interruptions == 3
+        assert len(s.servers[0].requests) == 4
+
+
+async def test_a_dead_servers_requests_move(site) -> None:
+    async with site({"hold_after": 2}, {}) as s:
+        first, second = s.servers
+        tasks = [asyncio.create_task(s.generate("g", request_id=f"g/{i}")) for i in range(4)]
+        await first.held(4)
+        await first.kill()
+        responses = await asyncio.gather(*tasks)
+        assert len(second.requests) == 4
+        assert s.client.stats()["failovers"] == 4
+        await s.generate("other")
+        assert len(second.requests) == 5
+    assert all(r.output_ids == expected([10, 20, 30], 8) for r in responses)
+    assert all(r.interruptions == 0 for r in responses)
+
+
+async def test_a_partial_output_moves_with_its_request(site) -> None:
+    async with site({"version": "1", "hold_after": 3}, {"version": "2"}) as s:
+        first, second = s.servers
+        task = asyncio.create_task(s.generate())
+        await first.held(1)
+        first.fail_next("die")  # the resubmission finds it dying
+        await post(first, "/abort_request", rid="g/0~0")
+        response = await task
+        moved = second.requests[0]
+    assert moved["input_ids"] == [10, 20, 30, *response.output_ids[:3]]
+    assert response.output_ids == expected([10, 20, 30], 8)
+    assert response.versions == [1] * 3 + [2] * 5
+
+
+async def test_a_silent_server_is_left_when_its_name_dies(site) -> None:
+    async with site({}, {}, connect_timeout_s=0.1) as s:
+        first, second = s.servers
+        first.fail_next("hang")
+        first.fail_next("hang", path="/model_info", count=1000)
+        task = asyncio.create_task(s.generate())
+        await first.received(1)
+        s.names.remove("llm_server", "s0")
+        assert (await task).output_ids == expected([10, 20, 30], 8)
+        assert len(second.requests) == 1
+
+
+async def test_a_server_that_stops_answering_questions_is_left(site) -> None:
+    async with site({}, {}, connect_timeout_s=0.05) as s:
+        first, second = s.servers
+        first.fail_next("hang")
+        first.fail_next("hang", path="/model_info", count=1000)
+        assert (await s.generate()).stop_reason == "length"
+        assert len(second.requests) == 1
+
+
+async def test_a_restarted_server_gets_traffic_again(site) -> None:
+    async with site() as s:
+        (server,) = s.servers
+        await server.kill()
+        task = asyncio.create_task(s.generate())
+        while not s.client.stats()["failovers"]:
+            await s.client._directory.changed()
+        await server.restart()
+        assert (await task).output_ids == expected([10, 20, 30], 8)
+
+
+async def test_nobody_left_is_an_error_at_the_deadline(site) -> None:
+    async with site() as s:
+        await s.servers[0].kill()
+        with pytest.raises(ServerUnavailable, match="unreachable"):
+            await s.generate(deadline_s=0.3)
+
+
+async def test_a_generation_past_its_deadline_is_aborted(site) -> None:
+    async with site({"hold_after": 2}) as s:
+        with pytest.raises(ServerUnavailable, match="deadline"):
+            await s.generate(deadline_s=0.2)
+        await s.client.close()
+        assert ("/abort_request", {"rid": "g/0~0"}) in s.servers[0].calls
+
+
+async def test_a_cancelled_generation_is_aborted(site) -> None:
+    async with site({"hold_after": 2}) as s:
+        task = asyncio.create_task(s.generate())
+        await s.servers[0].held(1)
+        task.cancel()
+        await asyncio.wait([task])
+        await s.client.close()
+        assert task.cancelled()
+        assert ("/abort_request", {"rid": "g/0~0"}) in s.servers[0].calls
+
+
+async def test_a_refused_request_carries_the_servers_words(site) -> None:
+    async with site() as s:
+        s.servers[0].fail_next("400")
+        with pytest.raises(GenerationRefused, match="scripted 400"):
+            await s.generate()
+        assert len(s.servers[0].requests) == 1
+
+
+async def test_server_errors_are_tried_elsewhere(site) -> None:
+    async with site({}, {}) as s:
+        s.servers[0].fail_next("500")
+        s.servers[1].fail_next("reset")
+        assert (await s.generate()).stop_reason == "length"
+        assert [len(server.requests) for server in s.servers] == [2, 1]
+        assert s.client.stats()["server_errors"] == 1
+
+
+async def test_server_errors_are_bounded(site, monkeypatch) -> None:
+    monkeypatch.setattr(sglang, "MAX_SERVER_ERRORS", 3)
+    async with site() as s:
+        s.servers[0].fail_next("500", count=10)
+        with pytest.raises(ServerUnavailable, match="scripted 500"):
+            await s.generate()
+        assert len(s.servers[0].requests) == 3
+
+
+async def test_only_servers_with_the_version_get_traffic(site) -> None:
+    async with site({"version": "1"}, {"version": "2"}) as s:
+        for group in range(4):
+            response = await s.generate(str(group), min_version=2)
+            assert response.versions == [2] * 8
+        assert not s.servers[0].requests
+        task = asyncio.create_task(s.generate("late", min_version=3))
+        await s.client._directory.changed()
+        assert not task.done()
+        s.servers[0].version = "3"
+        assert (await task).versions == [3] * 8
+        assert s.client.stats()["server_waits"] == 1
+
+
+async def test_old_tokens_of_a_restarted_server_are_not_taken(site) -> None:
+    async with site({"version": "5"}, {"version": "5"}, refresh_s=60.0) as s:
+        await s.servers[0].restart()  # the client has not noticed: version 0 again
+        response = await s.generate(min_version=5)
+        assert response.versions == [5] * 8
+        assert s.client.stats()["stale_answers"] + s.client.stats()["failovers"] >= 1
+
+
+@pytest.mark.parametrize("ids", [[], [320], [-1]])
+async def test_what_kills_a_server_is_never_sent(site, ids: list[int]) -> None:
+    async with site() as s:
+        with pytest.raises(GenerationRefused):
+            await s.generate(input_ids=ids)
+        assert not s.servers[0].requests
+
+
+async def test_overlong_requests_are_never_sent(site) -> None:
+    async with site({"context_length": 100}) as s:
+        with pytest.raises(ContextOverflow, match="3 prompt tokens"):
+            await s.generate(max_new_tokens=98)
+        assert (await s.generate(max_new_tokens=97)).stop_reason == "length"
+        assert len(s.servers[0].requests) == 1
+
+
+async def test_tokens_without_their_logprobs_stop_the_run(site) -> None:
+    async with site() as s:
+        answer = s.servers[0]._answer
+
+        def wrong(job):
+            made = answer(job)
+            made["meta_info"]["output_token_logprobs"].pop()
+            return made
+
+        s.servers[0]._answer = wrong
+        with pytest.raises(InvariantError):
+            await s.generate()
+
+
+async def test_without_servers_the_start_says_what_to_do(experiment) -> None:
+    object.__setattr__(experiment, "server_wait_s", 0.1)
+    client = SGLangClient(experiment, LLMClientConfig())
+    with pytest.raises(DeadlineError, match="launch_llm_server"):
+        await client.start()
+    await client.close()
+
+
+async def test_context_and_vocabulary_come_from_server_and_model(site, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 77}))
+    async with site() as s:
+        bare = {"address": s.servers[0].url, "model_path": str(tmp_path)}
+        s.servers[0].context_length = 555
+        s.names.put("llm_server", "bare", bare)
+        await s.client._directory.refresh()
+        server = s.client._router.servers["bare"]
+        assert (server.vocab_size, server.context_length) == (77, 555)
+
+
+async def test_many_at_once_all_come_back_right(site) -> None:
+    async with site({"token_s": 0.0005}, {"token_s": 0.001}, {}) as s:
+        prompts = [[3 + i % 200, 5 + i % 50] for i in range(120)]
+        tasks = [
+            asyncio.create_task(
+                s.client.generate(request(f"g{i // 4}", request_id=str(i), input_ids=prompt))
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        await s.servers[0].received(10)
+        for server in s.servers[:2]:
+            await push(server, "1", "abort")
+        await s.servers[2].kill()
+        responses = await asyncio.gather(*tasks)
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert response.output_ids == expected(prompt, 8)
+        assert len(response.versions) == len(response.logprobs) == 8
+        assert response.versions == sorted(response.versions)
