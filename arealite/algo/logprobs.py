@@ -1,0 +1,84 @@
+"""Logprob and entropy of given next tokens from hidden states, without ever holding all logits.
+
+Here as one autograd function, because plain autograd would keep [N, V] logits and probabilities
+for the backward pass; this keeps two numbers a token and recomputes a chunk of logits at a time. N
+= tokens, H = hidden, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def token_logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    temperature_N: torch.Tensor,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logprobs_N, entropy_N), float32 and differentiable.
+
+    Of softmax(hidden · weightᵀ / temperature). Logits are float32 from the matrix product on,
+    `chunk` tokens at a time, in both passes.
+    """
+    apply: Any = _TokenLogprobs.apply  # pyright: ignore[reportUnknownMemberType]
+    return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
+
+
+def _log_softmax(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    logits = (hidden @ weight.T).float()
+    return torch.log_softmax(logits.div_(temperature[:, None]), dim=-1)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: torch.Tensor,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            logp = _log_softmax(hidden[part], weight, temperature[part])
+            logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
+            entropy[part] = -(logp.exp() * logp).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Push back gradients: with z the scaled logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p
+        (log p + entropy)."""
+        hidden, weight, targets, temperature, entropy = ctx.saved_tensors
+        grad_logp, grad_entropy = grads
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if grad_logp is None and grad_entropy is None:
+            return grad_hidden.zero_(), grad_weight.to(weight.dtype), None, None, None
+        for start in range(0, len(targets), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logp = _log_softmax(hidden[part], weight, temperature[part])
+            p = logp.exp()
+            grad_z = torch.zeros_like(p)
+            if grad_entropy is not None:
+                grad_z -= p * (logp + entropy[part, None]) * grad_entropy[part, None]
+            if grad_logp is not None:
+                grad_z -= p.mul_(grad_logp[part, None])
+                grad_z.scatter_add_(1, targets[part, None], grad_logp[part, None])
+            grad_z = grad_z.div_(temperature[part, None]).to(hidden.dtype)
+            grad_hidden[part] = grad_z @ weight
+            grad_weight += grad_z.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None

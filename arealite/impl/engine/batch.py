@@ -1,0 +1,80 @@
+"""Turn ragged training rows into one right-padded micro-batch of tensors, and results back into
+rows.
+
+Here apart from the engine, because off-by-one errors live here: the token at t is predicted by the
+hidden state at t − 1. Shape letters: B = rows, T = tokens of a row, W = padded input width, N =
+loss tokens, row after row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from arealite.api.engine import Sequence
+from arealite.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass, on the engine's device."""
+
+    input_ids_BW: torch.Tensor
+    """int64, right-padded with 0; the last token of a row is no input."""
+    index_N: torch.Tensor
+    """int64: where in the flattened [B · W] hidden states the predictor of each loss token
+    stands."""
+    targets_N: torch.Tensor
+    """int64: the loss tokens."""
+    temperature_N: torch.Tensor
+    rows_N: torch.Tensor
+    fields: dict[str, torch.Tensor]
+
+
+def collate(rows: Seq[Sequence], device: torch.device) -> MicroBatch:
+    """Build the micro-batch of `rows`; of no rows, one of a single token without loss.
+
+    Raises:
+        UserError: a row with temperature 0, under which no token has a logprob to train.
+    """
+    if not rows:
+        empty = Sequence(np.zeros(2, np.int32), np.zeros(2, bool), 1.0)
+        return collate([empty], device)
+    if any(row.temperature <= 0 for row in rows):
+        raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
+    lengths = np.array([len(row.tokens) for row in rows])
+    width = max(1, int(lengths.max()) - 1)
+    tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
+    row_of = np.repeat(np.arange(len(rows)), lengths)
+    column = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    inputs = np.zeros((len(rows), width), np.int64)
+    is_input = column < width
+    inputs[row_of[is_input], column[is_input]] = tokens[is_input]
+    temperature = np.array([row.temperature for row in rows], np.float32)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return MicroBatch(
+        input_ids_BW=put(inputs),
+        index_N=put(row_of[mask] * width + column[mask] - 1),
+        targets_N=put(tokens[mask]),
+        temperature_N=put(temperature[row_of[mask]]),
+        rows_N=put(row_of[mask]),
+        fields={
+            name: put(np.concatenate([row.fields[name] for row in rows])[mask].astype(np.float32))
+            for name in rows[0].fields
+        },
+    )
+
+
+def scatter(values_N: torch.Tensor, rows: Seq[Sequence]) -> list[np.ndarray]:
+    """Lay values of loss tokens back into float32 [T] a row, 0 elsewhere."""
+    mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
+    flat = np.zeros(len(mask), np.float32)
+    flat[mask] = values_N.float().cpu().numpy()
+    return np.split(flat, np.cumsum([len(row.tokens) for row in rows])[:-1])

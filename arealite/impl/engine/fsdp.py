@@ -1,0 +1,213 @@
+"""The train engine over FSDP2: one Hugging Face causal model, sharded over all ranks.
+
+Here are the collective verbs and nothing else; the model, its batches, optimizer and files are in
+the modules beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import arealite
+from arealite.algo.packing import microbatches, num_microbatches, padded_tokens
+from arealite.api.engine import (
+    FSDPConfig,
+    LossFn,
+    LossInput,
+    OptimizerConfig,
+    Sequence,
+    TrainEngine,
+)
+from arealite.base.errors import UserError
+from arealite.base.log import get
+from arealite.impl.engine import checkpoint, loading, rng
+from arealite.impl.engine.batch import collate, scatter
+from arealite.impl.engine.model import LogprobModel, fsdp_modules, reshard, shard
+from arealite.impl.engine.optimizer import Optimizer
+
+log = get(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FSDPEngine(TrainEngine):
+    """See TrainEngine. torch.distributed must be initialised: nccl trains on CUDA, gloo on the
+    CPU."""
+
+    def __init__(
+        self,
+        config: FSDPConfig,
+        *,
+        model_path: str,
+        lr: float,
+        optimizer: OptimizerConfig,
+        total_updates: int,
+        seed: int,
+    ) -> None:
+        if config.dtype not in DTYPES:
+            raise UserError(f"Unknown dtype '{config.dtype}'. Known: {', '.join(DTYPES)}.")
+        self.config = config
+        self.device = _device()
+        self.dtype = DTYPES[config.dtype]
+        self._source = Path(model_path).expanduser()
+        torch.manual_seed(seed + dist.get_rank())
+        causal_lm = loading.empty_model(self._source)
+        causal_lm.eval()
+        if config.gradient_checkpointing:
+            causal_lm.train()  # transformers recomputes in training mode only; dropout is 0
+            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model = LogprobModel(causal_lm, chunk=config.logprob_chunk_tokens)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        shard(self._model, mesh, dtype=self.dtype)
+        loading.load_weights(self._model.causal_lm, self._source, self.device)
+        self._optimizer = Optimizer(causal_lm, optimizer, lr=lr, total=total_updates)
+
+    def forward(
+        self, rows: list[Sequence], all_lengths: list[list[int]]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """See TrainEngine.forward."""
+        results: list[list[np.ndarray]] = [[np.empty(0)] * len(rows) for _ in range(2)]
+        with torch.no_grad():
+            for indices in self._plan(rows, all_lengths):
+                part = [rows[i] for i in indices]
+                outputs = self._model(collate(part, self.device))
+                if not part:
+                    continue
+                for result, values_N in zip(results, outputs, strict=True):
+                    for i, row in zip(indices, scatter(values_N, part), strict=True):
+                        result[i] = row
+        # Without a backward pass nothing frees what was gathered, and a load would not reach it.
+        reshard(self._model)
+        return results[0], results[1]
+
+    def train_batch(
+        self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: LossFn
+    ) -> dict[str, float]:
+        """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
+        plan = self._plan(rows, all_lengths)
+        units = fsdp_modules(self._model)
+        totals: dict[str, torch.Tensor] = {}
+        for number, indices in enumerate(plan):
+            last = number == len(plan) - 1
+            units[0].set_requires_gradient_sync(last)
+            units[0].set_is_last_backward(last)
+            for name, value in self._backward([rows[i] for i in indices], loss_fn).items():
+                totals[name] = totals[name] + value if name in totals else value
+        lengths = [len(row.tokens) for row in rows]
+        stats = {name: float(value) for name, value in totals.items()} | {
+            "microbatches": float(len(plan)),
+            "tokens": float(sum(lengths)),
+            "padded_tokens": float(padded_tokens(lengths, [part for part in plan if part])),
+        }
+        outcome = self._optimizer.step()
+        if outcome["skipped_update"]:
+            log.warning("update skipped", reason="gradient norm not finite")
+        return _sum_over_ranks(stats) | outcome
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """See TrainEngine.save; the folder appears by a rename once all ranks have written."""
+        rank, temp = dist.get_rank(), checkpoint.temporary(path)
+        if rank == 0:
+            checkpoint.begin(path)
+        dist.barrier()
+        save_shards(self._state(), checkpoint_id=temp / "state")
+        (temp / f"rng-{rank}.json").write_text(json.dumps(rng.state()))
+        dist.barrier()
+        if rank == 0:
+            inside = {"updates": self._optimizer.updates, "extra": extra}
+            (temp / "extra.json").write_text(json.dumps(inside))
+            checkpoint.commit(path, self._facts() | {"step": extra.get("step", 0)})
+            log.info("checkpoint written", path=str(path))
+        dist.barrier()
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """See TrainEngine.load; ranks that did not exist when it was written keep their seeded RNG.
+
+        Raises:
+            UserError: the checkpoint is missing or broken; names the good ones.
+        """
+        checkpoint.require(path)
+        reshard(self._model)
+        load_shards(self._state(), checkpoint_id=path / "state")
+        inside = json.loads((path / "extra.json").read_text())
+        self._optimizer.updates = inside["updates"]
+        states = path / f"rng-{dist.get_rank()}.json"
+        if states.exists():
+            rng.restore(json.loads(states.read_text()))
+        dist.barrier()
+        return inside["extra"]
+
+    def export(self, path: Path) -> None:
+        """See TrainEngine.export; weights in the compute dtype."""
+        weights = self.stream_weights()
+        if dist.get_rank() == 0:
+            with checkpoint.atomic_folder(path, **self._facts()) as temp:
+                loading.export_folder(temp, self._source, weights=weights, dtype=self.dtype)
+            log.info("model exported", path=str(path))
+        else:
+            list(weights)
+        dist.barrier()
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TrainEngine.stream_weights; compute dtype, own memory, tied weights once."""
+        for name, param in self._model.causal_lm.named_parameters():
+            full = param.detach().to(self.dtype)
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            if dist.get_rank() == 0:
+                yield name, full.to("cpu", copy=True)
+
+    def _plan(self, rows: list[Sequence], all_lengths: list[list[int]]) -> list[list[int]]:
+        budget = self.config.max_tokens_per_microbatch
+        plan = microbatches([len(row.tokens) for row in rows], budget)
+        return plan + [[]] * (num_microbatches(all_lengths, budget) - len(plan))
+
+    def _backward(self, rows: list[Sequence], loss_fn: LossFn) -> dict[str, torch.Tensor]:
+        batch = collate(rows, self.device)
+        logprobs_N, entropy_N = self._model(batch)
+        if not rows:
+            (logprobs_N.sum() + entropy_N.sum()).backward()
+            return {}
+        loss, stats = loss_fn(LossInput(logprobs_N, entropy_N, batch.rows_N, batch.fields))
+        loss.backward()
+        return stats
+
+    def _state(self) -> dict[str, Any]:
+        model = {name: p.detach() for name, p in self._model.causal_lm.named_parameters()}
+        return {"model": model, "optimizer": self._optimizer.state()}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "world_size": dist.get_world_size(),
+            "arealite": arealite.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+
+def _device() -> torch.device:
+    if "nccl" not in dist.get_backend():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _sum_over_ranks(stats: dict[str, float]) -> dict[str, float]:
+    """Add the stats of all ranks; a rank without rows has fewer names."""
+    if dist.get_world_size() == 1:
+        return stats
+    gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, stats)
+    names = dict.fromkeys(name for part in gathered for name in part)
+    return {name: sum(part.get(name, 0.0) for part in gathered) for name in names}

@@ -1,0 +1,80 @@
+"""A Hugging Face causal model behind FSDP2, whose forward pass ends in logprobs of loss tokens.
+
+Here as a module of its own, because FSDP2 gathers the head's weight only inside the root module's
+forward: so base model and head both run inside one root.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from arealite.algo.logprobs import token_logprobs
+from arealite.base.errors import UserError
+from arealite.impl.engine.batch import MicroBatch
+
+
+class LogprobModel(nn.Module):
+    """The root: hidden states of all tokens, head only on the loss tokens."""
+
+    def __init__(self, causal_lm: Any, *, chunk: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk = chunk
+
+    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (logprobs_N, entropy_N), float32."""
+        # No mask and no position ids: rows are padded on the right, so under causal attention no
+        # real token sees padding and positions count from 0; SDPA then takes its causal fast path.
+        hidden_BWH = self.causal_lm.get_decoder()(
+            input_ids=batch.input_ids_BW, use_cache=False
+        ).last_hidden_state
+        return token_logprobs(
+            hidden_BWH.flatten(0, 1)[batch.index_N],
+            self.causal_lm.get_output_embeddings().weight,
+            batch.targets_N,
+            temperature_N=batch.temperature_N,
+            chunk=self.chunk,
+        )
+
+
+def shard(model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+    """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
+
+    Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
+
+    Raises:
+        UserError: the model has no list of layers.
+    """
+    layers = getattr(model.causal_lm.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"{type(model.causal_lm).__name__} has no `layers`; FSDP shards by layer.")
+    low = None if dtype == torch.float32 else dtype
+    many = mesh.size() > 1
+    for layer in layers:
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=many)
+    # The root's inputs are ids and float32 temperatures: casting them would round.
+    policy = MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # Loss weights are shares of the global minibatch already; gloo has no averaging reduction.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """List the sharded units, root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters, so that none outlives a change of its shards."""
+    for module in fsdp_modules(model):
+        module.reshard()

@@ -1,0 +1,86 @@
+"""AdamW over sharded float32 parameters, with a global-norm clip that refuses non-finite gradients.
+
+Here so that every rank takes the same decision: the norm is reduced over all ranks before anyone
+looks at it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from arealite.algo.schedules import learning_rate
+from arealite.api.engine import OptimizerConfig
+
+
+class Optimizer:
+    """One AdamW and its schedule; `updates` counts the updates applied."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, *, lr: float, total: int) -> None:
+        self.updates = 0
+        self._config, self._lr, self._total = config, lr, total
+        self._named = dict(model.named_parameters())
+        matrices = [p for p in self._named.values() if p.ndim > 1]
+        others = [p for p in self._named.values() if p.ndim <= 1]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        for param in self._named.values():
+            # Made now and not at the first step: a checkpoint always finds the same tensors.
+            self._adamw.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+    def step(self) -> dict[str, float]:
+        """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
+
+        A norm that is not finite leaves parameters, moments and schedule as they are.
+        """
+        lr = learning_rate(self.updates, lr=self._lr, total=self._total, config=self._config)
+        norm = self._grad_norm()
+        finite = math.isfinite(norm)
+        if finite:
+            limit = self._config.clip_grad_norm
+            if limit > 0 and norm > limit:
+                for gradient in self._gradients():
+                    gradient.mul_(limit / norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self.updates += 1
+        self._adamw.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
+
+    def state(self) -> dict[str, Any]:
+        """Return the live moments and step counts by `<parameter>.<key>`, to be saved or loaded
+        into in place."""
+        return {
+            f"{name}.{key}": tensor
+            for name, param in self._named.items()
+            for key, tensor in self._adamw.state[param].items()
+        }
+
+    def _gradients(self) -> list[torch.Tensor]:
+        grads = [p.grad for p in self._named.values() if p.grad is not None]
+        return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+    def _grad_norm(self) -> float:
+        squares = [gradient.float().square().sum() for gradient in self._gradients()]
+        square = torch.stack(squares).sum(dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        return math.sqrt(float(square)) if torch.isfinite(square) else math.inf
