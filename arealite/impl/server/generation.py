@@ -1,0 +1,136 @@
+"""One request on its way: what was asked, what was sampled so far, and why it ended.
+
+The decode loop writes it, the HTTP side reads it; the lists only grow, so snapshots by length hold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's sampling parameters. The last group is accepted only at its neutral value."""
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    stream_interval: int | None = None
+
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_regex: str | list[str] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    custom_params: dict[str, Any] | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request and its output."""
+
+    rid: str
+    prompt: list[int]
+    sampling: SamplingParams
+    limit: int
+    """Tokens it may generate."""
+    stops: frozenset[int]
+    """Token ids that end it."""
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] | None = None
+    """Set when there are stop strings."""
+    logprob_start: int = -1
+    """First prompt position whose log-probability is wanted; -1 for none."""
+    stream: bool = False
+    notify: Callable[[], None] = lambda: None
+    """Called in the HTTP thread after progress (streams) and at the end."""
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float | None] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """(weight version, start, end) over `output`, closed spans only."""
+    retractions: int = 0
+    cached_tokens: int = 0
+    finish: dict[str, Any] | None = None
+    error: str | None = None
+    """Why the server failed it (status 500)."""
+    created: float = field(default_factory=time.time)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish is not None or self.error is not None
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted and not there yet."""
+        return self.logprob_start >= 0 and not self.input_logprobs
+
+    def close_span(self, version: str) -> None:
+        """Attribute the tokens since the last span to `version`."""
+        start = self.spans[-1][2] if self.spans else 0
+        end = len(self.output)
+        if end == start:
+            return
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1], end)
+        else:
+            self.spans.append((version, start, end))
+
+    def versions(self, current: str, length: int) -> list[dict[str, Any]]:
+        """Return `weight_versions` of the first `length` tokens; open ones are of `current`."""
+        spans = [span for span in list(self.spans) if span[1] < length]
+        start = spans[-1][2] if spans else 0
+        if start < length:
+            spans.append((current, start, length))
+        return [{"version": v, "start": s, "end": min(e, length)} for v, s, e in spans]
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Take one sampled token; return whether the generation ended with it."""
+        if self.limit == 0:
+            self.finish = {"type": "length", "length": 0}
+            return True
+        self.output.append(token)
+        self.logprobs.append(logprob)
+        if logprob != logprob:
+            self.error = "The model's logits are not finite; its weights are broken."
+        elif token in self.stops:
+            self.finish = {"type": "stop", "matched": token}
+        elif self.stop_strings and (matched := self._stop_string()):
+            self.finish = {"type": "stop", "matched": matched}
+        elif len(self.output) >= self.limit:
+            self.finish = {"type": "length", "length": len(self.output)}
+        else:
+            return False
+        return True
+
+    def abort(self, message: str) -> None:
+        """End it with what there is."""
+        self.finish = {
+            "type": "abort", "message": message, "status_code": None, "err_type": None
+        }  # fmt: skip
+
+    def _stop_string(self) -> str | None:
+        assert self.decode is not None
+        longest = max(map(len, self.stop_strings))
+        tail = self.decode(self.output[-longest - 8 :])
+        return next((stop for stop in self.stop_strings if stop in tail), None)
