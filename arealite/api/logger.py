@@ -19,6 +19,9 @@ class MetricLogger(ABC):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one step; names are `group/name`."""
 
+    def rewind(self, step: int) -> None:  # noqa: B027  (optional hook)
+        """Forget the metrics of `step` and later: a resumed run does those steps again."""
+
     @abstractmethod
     def close(self) -> None:
         """Flush and close."""

@@ -1,0 +1,56 @@
+"""Appends metrics to `metrics.jsonl`, one JSON object a line.
+
+The file that people, tests and the demo read: a line is whole or absent, and a step stands in it
+once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from arealite.api.logger import MetricLogger
+from arealite.base.names import RunPaths
+
+
+class JSONLLogger(MetricLogger):
+    """Lines of {"step", "time", …metrics}; evaluations are lines of their own (their keys are all
+    `eval/…`)."""
+
+    def __init__(self, run_root: Path) -> None:
+        self.path = RunPaths(run_root).metrics
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        # A line must be JSON everywhere: Python would write NaN for a number that is none.
+        numbers = {key: value for key, value in metrics.items() if value - value == 0.0}
+        line = {"step": step, "time": time.time(), **numbers}
+        self._file.write(json.dumps(line) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written of `step` and later, and a torn last line: a resumed run does those
+        steps again.
+
+        An evaluation asked for at the checkpoint's own step stays: it is not asked for again.
+        """
+        kept = [line for line in self.path.read_text("utf-8").splitlines() if _stays(line, step)]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+        self._file.close()
+        os.replace(temporary, self.path)
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _stays(line: str, step: int) -> bool:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    evaluation = all(key.startswith("eval/") for key in entry.keys() - {"step", "time"})
+    return entry["step"] < step or (evaluation and 0 < entry["step"] == step)

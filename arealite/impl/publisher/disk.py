@@ -1,0 +1,193 @@
+"""Publishes weights through files: staged first, then loaded by all servers at the same time.
+
+A thread of its own runs the event loop, so that late and restarted servers are healed while the
+trainer computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from arealite.api.publisher import PublisherConfig, PublishReport, WeightPublisher
+from arealite.base import log
+from arealite.base.errors import RoleError
+from arealite.impl.publisher.server_push import FAILURES, PushTimes, Server
+from arealite.impl.publisher.staging import TMPFS, Staging
+from arealite.system.name_registry import Entry, NameRegistry
+
+if TYPE_CHECKING:
+    import torch
+
+logger = log.get(__name__)
+
+WATCH_S = 1.0
+"""How often registered servers are compared with the newest version."""
+RETRY_S = 0.25
+"""Pause between attempts while no server at all has taken a version (the only one may be
+restarting)."""
+
+
+class DiskPublisher(WeightPublisher):
+    """Weights on tmpfs or a shared folder; servers get traffic by the version they confirmed."""
+
+    def __init__(
+        self,
+        config: PublisherConfig,
+        *,
+        registry: NameRegistry,
+        fallback_dir: Path,
+        model_path: Path | None = None,
+    ) -> None:
+        """Start the watching thread. `model_path`: whose config and tokenizer files go into each
+        version."""
+        self.config = config
+        self.registry = registry
+        self.fallback_dir = fallback_dir
+        self.model_path = model_path
+        self._staging: Staging | None = None
+        self._newest: tuple[int, Path] | None = None
+        self._servers: dict[tuple[str, Any], Server] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._ready = threading.Event()
+        self._thread.start()
+        self._ready.wait(10.0)
+
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
+        begin = time.perf_counter()
+        if self._staging is None:
+            self._staging = Staging(self._parent(), self.model_path)
+        folder, num_bytes = self._staging.write(version, weights)
+        stage_s = time.perf_counter() - begin
+        self._newest = (version, folder)
+        pushed = asyncio.run_coroutine_threadsafe(self._push_all(version), self._loop)
+        confirmed, quarantined = pushed.result()
+        self._staging.keep_only(version)
+        report = PublishReport(
+            version=version,
+            stage_s=stage_s,
+            pause_s=max(times.pause_s for times in confirmed),
+            load_s=max(times.load_s for times in confirmed),
+            continue_s=max(times.continue_s for times in confirmed),
+            stall_s=max(times.stall_s for times in confirmed),
+            num_bytes=num_bytes,
+            servers=len(confirmed),
+            quarantined=quarantined,
+        )
+        logger.info(
+            "weights published", version=version, servers=report.servers, stall_s=report.stall_s
+        )
+        return report
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(self.config.timeout_s + 10.0)
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    # ------------------------------------------------------------ in the publisher's thread
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
+        async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            self._ready.set()
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch(), name="watch servers")
+                await self._stop.wait()
+                watch.cancel()
+
+    async def _push_all(self, version: int) -> tuple[list[PushTimes], list[str]]:
+        """Bring every server in traffic to `version`; try again until one has it or time is up.
+
+        Raises:
+            RoleError: none has it; names the servers and what each said.
+        """
+        give_up = time.monotonic() + self.config.timeout_s
+        while True:
+            servers = await self._find_servers()
+            asked = [server for server in servers if server.error is None] or servers
+            results = await asyncio.gather(*(self._bring(server) for server in asked))
+            if confirmed := [times for times in results if times is not None]:
+                return confirmed, [server.id for server in servers if server.error is not None]
+            if time.monotonic() >= give_up:
+                break
+            await asyncio.sleep(RETRY_S)
+        said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
+        raise RoleError(
+            f"no server took version {version} in {self.config.timeout_s:g} s. "
+            + (said or f"None is registered in {self.registry.root}; start one.")
+        )
+
+    async def _bring(self, server: Server, *, ask: bool = False) -> PushTimes | None:
+        """Bring one server to the newest version; None: it failed. `ask`: do not trust what we
+        remember of it."""
+        async with server.lock:
+            if self._newest is None:
+                return None
+            version, folder = self._newest
+            try:
+                if server.held == version and (not ask or await server.version() == str(version)):
+                    return PushTimes(0.0, 0.0, 0.0, 0.0)
+                times = await server.bring(
+                    version, folder, mode=self.config.pause_mode, seconds=self.config.timeout_s
+                )
+            except FAILURES as error:
+                logger.warning("server quarantined", server=server.id, error=str(error))
+                return None
+            if ask:
+                logger.info("server healed", server=server.id, version=version)
+            return times
+
+    async def _watch(self) -> None:
+        """Heal servers. Waits for: the clock. Unblocks: servers that joined late, restarted or
+        failed."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(WATCH_S)
+                for server in await self._find_servers():
+                    if not server.lock.locked():
+                        tasks.create_task(self._bring(server, ask=True), name=f"heal {server.id}")
+
+    async def _find_servers(self) -> list[Server]:
+        """Return the registered servers; one that restarted is a new one, of which nothing is
+        known."""
+        entries = await asyncio.to_thread(self.registry.list, "llm_server")
+        found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
+        for key in self._servers.keys() - found.keys():
+            del self._servers[key]
+        for key in found.keys() - self._servers.keys():
+            self._servers[key] = Server(found[key].id, key[0], self._session)
+        return [self._servers[key] for key in found]
+
+    # ------------------------------------------------------------ where files go
+
+    def _parent(self) -> Path:
+        if self.config.disk.dir is not None:
+            return Path(self.config.disk.dir).expanduser().absolute()
+        entries = self.registry.list("llm_server")
+        shared = TMPFS.is_dir() and all(_is_here(entry) for entry in entries)
+        return TMPFS if shared else self.fallback_dir
+
+
+def _is_here(entry: Entry) -> bool:
+    """Say whether a server runs on this host, and so sees its tmpfs."""
+    host = urlsplit(str(entry.value["address"])).hostname
+    return host in ("127.0.0.1", "localhost", "::1") or entry.value.get("host") in (
+        socket.gethostname(),
+    )

@@ -1,0 +1,123 @@
+"""Makes the parts a trainer drives, from the config, in the one order that works.
+
+Apart from the loop, so that the loop names no implementation and tests hand it others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.engine import TrainEngine, engines
+from arealite.api.logger import MetricLogger, loggers
+from arealite.api.publisher import WeightPublisher, publishers
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.impl.engine import checkpoint
+from arealite.impl.trainer.world import World
+from arealite.system.name_registry import NameRegistry
+from arealite.system.trainer_link import TrainerLink
+
+logger = log.get(__name__)
+
+
+@dataclass
+class Parts:
+    """What a trainer is wired from."""
+
+    world: World
+    engine: TrainEngine
+    connect: Callable[[], TrainerLink]
+    """Opens a link to the datapipe; a link belongs to the thread that uses it."""
+    publisher: WeightPublisher | None
+    """None except on rank 0."""
+    loggers: list[MetricLogger] = field(default_factory=list)
+    """[] except on rank 0."""
+
+
+def assemble(config: ExperimentConfig) -> Parts:
+    """Join the other ranks, load the model, and open what rank 0 alone has."""
+    ppo, paths = config.trainer.ppo, run_paths(config)
+    world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
+    registry = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+    engine: Any = engines.get(ppo.engine.type)
+    make_publisher: Any = publishers.get(ppo.publisher.type)
+
+    def resolve() -> str | None:
+        entries = registry.list("datapipe")
+        return str(entries[0].value["address"]) if entries else None
+
+    return Parts(
+        world=world,
+        engine=engine(
+            getattr(ppo.engine, ppo.engine.type),
+            model_path=config.model.path,
+            lr=ppo.lr,
+            optimizer=ppo.optimizer,
+            total_updates=ppo.total_steps * ppo.updates,
+            seed=config.seed,
+        ),
+        connect=lambda: TrainerLink(resolve, rank=world.rank, world_size=world.size),
+        publisher=make_publisher(
+            ppo.publisher,
+            registry=registry,
+            fallback_dir=paths.root / "weights",
+            model_path=Path(config.model.path).expanduser(),
+        )
+        if world.lead
+        else None,
+        loggers=[
+            loggers.get(name)(paths.root) for name in dict.fromkeys(["jsonl", *config.logger.types])
+        ]
+        if world.lead
+        else [],
+    )
+
+
+def find_checkpoint(config: ExperimentConfig) -> Path | None:
+    """Return the checkpoint to resume from, by `resume`.
+
+    Raises:
+        UserError: `must` and there is none, `never` and there are some, or an unknown word.
+    """
+    folder = run_paths(config).checkpoints
+    newest = checkpoint.latest(folder)
+    if config.resume not in ("auto", "never", "must"):
+        raise UserError(f"resume={config.resume} is unknown. Known: auto, never, must.")
+    if config.resume == "must" and newest is None:
+        raise UserError(f"resume=must, but {folder} holds no good checkpoint. Use resume=auto.")
+    if config.resume == "never" and newest is not None:
+        raise UserError(
+            f"resume=never, but {folder} holds {newest.name}. Choose another trial_name, or "
+            "resume=auto."
+        )
+    return newest
+
+
+class StopRequest:
+    """Turns the first SIGTERM (or SIGINT) into a wish that the loop reads; the second ends the
+    process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        in_main = threading.current_thread() is threading.main_thread()  # tests train in others
+        wanted = (signal.SIGTERM, signal.SIGINT) if in_main else ()
+        self._before = {number: signal.signal(number, self._on_signal) for number in wanted}
+
+    def restore(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = True
+        logger.info("stop asked", signal=signal.Signals(number).name)

@@ -1,0 +1,271 @@
+"""Synchronous PPO: the loop, one verb a line.
+
+Here the algorithm can be read; what each verb needs (rows, metrics, ranks, weights) is in the
+modules beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from arealite.algo.losses import make_policy_loss
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.publisher import PublishReport
+from arealite.api.trainer import Trainer
+from arealite.api.trainer_messages import Batch, EvalResult, StepReport, Waiting
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.impl.engine import checkpoint
+from arealite.impl.trainer import metrics
+from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
+from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+logger = log.get(__name__)
+
+
+class PPOTrainer(Trainer):
+    """One rank. Version k is the policy before batch k is trained; version k + 1 comes out of
+    it."""
+
+    def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
+        self.config, self.ppo = config, config.trainer.ppo
+        self.check(config)
+        self.stop = StopRequest()
+        self.parts = parts or assemble(config)
+        self.world, self.engine = self.parts.world, self.parts.engine
+        self.link = self.parts.connect()
+        self.loss_fn = make_policy_loss(self.ppo.loss)
+        self.clock = metrics.Stopwatch()
+        self.line: dict[str, float] = {}
+        """Metrics of the step under way."""
+        self.interruptions = 0
+        self.saved_step: int | None = None
+
+    @staticmethod
+    def check(config: ExperimentConfig) -> None:
+        """Refuse what a synchronous trainer cannot be."""
+        if (staleness := config.trainer.ppo.max_staleness) != 0:
+            raise UserError(
+                f"trainer.type=ppo is synchronous, but max_staleness is {staleness}. Set "
+                "trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
+            )
+
+    def train(self) -> None:
+        """Train until `total_steps`, or to the next step's boundary once asked to stop; leave a
+        checkpoint."""
+        try:
+            step = self.begin()
+            while (batch := self.next_batch(step)) is not None:
+                batch = self.recompute_proximal(batch)
+                stats = [self.update(minibatch) for minibatch in batch.minibatches]
+                self.report(batch, stats)
+                step += 1
+                self.publish(step)
+                self.log(step - 1)
+                self.keep(step)
+            self.end(step)
+        finally:
+            self.close()
+
+    # ------------------------------------------------------------ the verbs of a step
+
+    def next_batch(self, step: int) -> TrainBatch | None:
+        """Wait for batch `step`; None on every rank when training ends here."""
+        stopping = self.world.any(self.stop.asked)
+        if step >= self.ppo.total_steps or stopping:
+            return None
+        with self.clock("wait/batch_s"):
+            answer = self.fetch(step)
+            # A batch may have reached some ranks while the others were told that training ends.
+            everyone = self.world.all(answer is not None)
+        if answer is None or not everyone:
+            return None
+        with self.clock("time/rows_s"):
+            return make_train_batch(
+                *answer, self.ppo, rank=self.world.rank, world_size=self.world.size
+            )
+
+    def fetch(self, step: int) -> tuple[Batch, list[bytes]] | None:
+        """Ask the datapipe for batch `step`."""
+        return self.link.next_batch(step, on_wait=self.while_waiting)
+
+    def recompute_proximal(self, batch: TrainBatch) -> TrainBatch:
+        """Give each row the logprobs of the policy before this batch's first update, under the
+        trainer's numerics."""
+        with self.clock("time/forward_s"):
+            logprobs, entropies = self.engine.forward(batch.rows, batch.all_lengths)
+        for row, logprobs_T in zip(batch.rows, logprobs, strict=True):
+            row.fields["prox_logprobs"] = logprobs_T
+        return replace(batch, entropies=entropies)
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """Apply one optimizer update; none where no rank has a row with a gradient."""
+        if not any(minibatch.all_lengths):
+            return {"skipped_update": 1.0}
+        with self.clock("time/update_s"):
+            return self.engine.train_batch(minibatch.rows, minibatch.all_lengths, self.loss_fn)
+
+    def report(self, batch: TrainBatch, stats: list[dict[str, float]]) -> None:
+        """Describe the step, and tell the datapipe that the batch is trained."""
+        with self.clock("time/report_s"):
+            sums, maxima = metrics.token_sums(batch)
+            sums, maxima = self.world.sum(sums), self.world.max(maxima)
+            if not self.world.lead:
+                return
+            self.interruptions += sum(h.interruptions for h in batch.headers)
+            self.line |= {
+                **metrics.trajectory_metrics(batch.headers, step=batch.step),
+                **metrics.token_metrics(sums, maxima),
+                **metrics.update_metrics(stats),
+                **{k if "/" in k else f"datapipe/{k}": v for k, v in batch.waits.items()},
+                "episode/interruptions_total": float(self.interruptions),
+                "throughput/trained_tokens": float(sum(h.trained_tokens for h in batch.headers)),
+            }
+            trained = [header.trajectory_id for header in batch.headers]
+            self.link.report(StepReport(batch.step, trained, dict(self.line)))
+
+    def publish(self, version: int) -> None:
+        """Bring every server to `version`, and tell the datapipe."""
+        with self.clock("time/publish_s"):
+            weights = self.engine.stream_weights()
+            if self.world.lead:
+                self.line |= metrics.publish_metrics(self.push(version, weights))
+                self.link.published(version)
+            else:
+                exhaust(weights)
+
+    def push(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
+        """Hand the weights to the publisher."""
+        assert self.parts.publisher is not None, "only rank 0 publishes"
+        return self.parts.publisher.publish(version, weights)
+
+    def keep(self, step: int) -> None:
+        """Checkpoint and evaluate where they are due; neither holds generation."""
+        if self.ppo.checkpoint.every_steps and step % self.ppo.checkpoint.every_steps == 0:
+            self.checkpoint(step)
+        if not self.has_evaluation:
+            return
+        if result := self.link.eval_result(wait=False):
+            self.log_evaluation(result)
+        every, last = self.ppo.eval.every_steps, step == self.ppo.total_steps
+        if every and step % every == 0 and not last:
+            self.link.evaluate(step)
+
+    # ------------------------------------------------------------ begin and end
+
+    def begin(self) -> int:
+        """Resume or start, bring the servers to the starting version, evaluate a fresh start;
+        return the step."""
+        step, path = 0, find_checkpoint(self.config)
+        if path is not None:
+            extra = self.engine.load(path)
+            step, self.interruptions = int(extra["step"]), int(extra["interruptions"])
+            self.saved_step = step
+        logger.info("training starts", step=step, checkpoint=str(path or "none"))
+        if self.world.lead:
+            self.link.start(step)
+            for sink in self.parts.loggers:
+                sink.rewind(step)
+        self.publish(step)
+        if self.has_evaluation and step == 0:
+            self.settle()
+            self.evaluate_now(step)
+        self.clock.lap()
+        self.line.clear()
+        return step
+
+    def end(self, step: int) -> None:
+        """Leave a checkpoint; after the last step also a final evaluation and the exported
+        model."""
+        finished = step >= self.ppo.total_steps
+        self.settle()
+        if self.saved_step != step:
+            self.checkpoint(step)
+        if finished and self.ppo.checkpoint.export:
+            self.engine.export(run_paths(self.config).export)
+        if finished and self.has_evaluation:
+            self.evaluate_now(step)
+        if self.world.lead:
+            self.link.finish("all steps are trained" if finished else "asked to stop")
+        logger.info("training ends", step=step, finished=finished)
+
+    def settle(self) -> None:
+        """Wait for what runs beside the loop; nothing does here."""
+
+    def close(self) -> None:
+        """Let go of links, files, threads and the process group, whatever state they are in."""
+        self.link.close()
+        if self.parts.publisher is not None:
+            self.parts.publisher.close()
+        for sink in self.parts.loggers:
+            sink.close()
+        self.world.leave()
+        self.stop.restore()
+
+    # ------------------------------------------------------------ smaller verbs
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether this rank asks for evaluations."""
+        return self.world.lead and self.config.dataset.eval is not None
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint that holds the steps below `step`, tell the datapipe, and remove old
+        ones."""
+        folder = run_paths(self.config).checkpoints
+        path = folder / f"step-{step:06d}"
+        with self.clock("time/checkpoint_s"):
+            self.engine.save(path, {"step": step, "interruptions": self.interruptions})
+            self.saved_step = step
+            if self.world.lead:
+                self.link.checkpointed(step, str(path))
+                checkpoint.prune(folder, self.ppo.checkpoint.keep)
+
+    def evaluate_now(self, step: int) -> None:
+        """Ask for an evaluation and wait for it, and for those still under way."""
+        self.link.evaluate(step)
+        while (result := self.link.eval_result(wait=True)) is not None:
+            self.log_evaluation(result)
+            if result.eval_id == step:
+                return
+
+    def log_evaluation(self, result: EvalResult) -> None:
+        """Write an evaluation as a line of its own, at the step it was asked at."""
+        named = {k if "/" in k else f"eval/{k}": v for k, v in result.metrics.items()}
+        logger.info("evaluated", step=result.eval_id, **named)
+        for sink in self.parts.loggers:
+            sink.log(result.eval_id, named)
+
+    def log(self, step: int) -> None:
+        """Write the step's line; its seconds reach from the line before to this one."""
+        times = self.clock.lap()
+        if not self.world.lead:
+            return
+        line = self.line | times
+        line["throughput/trained_tokens_per_s"] = (
+            line["throughput/trained_tokens"] / times["time/step_s"]
+        )
+        for sink in self.parts.loggers:
+            sink.log(step, line)
+        logger.info(
+            "step trained", step=step, reward=line["reward/mean"], seconds=times["time/step_s"]
+        )
+        self.line.clear()
+
+    def while_waiting(self, waiting: Waiting) -> bool:
+        """Called once a second during a wait: say whether to stop instead of waiting on."""
+        logger.debug("waiting", request=waiting.request, detail=waiting.detail)
+        return self.stop.asked
+
+
+def exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Take part in gathering weights that another rank keeps."""
+    with suppress(StopIteration):
+        while True:
+            next(weights)
