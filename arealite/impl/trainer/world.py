@@ -14,6 +14,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 TIMEOUT = timedelta(hours=1)
 """Of a collective: longer than any evaluation or publish that one rank may wait for alone."""
@@ -45,8 +46,7 @@ class World:
         random.seed(seed + rank)
         np.random.seed((seed + rank) % 2**32)
         torch.manual_seed(seed + rank)
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        if size == 1 else None
+        store = HashStore() if size == 1 else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         return cls(rank, size)
 

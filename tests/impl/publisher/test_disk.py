@@ -1,0 +1,329 @@
+"""Publishing to scripted servers: staging before pausing, every server or a quarantine, healing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import stat
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
+from arealite.base.errors import RoleError
+from arealite.impl.publisher import disk, staging
+from arealite.impl.publisher.disk import DiskPublisher
+from arealite.system.name_registry import NameRegistry
+from tests.fakes.sglang import BODY, FakeSGLang
+
+
+class Site:
+    """Fake servers, their names, and a publisher."""
+
+    def __init__(self, names: NameRegistry, tmp_path: Path) -> None:
+        self.names, self.tmp_path = names, tmp_path
+        self.staged = tmp_path / "staged"
+        self.publisher: DiskPublisher | None = None
+
+    def register(self, server: FakeSGLang, server_id: str) -> None:
+        self.names.put("llm_server", server_id, server.entry())
+
+    async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
+        if self.publisher is None:
+            settings = {
+                "timeout_s": 5.0,
+                "disk": DiskPublisherConfig(dir=str(self.staged)),
+            } | settings
+            self.publisher = DiskPublisher(
+                PublisherConfig(**settings),
+                registry=self.names,
+                fallback_dir=self.tmp_path / "fallback",
+                model_path=self.tmp_path / "model",
+            )
+        weights = {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
+        return await asyncio.to_thread(self.publisher.publish, version, iter(weights.items()))
+
+    def versions(self) -> list[str]:
+        return sorted(p.name for folder in self.staged.iterdir() for p in folder.glob("v*"))
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(disk, "WATCH_S", 0.02)
+    monkeypatch.setattr(disk, "RETRY_S", 0.02)
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "old.bin"):
+        (model / name).write_text("{}")
+    made = Site(NameRegistry(tmp_path / "names", ttl_s=60.0), tmp_path)
+    yield made
+    if made.publisher is not None:
+        await asyncio.to_thread(made.publisher.close)
+
+
+@asynccontextmanager
+async def servers(site: Site, count: int) -> AsyncIterator[list[FakeSGLang]]:
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(FakeSGLang()) for _ in range(count)]
+        for index, server in enumerate(made):
+            site.register(server, f"s{index}")
+        yield made
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def paths(server: FakeSGLang) -> list[str]:
+    return [path for path, _ in server.calls]
+
+
+async def test_two_servers_take_a_version_and_continue(site: Site) -> None:
+    async with servers(site, 2) as (first, second):
+        report = await site.publish(7, 2.0)
+        for server in (first, second):
+            assert (server.version, server.paused) == ("7", None)
+            assert paths(server)[-3:] == [
+                "/pause_generation",
+                "/update_weights_from_disk",
+                "/continue_generation",
+            ]
+            body = dict(server.calls)["/update_weights_from_disk"]
+            assert body["flush_cache"] is True
+            assert body["weight_version"] == "7"
+        assert (report.servers, report.quarantined, report.num_bytes) == (2, [], 44)
+        assert 0 < report.load_s <= report.stall_s
+        folder = Path(first.model_path)
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ]
+        assert load_file(folder / "model.safetensors")["a.weight"].tolist() == [[2.0] * 3] * 2
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+async def test_in_place_keeps_the_cache(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(1, pause_mode="in_place")
+        calls = dict(server.calls)
+        assert calls["/pause_generation"] == {"mode": "in_place"}
+        assert calls["/update_weights_from_disk"]["flush_cache"] is False
+
+
+async def test_only_the_newest_version_stays_staged_and_none_after_close(site: Site) -> None:
+    async with servers(site, 1):
+        for version in range(4):
+            await site.publish(version)
+            assert site.versions() == [f"v{version}"]
+        assert site.publisher is not None
+        await asyncio.to_thread(site.publisher.close)
+        assert list(site.staged.iterdir()) == []
+
+
+async def test_large_weights_become_shards_with_an_index(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SHARD_BYTES", 30)
+    async with servers(site, 1) as (server,):
+        await site.publish(1)
+        folder = Path(server.model_path)
+        names = sorted(p.name for p in folder.glob("model*"))
+        assert names == [
+            "model-00001.safetensors",
+            "model-00002.safetensors",
+            "model.safetensors.index.json",
+        ]
+        assert set(load_file(folder / names[1])) == {"b.weight"}
+
+
+async def test_a_server_that_dies_in_mid_update_is_quarantined_and_healed(site: Site) -> None:
+    async with servers(site, 2) as (good, bad):
+        bad.fail_next("die", path="/update_weights_from_disk")
+        report = await site.publish(1)
+        assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
+        report = await site.publish(2)
+        assert (report.servers, report.quarantined) == (1, ["s1"])
+        await bad.restart()
+        await until(lambda: bad.version == "2")
+        assert bad.paused is None
+        await until(lambda: paths(bad)[-1] == "/continue_generation")
+        report = await site.publish(3)
+        assert (report.servers, report.quarantined, bad.version) == (2, [], "3")
+
+
+async def test_a_hanging_server_is_continued_and_quarantined(site: Site) -> None:
+    async with servers(site, 2) as (good, slow):
+        slow.fail_next("hang", path="/update_weights_from_disk")
+        report = await site.publish(1, timeout_s=0.3)
+        assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
+        await until(lambda: slow.version == "1" and slow.paused is None)
+
+
+async def test_a_late_joiner_is_brought_up(site: Site) -> None:
+    async with servers(site, 1), FakeSGLang() as late:
+        await site.publish(4)
+        assert late.version == "default"
+        site.register(late, "late")
+        await until(lambda: late.version == "4" and late.paused is None)
+
+
+async def test_weights_changed_behind_our_back_are_put_right(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(4)
+        server.version = "default"
+        await until(lambda: server.version == "4")
+
+
+async def test_a_paused_server_left_by_a_dead_publisher_is_freed_first(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        server.paused = "retract"
+        await site.publish(1)
+        assert paths(server)[:2] == ["/continue_generation", "/end_weight_update"]
+        assert server.paused is None
+
+
+async def test_the_start_version_is_loaded_even_where_the_number_is_held_already(
+    site: Site,
+) -> None:
+    async with servers(site, 1) as (server,):
+        server.version = "0"
+        await site.publish(0)
+        assert "/update_weights_from_disk" in paths(server)
+
+
+async def test_updated_but_not_flushed_is_flushed_and_confirmed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirty: list[str] = []
+    plain = FakeSGLang._update
+
+    async def update(self: FakeSGLang, request: web.Request) -> web.Response:
+        before = self.version
+        answer = await plain(self, request)
+        if dirty:
+            return answer
+        dirty.append(request[BODY]["weight_version"])
+        self.version = before
+        text = (
+            '{"success": false, "message": "Weights were updated, but the cache was not flushed"}'
+        )
+        return web.Response(status=400, text=text, content_type="application/json")
+
+    monkeypatch.setattr(FakeSGLang, "_update", update)
+    async with servers(site, 1) as (server,):
+        report = await site.publish(3)
+        assert (report.servers, server.version, server.paused) == (1, "3", None)
+        assert paths(server)[2:] == [
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/pause_generation",
+            "/flush_cache",
+            "/update_weights_from_disk",
+            "/continue_generation",
+        ]
+
+
+async def test_a_server_that_knows_no_retract_is_paused_by_aborting(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        server.fail_next("400", path="/pause_generation")
+        await site.publish(1)
+        modes = [body["mode"] for path, body in server.calls if path == "/pause_generation"]
+        assert modes == ["retract", "abort"]
+        assert server.version == "1"
+
+
+async def test_no_server_confirms(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        server.fail_next("500", count=1000, path="/update_weights_from_disk")
+        with pytest.raises(RoleError, match=rf"no server took version 1 .*s0 at {server.url}.*500"):
+            await site.publish(1, timeout_s=0.2)
+        assert server.paused is None
+
+
+async def test_no_server_is_registered(site: Site) -> None:
+    with pytest.raises(RoleError, match="None is registered"):
+        await site.publish(1, timeout_s=0.1)
+
+
+async def test_the_only_server_may_restart_during_a_publish(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await server.kill()
+        pushing = asyncio.ensure_future(site.publish(5))
+        await until(lambda: site.publisher is not None and site.publisher._servers)
+        await server.restart()
+        assert (await pushing).servers == 1
+        assert server.version == "5"
+
+
+async def test_a_full_disk_ends_the_publish_before_any_pause(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(0)
+        before = len(server.calls)
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(RoleError, match=r"version 1 could not be staged in .*No space left"):
+            await site.publish(1)
+        assert len(server.calls) == before
+        assert site.versions() == ["v0"]
+
+
+async def test_requests_in_flight_survive_a_publish(site: Site) -> None:
+    import aiohttp
+
+    async with servers(site, 1) as (server,), aiohttp.ClientSession() as session:
+        server.hold_after = 3
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 6}}
+        asked = asyncio.ensure_future(session.post(f"{server.url}/generate", json=body))
+        await server.held(1)
+        await site.publish(1)
+        server.release()
+        answer = await (await asked).json()
+        assert answer["meta_info"]["weight_versions"] == [
+            {"version": "default", "start": 0, "end": 3},
+            {"version": "1", "start": 3, "end": 6},
+        ]
+
+
+def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    dead = tmp_path / f"arealite-{os.getuid()}-1-old"
+    dead.mkdir()
+    (dead / "v3").mkdir()
+    other_user = tmp_path / f"arealite-{os.getuid() + 1}-1-old"
+    other_user.mkdir()
+    alive = staging.Staging(tmp_path, None)
+    second = staging.Staging(tmp_path, None)
+    assert not dead.exists()
+    assert alive.folder.exists() and other_user.exists()
+    alive.close()
+    second.close()
+
+
+def test_tmpfs_serves_one_host_and_the_run_folder_serves_many(site: Site) -> None:
+    local = {"address": "http://127.0.0.1:1", "host": "x"}
+    publisher = DiskPublisher(
+        dataclasses.replace(PublisherConfig()),
+        registry=site.names,
+        fallback_dir=site.tmp_path / "fallback",
+    )
+    try:
+        site.names.put("llm_server", "a", local)
+        assert publisher._parent() == staging.TMPFS
+        site.names.put("llm_server", "b", {"address": "http://10.0.0.9:1", "host": "elsewhere"})
+        assert publisher._parent() == site.tmp_path / "fallback"
+    finally:
+        publisher.close()
