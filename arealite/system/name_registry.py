@@ -122,6 +122,6 @@ class NameRegistry:
         """
         what = f"{count} live '{role}' in {self.root / role}"
         async with deadline(what, owner=owner, seconds=seconds):
-            while len(found := await asyncio.to_thread(self.list, role)) < count:
-                await asyncio.sleep(POLL_S)  # noqa: ASYNC110  (files have no event)
+            while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
+                await asyncio.sleep(POLL_S)
         return found
