@@ -1,0 +1,61 @@
+"""Deals a batch's trajectories to optimizer updates and to ranks.
+
+Pure and deterministic, because the datapipe deals once and every rank must agree, also after a
+restart.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+
+
+def deal_groups(group_ids: Sequence[str], *, updates: int, seed: int | None) -> list[int]:
+    """Return the minibatch of each trajectory; groups stay whole, minibatches differ by at most one
+    group.
+
+    `group_ids` has one entry a trajectory. `seed` None deals in order of appearance, a number in a
+    seeded order (a batch drawn oldest first would otherwise give each update one age).
+
+    Raises:
+        ValueError: fewer groups than updates.
+    """
+    groups = list(dict.fromkeys(group_ids))
+    if len(groups) < updates:
+        raise ValueError(f"{len(groups)} groups cannot fill {updates} updates")
+    if seed is not None:
+        random.Random(seed).shuffle(groups)
+    place = {group: index * updates // len(groups) for index, group in enumerate(groups)}
+    return [place[group] for group in group_ids]
+
+
+def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
+    """Return the rank of each row so that ranks hold about equal tokens (longest first to the least
+    loaded rank: at most 4/3 of the optimum, Graham 1969). Every rank gets a row if there are
+    enough."""
+    loads = [(0, rank) for rank in range(ranks)]
+    result = [0] * len(tokens)
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        load, rank = heapq.heappop(loads)
+        result[index] = rank
+        heapq.heappush(loads, (load + max(1, tokens[index]), rank))
+    return result
+
+
+def partition(
+    group_ids: Sequence[str],
+    tokens: Sequence[int],
+    *,
+    updates: int,
+    ranks: int,
+    seed: int | None = None,
+) -> tuple[list[int], list[int]]:
+    """Return (minibatch, rank) of each trajectory; tokens are balanced within each minibatch."""
+    minibatches = deal_groups(group_ids, updates=updates, seed=seed)
+    rank_of = [0] * len(tokens)
+    for update in range(updates):
+        rows = [index for index, at in enumerate(minibatches) if at == update]
+        for index, rank in zip(rows, balance([tokens[i] for i in rows], ranks=ranks), strict=True):
+            rank_of[index] = rank
+    return minibatches, rank_of

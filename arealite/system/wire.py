@@ -1,0 +1,122 @@
+"""Carries typed messages over ZeroMQ: one msgpack frame, then raw payload frames.
+
+A plain socket watched by the event loop rather than zmq.asyncio, whose future per message costs
+more than the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
+import zmq
+
+from arealite.api.rollout_messages import Ack, Drain, Lease, Result, WorkerState
+from arealite.api.trainer_messages import (
+    Batch,
+    BatchRequest,
+    Checkpointed,
+    Done,
+    EvalRequest,
+    EvalResult,
+    Finish,
+    Finished,
+    Published,
+    Refused,
+    Status,
+    StatusRequest,
+    StepReport,
+    TrainerReady,
+    TrainerStart,
+    Waiting,
+)
+
+DRAIN_AT_ONCE = 64
+"""Messages handled before the loop gets its turn."""
+
+TrainerRequest: TypeAlias = (
+    TrainerStart | BatchRequest | StepReport | Published | Checkpointed | EvalRequest | Finish
+)
+ToDatapipe: TypeAlias = WorkerState | Result | TrainerRequest | StatusRequest
+ToWorker: TypeAlias = Lease | Ack | Drain
+ToTrainer: TypeAlias = (
+    TrainerReady | Batch | Finished | EvalResult | Waiting | Done | Refused | Status
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_datapipe = msgspec.msgpack.Decoder(ToDatapipe).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
+
+
+def request_name(request: TrainerRequest | StatusRequest) -> str:
+    """Name a request as its answers do: its type and the step or id it carries."""
+    kind = type(request).__name__
+    match request:
+        case Published():
+            return f"{kind} {request.version}"
+        case EvalRequest():
+            return f"{kind} {request.eval_id}"
+        case Finish() | StatusRequest():
+            return kind
+        case _:
+            return f"{kind} {request.step}"
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """Make a socket that never blocks in send and drops what is unsent when closed.
+
+    Queues are unbounded because credit bounds what is in flight, and acknowledgements, not queues,
+    keep results safe.
+    """
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
+class Channel:
+    """A socket in the running event loop: frames come in through a callback, sends never wait."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+        self.socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._again: asyncio.Handle | None = None
+        self._loop.add_reader(self._fd, self._read)
+        self._soon()
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Hand frames to ZeroMQ; what has no peer is dropped or queued as the socket's kind does."""
+        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self._soon()  # sending may swallow the edge that tells of messages to read
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Stop reading and close the socket, giving sent frames `linger_ms` to leave."""
+        if not self.socket.closed:
+            self._loop.remove_reader(self._fd)
+            if self._again is not None:
+                self._again.cancel()
+            self.socket.close(linger=linger_ms)
+
+    def _soon(self) -> None:
+        if self._again is None:
+            self._again = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        for _ in range(DRAIN_AT_ONCE):
+            if self.socket.closed:
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+        self._soon()
