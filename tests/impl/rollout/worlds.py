@@ -1,0 +1,99 @@
+"""Environments and agents of the tests, registered as a user's module would."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from arealite.api.agent import Agent, agents
+from arealite.api.env import Env, StepEnv, StepResult, envs
+from arealite.api.episode import Action
+from arealite.api.task import Task
+from arealite.base.errors import InvariantError, RewardTimeout
+from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
+
+
+@envs.register("world")
+class World(Env):
+    """Does what the task's prompt says."""
+
+    opened = closed = 0
+
+    async def setup(self) -> None:
+        World.opened += 1
+
+    async def close(self) -> None:
+        World.closed += 1
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        agent, what = agents["agent"], task.prompt
+        if what == "silent":
+            return
+        action = await agent.act("hello")
+        if what == "slow":
+            await asyncio.Event().wait()
+        if what == "crash":
+            raise KeyError("lost")
+        if what == "own timeout":
+            raise TimeoutError("the database")
+        if what == "check":
+            raise RewardTimeout("killed")
+        if what == "nan":
+            agent.reward(float("nan"))
+        if what == "infinite":
+            agent.record.turns[-1].reward = float("inf")
+        if what == "broken":
+            raise InvariantError("cannot be")
+        if what == "group":
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(agent.act("a"))
+                tasks.create_task(self._fail())
+        agent.reward(float(len(action.text)), length=1.0)
+
+    async def _fail(self) -> None:
+        raise RewardTimeout("killed in a group")
+
+
+@envs.register("duel")
+class Duel(Env):
+    """Two seats move at the same time, twice; the first one wins."""
+
+    seats = ("first", "second")
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        moves: list[Action] = []
+        for _ in range(2):
+            moves += await asyncio.gather(*(agent.act(task.prompt) for agent in agents.values()))
+        agents["first"].reward(1.0)
+        agents["second"].reward(-1.0)
+
+
+@envs.register("counter")
+class Counter(StepEnv):
+    """Three steps, a reward each; the observation is the whole text so far."""
+
+    async def reset(self, task: Task) -> tuple[Any, Any]:
+        return {"text": task.prompt, "steps": 0}, task.prompt
+
+    async def step(self, state: Any, action: Any) -> StepResult:
+        state["steps"] += 1
+        state["text"] += action.text + "!"
+        return StepResult(state["text"], 0.5, state["steps"] == 3)
+
+
+@agents.register("shouting")
+class Shouting(MathCodeSingleStepAgent):
+    """A user's agent: overrides only prompt building and parsing."""
+
+    def build_prompt(self, observation: Any) -> str:
+        return f"{observation}!"
+
+    def parse(self, response: Any) -> str:
+        return super().parse(response) * 2
+
+
+@agents.register("judge")
+class Judge(MathCodeSingleStepAgent):
+    """Generates, but is not trained."""
+
+    trainable = False
