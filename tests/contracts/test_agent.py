@@ -1,0 +1,78 @@
+"""What every agent must keep to; a new agent is added to AGENTS."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
+from arealite.api.episode import Action, Seat
+from arealite.api.llm import LLMClientConfig, SamplingConfig
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import tokenizer
+from tests.impl.rollout import worlds
+
+AGENTS = ["math_code_single_step", "shouting", "judge"]
+SEAT = Seat("left", "group-3", "lease-1/2", 5, SamplingConfig(temperature=0.25))
+
+
+def make(name: str) -> Agent:
+    assert worlds is not None
+    client = ScriptedClient(lambda request: response([10, 11, 12]))
+    factory = AgentFactory(None, LLMClientConfig(), client=client, tokenizer=tokenizer())
+    return factory.make_agent(AgentConfig(type=name), SEAT)
+
+
+def test_every_built_in_agent_is_tested() -> None:
+    built_in = {name for name, target in agents._table.items() if "arealite" in str(target)}
+    assert built_in <= set(AGENTS)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_it_acts_and_records_what_it_sampled(name: str) -> None:
+    agent = make(name)
+    action = await agent.act("1+1=")
+    assert isinstance(action, Action)
+    assert isinstance(action.text, str)
+    turns = agent.record.turns
+    assert len(turns) == len(agent.client.requests) >= 1
+    for turn, request in zip(turns, agent.client.requests, strict=True):
+        assert turn.input_ids == request.input_ids
+        assert turn.response.output_ids == [10, 11, 12]
+        assert turn.temperature == 0.25
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_its_requests_carry_its_seat(name: str) -> None:
+    agent = make(name)
+    await agent.act("a")
+    await agent.act("b")
+    requests = agent.client.requests
+    assert len({request.request_id for request in requests}) == len(requests)
+    for request in requests:
+        assert request.request_id.startswith("lease-1/2/left/")
+        assert (request.group_id, request.min_version) == ("group-3", 5)
+        assert request.sampling is SEAT.sampling
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_rewards_go_to_the_latest_turn(name: str) -> None:
+    agent = make(name)
+    with pytest.raises(RuntimeError):
+        agent.reward(1.0)
+    await agent.act("a")
+    agent.reward(1.0, style=0.5)
+    await agent.act("b")
+    agent.reward(0.25, style=0.5)
+    agent.reward(0.25)
+    turns = agent.record.turns
+    assert (turns[0].reward, turns[-1].reward) == (1.0, 0.5)
+    assert agent.record.reward_parts == {"style": 1.0}
+    with pytest.raises(ValueError, match="finite"):
+        agent.reward(float("nan"))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_agents_share_nothing(name: str) -> None:
+    first, second = make(name), make(name)
+    await first.act("a")
+    assert not second.record.turns

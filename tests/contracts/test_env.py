@@ -1,0 +1,80 @@
+"""What every environment must keep to; a new one is added to ENVS with a task it can play."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+from arealite.api.env import Env, EnvConfig, EnvFactory, MathEnvConfig, envs
+from arealite.api.reward import RewardConfig
+from arealite.impl.rollout.collector import Collector
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import experiment, lease, tokenizer
+from tests.impl.env import test_math  # registers the reward
+from tests.impl.rollout import worlds  # registers the environments
+
+ENVS = {"math": ("1+1=", "3"), "world": ("ok", None), "duel": ("go", None), "counter": ("a", None)}
+
+
+@pytest.fixture(params=ENVS)
+async def played(request):
+    """A collector around the environment, and the lease to play."""
+    prompt, truth = ENVS[request.param]
+    config = experiment(request.param)
+    client = ScriptedClient(lambda _: response([10, 11, 12]))
+    made = Collector(config, client, tokenizer())
+    if request.param == "math":
+        assert test_math is not None
+        own = EnvConfig(math=MathEnvConfig(reward=RewardConfig(type="length_match")))
+        made.env = EnvFactory(config).make_env(own)
+    await made.setup()
+    yield made, lease(prompt=prompt, ground_truth=truth, members=32)
+    await made.close()
+
+
+def test_every_built_in_environment_is_tested() -> None:
+    assert worlds is not None
+    built_in = {name for name, target in envs._table.items() if "arealite" in str(target)}
+    assert built_in <= set(ENVS)
+
+
+async def test_it_names_its_seats(played) -> None:
+    env: Env = played[0].env
+    assert env.seats
+    assert len(set(env.seats)) == len(env.seats)
+    assert inspect.iscoroutinefunction(env.run)
+
+
+async def test_an_episode_gives_every_seat_a_finite_reward(played) -> None:
+    collector, work = played
+    episode, payloads = await collector.run(work, 0)
+    assert episode.failure is None
+    assert [header.seat for header in episode.headers] == list(collector.env.seats)
+    assert len(payloads) == len(episode.headers)
+    assert all(header.trained_tokens > 0 for header in episode.headers)
+
+
+async def test_episodes_run_side_by_side(played) -> None:
+    collector, work = played
+    client = collector._agents.client
+    client.gate.clear()
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(collector.run(work, member)) for member in work.members]
+        await client.received(len(work.members))  # all of them wait for a generation at once
+        client.gate.set()
+    ids = [header.trajectory_id for task in running for header in task.result()[0].headers]
+    assert len(set(ids)) == len(ids) == len(work.members) * len(collector.env.seats)
+
+
+async def test_cancelling_an_episode_ends_its_generations(played) -> None:
+    collector, work = played
+    client = collector._agents.client
+    client.gate.clear()
+    task = asyncio.create_task(collector.run(work, 0))
+    await client.received(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(client.cancelled) == len(client.requests)

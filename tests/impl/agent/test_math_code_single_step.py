@@ -1,0 +1,78 @@
+"""The built-in agent: prompt to token ids, completion to text."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.api.agent import AgentConfig, AgentFactory, MathCodeSingleStepConfig
+from arealite.api.episode import Seat
+from arealite.api.llm import LLMClientConfig
+from arealite.base.errors import UserError
+from arealite.impl.agent import math_code_single_step as module
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import tokenizer
+from tests.models import tiny_tokenizer
+
+CHAT = [{"role": "user", "content": "1+1"}]
+
+
+def agent(tok=None, **settings):
+    config = AgentConfig(math_code_single_step=MathCodeSingleStepConfig(**settings))
+    client = ScriptedClient(lambda request: response([10, 11, 2]))
+    factory = AgentFactory(
+        None, LLMClientConfig(), client=client, tokenizer=tok if tok is not None else tokenizer()
+    )
+    return factory.make_agent(config, Seat("agent", "g", "e"))
+
+
+async def test_a_text_prompt_is_continued_as_it_is() -> None:
+    made = agent()
+    action = await made.act("1+1=")
+    (request,) = made.client.requests
+    assert tokenizer().decode(request.input_ids) == "1+1="
+    assert action.response.output_ids == [10, 11, 2]
+    assert action.text == tokenizer().decode([10, 11])  # without the EOS
+    assert [turn.input_ids for turn in made.record.turns] == [request.input_ids]
+    assert made.record.seconds_generating > 0
+
+
+@pytest.mark.parametrize(
+    ("observation", "system", "text"),
+    [
+        (CHAT, None, "user: 1+1\nassistant: "),
+        (CHAT, "think", "system: think\nuser: 1+1\nassistant: "),
+        ("1+1", "think", "system: think\nuser: 1+1\nassistant: "),
+    ],
+)
+async def test_chat_goes_through_the_template(observation, system, text: str) -> None:
+    made = agent(system_prompt=system)
+    await made.act(observation)
+    assert tokenizer().decode(made.client.requests[0].input_ids) == text
+
+
+async def test_messages_without_a_template_are_the_users_error() -> None:
+    plain = tiny_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(UserError, match="chat template"):
+        await agent(plain).act(CHAT)
+
+
+def test_prompts_are_tokenised_once_by_content(monkeypatch) -> None:
+    tok = tiny_tokenizer()
+    calls = []
+    monkeypatch.setattr(
+        type(tok), "__call__", lambda self, text: calls.append(text) or {"input_ids": [len(text)]}
+    )
+    first = module.tokenize(tok, "abc")
+    assert module.tokenize(tok, "abc") is first
+    assert module.tokenize(tok, "abcd") == [4]
+    assert calls == ["abc", "abcd"]
+    assert module.tokenize(tiny_tokenizer(), "abc") is not first
+
+
+def test_the_cache_of_prompts_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MAX_CACHED_PROMPTS", 3)
+    tok = tiny_tokenizer()
+    for number in range(10):
+        module.tokenize(tok, str(number))
+    assert len(module._cache[tok]) == 3

@@ -1,0 +1,75 @@
+"""The built-in environment: one answer, scored."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from arealite.api.agent import AgentConfig, AgentFactory
+from arealite.api.env import EnvConfig, EnvFactory, MathEnvConfig
+from arealite.api.llm import LLMClientConfig
+from arealite.api.reward import Reward, RewardConfig, rewards
+from arealite.api.task import Task
+from arealite.base.errors import EpisodeError, RewardTimeout
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import tokenizer
+
+
+@rewards.register("length_match")
+class LengthMatch(Reward):
+    """1 if the completion is as long as the ground truth says."""
+
+    state = "new"
+
+    async def setup(self) -> None:
+        self.state = "open"
+
+    async def close(self) -> None:
+        self.state = "closed"
+
+    async def score(self, completion: str, ground_truth: str) -> float:
+        assert self.state == "open"
+        await asyncio.sleep(0)
+        if ground_truth == "slow":
+            raise RewardTimeout("killed after 2 s")
+        return float(len(completion) == int(ground_truth))
+
+
+def agent(stop_reason: str = "stop"):
+    client = ScriptedClient(lambda request: response([10, 11, 12], stop_reason=stop_reason))
+    factory = AgentFactory(None, LLMClientConfig(), client=client, tokenizer=tokenizer())
+    return factory.make_agent(AgentConfig())
+
+
+@pytest.fixture
+async def env():
+    config = EnvConfig(math=MathEnvConfig(reward=RewardConfig(type="length_match")))
+    made = EnvFactory(None).make_env(config)
+    await made.setup()
+    yield made
+    await made.close()
+    assert made.scorer.state == "closed"
+
+
+@pytest.mark.parametrize("stop_reason", ["stop", "length"])
+@pytest.mark.parametrize(("truth", "score"), [("3", 1.0), ("4", 0.0)])
+async def test_the_answer_is_scored_truncated_or_not(env, truth, score, stop_reason) -> None:
+    seat = agent(stop_reason)
+    await env.run(Task("t", "1+1=", truth, {}), agent=seat)
+    assert [turn.reward for turn in seat.record.turns] == [score]
+    assert seat.record.seconds_scoring > 0
+
+
+async def test_a_task_without_ground_truth_fails_before_generating(env) -> None:
+    seat = agent()
+    with pytest.raises(EpisodeError, match="ground_truth"):
+        await env.run(Task("t-3", "1+1=", None, {}), agent=seat)
+    assert not seat.client.requests
+
+
+async def test_a_check_that_times_out_gives_no_reward(env) -> None:
+    seat = agent()
+    with pytest.raises(RewardTimeout):
+        await env.run(Task("t", "1+1=", "slow", {}), agent=seat)
+    assert [turn.reward for turn in seat.record.turns] == [0.0]
