@@ -78,6 +78,6 @@ def choose(
 
 
 def blocks(candidates: Sequence[Candidate], step: int, *, eta: int) -> list[Candidate]:
-    """Return the unfinished groups that batch `step` waits for although it is full, oldest first."""
+    """Return the unfinished groups that have to be in batch `step`, oldest first."""
     late = [c for c in candidates if not c.is_complete and c.start < step + 1 - eta]
     return sorted(late, key=lambda c: (c.start, c.seq))

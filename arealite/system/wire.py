@@ -91,7 +91,7 @@ class Channel:
         self._soon()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Hand frames to ZeroMQ; what has no peer is dropped or queued as the socket's kind does."""
+        """Hand frames to ZeroMQ; those without a peer are dropped or queued, as is its way."""
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self._soon()  # sending may swallow the edge that tells of messages to read
 

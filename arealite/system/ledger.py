@@ -1,0 +1,265 @@
+"""Keeps the truth of a trial in one SQLite file: every group's state, every trajectory, every step.
+
+A file with transactions rather than a service, because kill -9 at any instant must leave it right,
+and viewers, audits and replay read it with nothing of ours running.
+
+    group: offered → leased → complete → filtered(reason) | batched(step) → trained → durable
+
+Groups are offered in order: `seq` counts them, so the dataset's cursor is the number of rows in
+`groups`. A batched group keeps its `step` and `place` when it is rolled back to complete: that step
+is then filled by the same groups in the same order. Writes are queued in memory, in order, and
+become durable by `execute`, one transaction for all; so the file always holds a prefix of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arealite.api.rollout_messages import Failure, Lease
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import TrajectoryHeader
+from arealite.base.errors import InvariantError, UserError
+
+SCHEMA_VERSION = "1"
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+-- one row a group ever offered for training; seq is its place in the order of the dataset
+CREATE TABLE groups (
+  seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
+  state TEXT, reason TEXT, step INTEGER, place INTEGER, attempts INTEGER DEFAULT 0);
+CREATE INDEX groups_by_state ON groups (state);
+CREATE INDEX groups_by_step ON groups (step);
+-- one row a lease; ended = 1 when its members are all in, or it was lost
+CREATE TABLE leases (
+  lease_id TEXT PRIMARY KEY, group_id TEXT, worker_id TEXT, members TEXT, version INTEGER,
+  ended INTEGER) WITHOUT ROWID;
+CREATE INDEX leases_by_group ON leases (group_id);
+-- header and payload as they came (msgpack); the other columns repeat the header for queries
+CREATE TABLE trajectories (
+  trajectory_id TEXT UNIQUE, group_id TEXT, member INTEGER, seat TEXT, reward REAL,
+  tokens INTEGER, trained_tokens INTEGER, oldest INTEGER, newest INTEGER, interruptions INTEGER,
+  header BLOB, payload BLOB);
+CREATE INDEX trajectories_by_group ON trajectories (group_id);
+CREATE TABLE failures (
+  group_id TEXT, member INTEGER, lease_id TEXT, class TEXT, detail TEXT,
+  PRIMARY KEY (group_id, member, lease_id)) WITHOUT ROWID;
+-- one row a step the trainer reported; trained = JSON list of the trajectory ids it says it used
+CREATE TABLE steps (step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT);
+CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
+CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
+"""
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+class Ledger:
+    """The file and its queue of writes. Methods named by verbs queue; `execute` makes durable."""
+
+    def __init__(self, path: Path, *, fingerprint: dict[str, str]) -> None:
+        """Open or create the ledger at `path`.
+
+        Raises:
+            UserError: it cannot be written, is of another version, or `fingerprint` (what must not
+                change within a trial) is not the one it was begun with.
+        """
+        self.path = path
+        self._queue: list[Statement] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.connection = connect(path)
+            self._prepare(fingerprint)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"Cannot use the ledger {path}: {error}. Is the folder writable, and does the disk "
+                "have room?"
+            ) from error
+
+    def _prepare(self, fingerprint: dict[str, str]) -> None:
+        expected = {"schema": SCHEMA_VERSION, **fingerprint}
+        db = self.connection
+        if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            db.executescript("BEGIN IMMEDIATE;" + SCHEMA)
+            db.executemany("INSERT INTO meta VALUES (?, ?)", expected.items())
+            db.execute("COMMIT")
+        held = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        for key, value in expected.items():
+            if held.get(key) != value:
+                raise UserError(
+                    f"The ledger {self.path} was begun with {key}={held.get(key)}, now it is "
+                    f"{value}. Restore it, or choose another trial_name."
+                )
+        self.boot = int(held.get("boot", "0")) + 1
+        self.set_meta("boot", str(self.boot))
+        self.commit()
+
+    # ------------------------------------------------------------ writing
+
+    def _put(self, sql: str, *values: Any) -> None:
+        self._queue.append((sql, values))
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Remember a value under a key."""
+        self._put("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def offer(self, seq: int, group_id: str, *, task_id: str, row: int, epoch: int) -> None:
+        """Add the next group of the dataset's order."""
+        self._put(
+            "INSERT INTO groups (seq, group_id, task_id, row, epoch, state) "
+            "VALUES (?, ?, ?, ?, ?, 'offered')",
+            *(seq, group_id, task_id, row, epoch),
+        )
+
+    def lease(self, lease: Lease, *, worker_id: str) -> None:
+        """Note who runs which members of a group."""
+        self._put(
+            "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)",
+            *(lease.lease_id, lease.group_id, worker_id),
+            *(json.dumps(lease.members), lease.version),
+        )
+        self._put(
+            "UPDATE groups SET state = 'leased', attempts = attempts + 1 WHERE group_id = ?",
+            lease.group_id,
+        )
+
+    def end_lease(self, lease_id: str) -> None:
+        """Note that nothing more is expected of a lease."""
+        self._put("UPDATE leases SET ended = 1 WHERE lease_id = ?", lease_id)
+
+    def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
+        """Keep a trajectory; the second one of an id is ignored."""
+        h = header
+        self._put(
+            "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens),
+            *(h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions),
+            *(_encode(h), payload),
+        )
+
+    def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
+        """Keep a failed attempt at an episode; the second one of a lease is ignored."""
+        self._put(
+            "INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?)",
+            *(group_id, member, lease_id, failure.failure_class, failure.detail),
+        )
+
+    def set_state(self, group_id: str, state: str, reason: str | None = None) -> None:
+        """Move a group to complete, or to filtered with a reason."""
+        self._put("UPDATE groups SET state = ?, reason = ? WHERE group_id = ?",
+                  state, reason, group_id)  # fmt: skip
+
+    def batch(self, step: int, group_ids: Sequence[str]) -> None:
+        """Fix the groups of batch `step`, in this order."""
+        for place, group_id in enumerate(group_ids):
+            self._put(
+                "UPDATE groups SET state = 'batched', step = ?, place = ? WHERE group_id = ?",
+                *(step, place, group_id),
+            )
+
+    def train(self, report: StepReport) -> None:
+        """Note that the optimizer has applied a batch."""
+        self._put(
+            "INSERT OR IGNORE INTO steps VALUES (?, ?, ?)",
+            *(report.step, json.dumps(report.trained), json.dumps(report.metrics)),
+        )
+        self._put("UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'batched'",
+                  report.step)  # fmt: skip
+
+    def checkpoint(self, step: int, path: str) -> None:
+        """Note that a checkpoint holds all steps before `step`."""
+        self._put("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", step, path)
+        self._put("UPDATE groups SET state = 'durable' WHERE state = 'trained' AND step < ?", step)
+
+    def roll_back(self, step: int) -> None:
+        """Undo batches from `step` on; their groups are complete again and keep step and place."""
+        self._put(
+            "UPDATE groups SET state = 'complete' "
+            "WHERE step >= ? AND state IN ('batched', 'trained', 'durable')",
+            step,
+        )
+        self._put("DELETE FROM steps WHERE step >= ?", step)
+        self._put("DELETE FROM checkpoints WHERE step > ?", step)
+        self._put("DELETE FROM evals WHERE eval_id > ?", step)
+
+    def forget_plans(self) -> None:
+        """Free rolled-back groups of their step (the batch size was changed)."""
+        self._put("UPDATE groups SET step = NULL, place = NULL WHERE state = 'complete'")
+
+    def add_eval(self, eval_id: int, metrics: dict[str, float]) -> None:
+        """Keep an evaluation's scores."""
+        self._put("INSERT OR REPLACE INTO evals VALUES (?, ?)", eval_id, json.dumps(metrics))
+
+    def take(self) -> list[Statement]:
+        """Return the queued writes, for `execute`, and begin a new queue."""
+        queue, self._queue = self._queue, []
+        return queue
+
+    def execute(self, statements: Iterable[Statement]) -> None:
+        """Make writes durable in one transaction.
+
+        Raises:
+            InvariantError: the file cannot be written; nothing of the transaction is in it.
+        """
+        db = self.connection
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for sql, values in statements:
+                db.execute(sql, values)
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise InvariantError(
+                f"cannot write the ledger {self.path}: {error}. Nothing unacknowledged is lost: "
+                "free the disk or repair its permissions, then start the same trial again."
+            ) from error
+
+    def commit(self) -> None:
+        """Make everything queued durable, in the calling thread."""
+        self.execute(self.take())
+
+    def close(self) -> None:
+        """Close the file."""
+        self.connection.close()
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """Open a ledger file with the pragmas that its writer and its readers share."""
+    mode = "ro" if read_only else "rwc"
+    db = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}",
+        uri=True, isolation_level=None, check_same_thread=False, timeout=10.0,
+        cached_statements=64,
+    )  # fmt: skip
+    if not read_only:
+        db.execute("PRAGMA page_size = 16384")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")  # safe against kill; a commit costs no fsync
+        db.execute("PRAGMA wal_autocheckpoint = 2048")
+    return db
+
+
+def read_payloads(path: Path, trajectory_ids: Sequence[str]) -> list[bytes]:
+    """Return the payloads of trajectories, in this order, through a connection of its own.
+
+    Raises:
+        InvariantError: one is not in the ledger.
+    """
+    db = connect(path, read_only=True)
+    try:
+        sql = "SELECT payload FROM trajectories WHERE trajectory_id = ?"
+        rows = [db.execute(sql, (key,)).fetchone() for key in trajectory_ids]
+    finally:
+        db.close()
+    missing = [key for key, row in zip(trajectory_ids, rows, strict=True) if row is None]
+    if missing:
+        raise InvariantError(f"trajectory {missing[0]} is in a batch but not in the ledger {path}")
+    return [bytes(row[0]) for row in rows]
