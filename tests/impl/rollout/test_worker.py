@@ -1,0 +1,197 @@
+"""A worker with a fake link: leases in, results out, drained without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from arealite.api.rollout_messages import Episode, Lease
+from arealite.base.errors import EpisodeError, InvariantError, UserError
+from arealite.impl.rollout import worker as module
+from arealite.impl.rollout.worker import RolloutWorker
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import experiment, lease, tokenizer
+from tests.impl.rollout import worlds
+
+
+class FakeLink:
+    """Gives leases from a queue, keeps results; None in the queue is a Drain."""
+
+    def __init__(self) -> None:
+        self.leases: asyncio.Queue[Lease | None] = asyncio.Queue()
+        self.submitted: list[tuple[Episode, list[bytes]]] = []
+        self.changed = asyncio.Condition()
+        self.drained = asyncio.Event()
+
+    async def run(self) -> None:
+        await self.drained.wait()
+
+    async def next_lease(self) -> Lease | None:
+        return await self.leases.get()
+
+    def submit(self, episode: Episode, payloads: list[bytes]) -> None:
+        self.submitted.append((episode, payloads))
+        self.seen.set()
+
+    seen = asyncio.Event()
+
+    def drain(self) -> None:
+        self.drained.set()
+
+    async def results(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.submitted) < count:
+                self.seen.clear()
+                await self.seen.wait()
+
+
+@asynccontextmanager
+async def running(env: str = "world", script=None, **settings) -> AsyncIterator:
+    assert worlds is not None
+    link = FakeLink()
+    link.seen = asyncio.Event()
+    client = ScriptedClient(script or (lambda request: response([10, 11, 12])))
+    worker = RolloutWorker(
+        experiment(env, **settings), index=0, link=link, client=client, tokenizer=tokenizer()
+    )
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker, link, client, task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_every_member_of_a_lease_is_run_and_submitted() -> None:
+    async with running() as (worker, link, client, task):
+        for number in range(5):
+            link.leases.put_nowait(lease(number, members=4, prompt="ok"))
+        await link.results(20)
+        link.leases.put_nowait(None)
+        await task
+    done = {(episode.group_id, episode.member) for episode, _ in link.submitted}
+    assert done == {(f"g{number}", member) for number in range(5) for member in range(4)}
+    assert all(len(payloads) == len(episode.headers) == 1 for episode, payloads in link.submitted)
+    metrics = worker.metrics()
+    assert (metrics["episodes"], metrics["tokens"], metrics["running"]) == (20, 60, 0)
+    assert metrics["client_requests"] == 20
+    assert metrics["lease_wait_s"] > 0
+    assert metrics["generation_wait_s"] > 0
+    assert not client.is_open
+    assert link.drained.is_set()
+
+
+async def test_episodes_run_together_and_are_submitted_as_they_finish() -> None:
+    async with running() as (_, link, client, _task):
+        client.gate.clear()
+        link.leases.put_nowait(lease(0, members=6, prompt="ok"))
+        await client.received(6)
+        link.leases.put_nowait(lease(1, members=2, prompt="silent"))
+        await link.results(2)
+        assert {episode.group_id for episode, _ in link.submitted} == {"g1"}
+        client.gate.set()
+        await link.results(8)
+
+
+async def test_one_failing_episode_does_not_end_the_worker() -> None:
+    def script(request):
+        return EpisodeError("no") if request.group_id == "g0" else response([10])
+
+    async with running(script=script) as (worker, link, _, task):
+        link.leases.put_nowait(lease(0, prompt="ok"))
+        link.leases.put_nowait(lease(1, prompt="crash"))
+        link.leases.put_nowait(lease(2, prompt="ok"))
+        await link.results(3)
+        link.leases.put_nowait(None)
+        await task
+    failures = {e.group_id: e.failure and e.failure.failure_class for e, _ in link.submitted}
+    assert failures == {"g0": "episode", "g1": "error:KeyError", "g2": None}
+    assert worker.metrics()["failed_error:KeyError"] == 1
+
+
+async def test_a_lease_sent_twice_runs_once() -> None:
+    async with running() as (_, link, client, _task):
+        client.gate.clear()
+        link.leases.put_nowait(lease(0, members=2, prompt="ok"))
+        link.leases.put_nowait(lease(0, members=2, prompt="ok"))
+        link.leases.put_nowait(lease(1, prompt="silent"))
+        await link.results(1)
+        assert len(client.requests) == 2
+
+
+async def test_a_broken_invariant_ends_the_worker_and_closes_what_it_opened() -> None:
+    closed = worlds.World.closed
+    async with running() as (_, link, client, task):
+        link.leases.put_nowait(lease(0, prompt="broken"))
+        with pytest.raises(InvariantError, match="cannot be"):
+            await task
+        assert not client.is_open
+    assert worlds.World.closed == closed + 1
+
+
+async def test_drain_lets_finish_what_is_nearly_done_and_aborts_the_rest(monkeypatch) -> None:
+    monkeypatch.setattr(module, "DRAIN_GRACE_S", 0.1)
+    async with running() as (_, link, client, task):
+        link.leases.put_nowait(lease(0, prompt="slow"))
+        await client.received(1)
+        client.gate.clear()
+        link.leases.put_nowait(lease(1, prompt="ok"))
+        await client.received(2)
+        link.leases.put_nowait(None)
+        await task
+        assert client.cancelled == ["l1/0/agent/0"]
+    assert link.submitted == []  # their leases stay unanswered
+
+
+async def test_drain_submits_what_finishes_in_time() -> None:
+    async with running() as (_, link, client, task):
+        client.gate.clear()
+        link.leases.put_nowait(lease(0, members=3, prompt="ok"))
+        await client.received(3)
+        link.leases.put_nowait(None)
+        await asyncio.sleep(0)
+        client.gate.set()
+        await task
+    assert len(link.submitted) == 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+async def test_sigterm_drains() -> None:
+    async with running() as (_, link, client, task):
+        link.leases.put_nowait(lease(0, prompt="ok"))
+        await link.results(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5):
+            await task
+    assert link.drained.is_set()
+    assert not client.is_open
+
+
+async def test_a_plugin_that_fails_is_the_users_error(tmp_path, monkeypatch) -> None:
+    (tmp_path / "faulty_plugin.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, words in (("faulty_plugin", "ZeroDivisionError"), ("absent_plugin", "no module")):
+        config = dataclasses.replace(experiment("world"), imports=[name])
+        worker = RolloutWorker(
+            config, index=0, link=FakeLink(), client=ScriptedClient(), tokenizer=tokenizer()
+        )
+        with pytest.raises(UserError, match=words):
+            await worker.run()
+
+
+async def test_the_loops_lag_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(module, "LAG_PERIOD_S", 0.01)
+    async with running() as (worker, link, _, _task):
+        link.leases.put_nowait(lease(0, prompt="ok"))
+        await link.results(1)
+        time.sleep(0.05)  # noqa: ASYNC251  (what it is there to find)
+        await asyncio.sleep(0.02)
+        assert worker.metrics()["loop_lag_max_s"] > 0.02
