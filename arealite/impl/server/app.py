@@ -177,7 +177,8 @@ class App:
         if body.load_format not in (None, "auto", "safetensors"):
             raise Refusal(f"load_format must be auto or safetensors, got {body.load_format!r}.")
         try:
-            staged = StagedWeights(self.engine.model, body.model_path)
+            model = self.engine.decoder.model
+            staged = await asyncio.to_thread(StagedWeights, model, body.model_path)
         except Refusal as refusal:
             return _update_response(400, str(refusal))
         clean = await asyncio.wrap_future(
@@ -246,12 +247,12 @@ class App:
     async def loads(self, request: web.Request) -> web.Response:
         """GET /v1/loads."""
         engine = self.engine
-        running, waiting = len(engine.running), len(engine.waiting)
+        running, waiting = len(engine.decoder.running), len(engine.waiting)
         load = {
             "dp_rank": 0,
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
-            "max_running_requests": engine.max_rows,
+            "max_running_requests": engine.decoder.max_rows,
             "queues": {"waiting": waiting},
         }
         version = f"arealite-{arealite.__version__}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from arealite.api.llm import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.server.app import App, Identity
+from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import Limits
@@ -119,9 +121,7 @@ class EmbeddedServer(LLMServer):
 
         options = self.config.llm_server.embedded
         return Engine(
-            model,
-            max_rows=options.max_running_requests,
-            seed=self.config.seed,
+            Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
             deliver=deliver,
             on_death=died,
@@ -141,12 +141,22 @@ class EmbeddedServer(LLMServer):
             )
         eos = model.generation_config.eos_token_id
         ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+        lock = threading.Lock()  # tokenizers must not be encoding and decoding at one time
+
+        def encode(text: str) -> list[int]:
+            with lock:
+                return tokenizer(text)["input_ids"]
+
+        def decode(ids: list[int], skip_special: bool) -> str:
+            with lock:
+                return tokenizer.decode(ids, skip_special_tokens=skip_special)
+
         return Limits(
             vocab_size=config.vocab_size,
             context_length=wanted or own,
             eos_token_ids=frozenset(ids - {None}),
-            encode=lambda text: tokenizer(text)["input_ids"],
-            decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+            encode=encode,
+            decode=decode,
         )
 
     def _identity(self, model: Any) -> Identity:

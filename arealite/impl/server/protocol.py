@@ -73,7 +73,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
     """
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         text = str(error)
         if "unknown field" in text:
             name = text.split("`")[1]

@@ -1,0 +1,201 @@
+"""The forward passes: prompts of new requests, then one token for every running request.
+
+Written here and not taken from transformers' continuous batching, because on a CPU that builds a
+mask over all pairs of requests; here every request has a row of its own (see `cache.py`).
+
+Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from arealite.impl.server.cache import SlotCache
+from arealite.impl.server.generation import Generation
+from arealite.impl.server.sampling import Settings, ban_stops, draw, settings_of
+
+PREFILL_TOKENS = 8192
+"""Padded prompt tokens of one forward pass; a longer prompt goes alone."""
+WIDTH_BLOCK = 16
+"""Attention reads a multiple of this many positions."""
+
+
+class Decoder:
+    """A model, its cache, and the requests that occupy the cache's rows."""
+
+    def __init__(self, model: Any, *, max_rows: int, seed: int) -> None:
+        config = model.config.get_text_config()
+        self.model = model
+        self.max_rows = max_rows
+        self.running: list[Generation] = []
+        """Row r of the cache belongs to running[r]."""
+        self.tokens = 0
+        """Sampled since the start."""
+        self._device = str(next(model.parameters()).device)
+        self._vocab_size: int = config.vocab_size
+        self._cache = SlotCache(config.num_hidden_layers)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._settings: Settings | None = None
+        """None: the batch's tensors must be made again."""
+        self._longest = 0
+
+    # ------------------------------------------------------------ forward passes
+
+    def prefill(self, waiting: deque[Generation]) -> list[Generation]:
+        """Admit as many waiting requests as fit and sample their first token; equal prompts once.
+
+        Returns those that made progress.
+        """
+        prompts, fresh = self._admit(waiting)
+        first, lengths = len(self.running), [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        generations = [generation for generation, _ in fresh]
+        sources = [source for _, source in fresh]
+        self.running += generations
+        self._settings = None
+        self._cache.reserve(len(self.running), longest + 1)
+        self._cache.start_prefill(first)
+        whole = generations[0].wants_prompt
+        positions = sorted({length - 1 for length in lengths})
+        logits = self._forward_prompts(prompts, [] if whole else positions)
+        if whole:
+            self._note_prompt(generations[0], logits[0])
+        index = {p: p if whole else i for i, p in enumerate(positions)}
+        last = [index[lengths[source] - 1] for source in sources]
+        self._spread(first, sources, longest)
+        return self._sample(generations, logits[sources, last], self._settings_of(generations))
+
+    def _forward_prompts(
+        self, prompts: Sequence[tuple[int, ...]], positions: Sequence[int]
+    ) -> torch.Tensor:
+        """Return logits [B, len(positions), V] of right-padded prompts; no positions: of all."""
+        longest = max(map(len, prompts))
+        tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens_BL[row, : len(prompt)] = torch.tensor(prompt)
+        causal_LL = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril()
+        return self.model(
+            input_ids=tokens_BL.to(self._device),
+            attention_mask=causal_LL[None, None],
+            position_ids=torch.arange(longest, device=self._device).expand(len(prompts), -1),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(positions, device=self._device) if positions else 0,
+        ).logits
+
+    def decode(self) -> list[Generation]:
+        """Sample one token of every running request; return those that made progress."""
+        if self._settings is None:
+            self._rebuild()
+        assert self._settings is not None
+        count = len(self.running)
+        width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
+        self._cache.reserve(count, width)
+        self._cache.start_decode(self._rows_B, self._lengths_B, width)
+        hidden_BT = torch.arange(width, device=self._device) > self._lengths_B[:, None]
+        mask_BT = torch.zeros(count, width, dtype=self.model.dtype, device=self._device)
+        mask_BT.masked_fill_(hidden_BT, -torch.inf)
+        logits = self.model(
+            input_ids=self._tokens_B[:, None],
+            attention_mask=mask_BT[:, None, None],
+            position_ids=self._lengths_B[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        self._lengths_B = self._lengths_B + 1
+        self._longest += 1
+        return self._sample(self.running, logits[:, -1], self._settings)
+
+    # ------------------------------------------------------------ rows
+
+    def _admit(
+        self, waiting: deque[Generation]
+    ) -> tuple[list[tuple[int, ...]], list[tuple[Generation, int]]]:
+        """Take waiting requests: the distinct prompts, and (request, index of its prompt)."""
+        rows: dict[tuple[int, ...], int] = {}
+        fresh: list[tuple[Generation, int]] = []
+        longest = 0
+        while waiting and len(self.running) + len(fresh) < self.max_rows:
+            generation = waiting[0]
+            if fresh and (generation.wants_prompt or fresh[0][0].wants_prompt):
+                break  # its logits are needed at every position: it goes alone
+            prompt = (*generation.prompt, *generation.output)
+            longest = max(longest, len(prompt))
+            if rows and prompt not in rows and (len(rows) + 1) * longest > PREFILL_TOKENS:
+                break
+            if prompt in rows:
+                generation.cached_tokens = len(prompt) - 1
+            fresh.append((waiting.popleft(), rows.setdefault(prompt, len(rows))))
+        return list(rows), fresh
+
+    def _spread(self, first: int, sources: Sequence[int], length: int) -> None:
+        """Give every fresh request a row: prompt i was computed in row first + i."""
+        wanted = [(first + source, first + row) for row, source in enumerate(sources)]
+        moves = [(source, target) for source, target in wanted if source != target]
+        self._cache.copy_rows([s for s, _ in moves], [t for _, t in moves], length)
+
+    def remove_ended(self) -> list[Generation]:
+        """Free the rows of ended requests and return these; rows from the end fill the holes."""
+        ended = [generation for generation in self.running if generation.ended]
+        if not ended:
+            return []
+        alive = [row for row, generation in enumerate(self.running) if not generation.ended]
+        count = len(alive)
+        sources = [row for row in alive if row >= count]
+        holes = sorted(set(range(count)) - set(alive))
+        if sources:
+            longest = max(len(g.prompt) + len(g.output) for g in self.running)
+            self._cache.copy_rows(sources, holes, longest)
+        order = list(range(count))
+        for source, hole in zip(sources, holes, strict=True):
+            order[hole] = source
+        self.running = [self.running[row] for row in order]
+        self._settings = None
+        return ended
+
+    def clear(self) -> list[Generation]:
+        """Take all requests out of their rows, drop all keys and values; return the requests."""
+        out, self.running = self.running, []
+        self._cache.drop()
+        self._settings = None
+        return out
+
+    def _rebuild(self) -> None:
+        """Make the batch's tensors after requests came or went."""
+        lengths = [len(g.prompt) + len(g.output) - 1 for g in self.running]
+        self._longest = max(lengths)
+        self._lengths_B = torch.tensor(lengths, device=self._device)
+        self._tokens_B = torch.tensor([g.output[-1] for g in self.running], device=self._device)
+        self._rows_B = torch.arange(len(self.running), device=self._device)
+        self._settings = self._settings_of(self.running)
+
+    # ------------------------------------------------------------ sampling
+
+    def _settings_of(self, generations: Sequence[Generation]) -> Settings:
+        return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
+
+    def _sample(
+        self, generations: list[Generation], logits_BV: torch.Tensor, settings: Settings
+    ) -> list[Generation]:
+        """Draw a token for each generation and append it; return those to be told about."""
+        if settings.may_ban:
+            ban_stops(logits_BV, generations)
+        self._tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
+        told: list[Generation] = []
+        drawn = zip(generations, self._tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        for generation, token, logprob in drawn:
+            if not generation.append(token, logprob) and generation.stream:
+                told.append(generation)
+        self.tokens += len(generations)
+        return told
+
+    def _note_prompt(self, generation: Generation, logits_LV: torch.Tensor) -> None:
+        """Keep the log-probabilities of the prompt's own tokens, from `logprob_start` on."""
+        prompt = torch.tensor(generation.prompt[1:], device=self._device, dtype=torch.long)
+        logprobs = torch.log_softmax(logits_LV[: len(prompt)].float(), dim=-1)
+        picked = logprobs.gather(-1, prompt[:, None])[:, 0]
+        generation.input_logprobs = [None, *picked.tolist()][generation.logprob_start :]
