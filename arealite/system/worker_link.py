@@ -1,0 +1,220 @@
+"""Connects a rollout worker to the datapipe: leases in, results out until acknowledged.
+
+Everything about losing and finding the datapipe is here, so that a worker never notices a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import zmq
+
+from arealite.api.rollout_messages import Ack, Drain, Episode, Lease, Result, WorkerState
+from arealite.base import log
+from arealite.base.errors import RoleError
+from arealite.system import wire
+
+logger = log.get(__name__)
+
+STATE_S = 0.5
+"""How often the worker tells its state."""
+SILENT_S = 2.0
+"""The datapipe answers every state; after this long without an answer it is looked up again."""
+RESEND_S = 5.0
+"""A result not acknowledged for this long is sent again."""
+
+
+@dataclass
+class _Unacknowledged:
+    frames: list[bytes]
+    lease_ids: list[str]
+    episodes: int
+    sent: float = field(default_factory=time.monotonic)
+
+
+class WorkerLink:
+    """One worker's connection. `capacity` counts episodes: a lease of m members takes m."""
+
+    def __init__(
+        self,
+        resolve: Callable[[], str | None],
+        *,
+        worker_id: str,
+        capacity: int,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        silence_s: float = 120.0,
+    ) -> None:
+        self.worker_id = worker_id
+        self.capacity = capacity
+        self.metrics: Callable[[], dict[str, float]] = dict[str, float]
+        """What to send as `split_metrics`; the worker sets it."""
+        self._resolve = resolve
+        self._silence_s = silence_s
+        self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._channel: wire.Channel | None = None
+        self._address = ""
+        self._heard = self._begin = time.monotonic()
+        self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
+        self._members: dict[str, set[int]] = {}
+        self._outbox: list[tuple[Episode, list[bytes]]] = []
+        self._unacknowledged: dict[str, _Unacknowledged] = {}
+        self._prefix = f"{worker_id}/{uuid.uuid4().hex[:8]}"
+        self._counters = dict.fromkeys(("results", "resent", "reconnects", "acks"), 0.0)
+        self._is_draining = False
+        self._wake = asyncio.Event()
+
+    # ------------------------------------------------------------ the worker's side
+
+    async def next_lease(self) -> Lease | None:
+        """Wait for work; None once the run ends (there is no end to the wait but the run's own)."""
+        lease = await self._leases.get()
+        if lease is None:
+            self._leases.put_nowait(None)
+        return lease
+
+    def submit(self, episode: Episode, payloads: list[bytes]) -> None:
+        """Hand over a finished episode; it is kept, and sent again, until it is durable."""
+        self._members.get(episode.lease_id, set[int]()).discard(episode.member)
+        self._outbox.append((episode, payloads))
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def drain(self) -> None:
+        """Give up the leases still held, and let `run` return when all results are durable."""
+        self._is_draining = True
+        self._members.clear()
+        self._leases.put_nowait(None)
+        self._wake.set()
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start, and what is held now."""
+        return {
+            **self._counters,
+            "held_leases": float(len(self._held())),
+            "unacknowledged": float(sum(u.episodes for u in self._unacknowledged.values())),
+        }
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Keep the connection alive; return after a drain, when everything is acknowledged.
+
+        Raises:
+            RoleError: no datapipe was heard for `silence_s`.
+        """
+        try:
+            while not self._is_done():
+                await self._tick()
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(STATE_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+            self._tell_state()
+        finally:
+            if self._channel is not None:
+                self._channel.close(linger_ms=1000)
+
+    async def _tick(self) -> None:
+        silent = time.monotonic() - self._heard
+        if self._channel is None or silent > SILENT_S:
+            if silent > self._silence_s:
+                raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent:.0f} s")
+            await self._connect()
+        self._tell_state()
+        self._resend(older_than_s=RESEND_S)
+
+    async def _connect(self) -> None:
+        address = await asyncio.to_thread(self._resolve)
+        if address is None:
+            return
+        if self._channel is not None:
+            self._channel.close()
+            self._counters["reconnects"] += 1
+            logger.info("datapipe looked up again", address=address, before=self._address)
+        socket = wire.open_socket(self._context, zmq.DEALER)
+        socket.connect(address)
+        self._address = address
+        self._channel = wire.Channel(socket, self._receive)
+        self._resend(older_than_s=0.0)
+
+    def _is_done(self) -> bool:
+        return (
+            self._is_draining
+            and not any(self._members.values())
+            and not self._unacknowledged
+            and not self._outbox
+        )
+
+    # ------------------------------------------------------------ sending
+
+    def _tell_state(self) -> None:
+        capacity = 0 if self._is_draining else self.capacity
+        state = WorkerState(self.worker_id, capacity, self._held(), self.metrics())
+        if self._channel is not None:
+            self._channel.send([wire.encode(state)])
+
+    def _held(self) -> list[str]:
+        held = {lease_id for lease_id, members in self._members.items() if members}
+        for entry in self._unacknowledged.values():
+            held.update(entry.lease_ids)
+        return sorted(held)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        episodes = [episode for episode, _ in outbox]
+        result_id = f"{self._prefix}/{int(self._counters['results'])}"
+        self._counters["results"] += 1
+        frames = [wire.encode(Result(result_id, self.worker_id, episodes))]
+        for _, payloads in outbox:
+            frames += payloads
+        lease_ids = list({episode.lease_id for episode in episodes})
+        self._unacknowledged[result_id] = _Unacknowledged(frames, lease_ids, len(episodes))
+        if self._channel is not None:
+            self._channel.send(frames)
+
+    def _resend(self, *, older_than_s: float) -> None:
+        now = time.monotonic()
+        for entry in self._unacknowledged.values():
+            if self._channel is not None and now - entry.sent >= older_than_s:
+                entry.sent = now
+                self._counters["resent"] += 1
+                self._channel.send(entry.frames)
+
+    # ------------------------------------------------------------ receiving
+
+    def _receive(self, frames: list[bytes]) -> None:
+        self._heard = time.monotonic()
+        match wire.decode_to_worker(frames[0]):
+            case Ack(result_id=result_id):
+                self._acknowledge(result_id)
+            case Lease() as lease:
+                if lease.lease_id not in self._held() and not self._is_draining:
+                    self._members[lease.lease_id] = set(lease.members)
+                    self._leases.put_nowait(lease)
+            case Drain(reason=reason):
+                if not self._is_draining:
+                    logger.info("draining", reason=reason)
+                    self._is_draining = True
+                    self._leases.put_nowait(None)
+                self._wake_if_done()
+
+    def _acknowledge(self, result_id: str) -> None:
+        entry = self._unacknowledged.pop(result_id, None)
+        if entry is None:
+            return  # the answer to a state, or a second acknowledgement
+        self._counters["acks"] += 1
+        for lease_id in entry.lease_ids:
+            if not self._members.get(lease_id):
+                self._members.pop(lease_id, None)
+        self._wake_if_done()
+
+    def _wake_if_done(self) -> None:
+        if self._is_done():
+            self._wake.set()
