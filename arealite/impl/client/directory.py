@@ -82,6 +82,9 @@ class Directory:
         for server in list(servers.values()):
             if server.id not in named and not server.in_flight:
                 del servers[server.id]
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed.clear()
 
@@ -130,6 +133,7 @@ class Directory:
             if is_named and not server.alive:
                 logger.info("llm server in traffic", id=server.id, version=server.version)
             server.alive = is_named
+            self._tell()  # now: a silent server must not keep this one waiting
 
     def _lose(self, server: Server, why: str) -> None:
         if server.alive or server.scopes:

@@ -65,9 +65,10 @@ class RolloutWorker:
             InvariantError: a promise of the system is broken.
         """
         load_plugins(self.config.imports)
+        self.link.metrics = self.metrics
         collector = Collector(self.config, self.client, self.tokenizer)
-        await self.client.start()
         try:
+            await self.client.start()
             await collector.setup()
             try:
                 await self._serve(collector)

@@ -280,6 +280,25 @@ async def test_server_errors_are_bounded(site, monkeypatch) -> None:
         assert len(s.servers[0].requests) == 3
 
 
+async def test_nonsense_is_an_error_of_the_server(site, monkeypatch) -> None:
+    monkeypatch.setattr(sglang, "MAX_SERVER_ERRORS", 2)
+    async with site({}, {}) as s:
+        s.servers[0]._answer = lambda job: {"output_ids": "many"}
+        assert (await s.generate()).stop_reason == "length"
+        s.servers[1]._answer = s.servers[0]._answer
+        with pytest.raises(ServerUnavailable, match="not an answer"):
+            await s.generate()
+
+
+async def test_a_silent_server_does_not_hide_another_ones_version(site) -> None:
+    async with site({}, {}, connect_timeout_s=2.0, refresh_s=60.0) as s:
+        first, second = s.servers
+        first.fail_next("hang", path="/model_info", count=1000)
+        second.version = "1"
+        async with asyncio.timeout(1.5):
+            assert (await s.generate(min_version=1)).versions == [1] * 8
+
+
 async def test_only_servers_with_the_version_get_traffic(site) -> None:
     async with site({"version": "1"}, {"version": "2"}) as s:
         for group in range(4):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -28,8 +28,9 @@ class FakeLink:
     def __init__(self) -> None:
         self.leases: asyncio.Queue[Lease | None] = asyncio.Queue()
         self.submitted: list[tuple[Episode, list[bytes]]] = []
-        self.changed = asyncio.Condition()
         self.drained = asyncio.Event()
+        self.metrics: Callable[[], dict[str, float]] = dict
+        self.seen = asyncio.Event()
 
     async def run(self) -> None:
         await self.drained.wait()
@@ -40,8 +41,6 @@ class FakeLink:
     def submit(self, episode: Episode, payloads: list[bytes]) -> None:
         self.submitted.append((episode, payloads))
         self.seen.set()
-
-    seen = asyncio.Event()
 
     def drain(self) -> None:
         self.drained.set()
@@ -57,7 +56,6 @@ class FakeLink:
 async def running(env: str = "world", script=None, **settings) -> AsyncIterator:
     assert worlds is not None
     link = FakeLink()
-    link.seen = asyncio.Event()
     client = ScriptedClient(script or (lambda request: response([10, 11, 12])))
     worker = RolloutWorker(
         experiment(env, **settings), index=0, link=link, client=client, tokenizer=tokenizer()
@@ -71,7 +69,7 @@ async def running(env: str = "world", script=None, **settings) -> AsyncIterator:
 
 
 async def test_every_member_of_a_lease_is_run_and_submitted() -> None:
-    async with running() as (worker, link, client, task):
+    async with running() as (_, link, client, task):
         for number in range(5):
             link.leases.put_nowait(lease(number, members=4, prompt="ok"))
         await link.results(20)
@@ -80,7 +78,7 @@ async def test_every_member_of_a_lease_is_run_and_submitted() -> None:
     done = {(episode.group_id, episode.member) for episode, _ in link.submitted}
     assert done == {(f"g{number}", member) for number in range(5) for member in range(4)}
     assert all(len(payloads) == len(episode.headers) == 1 for episode, payloads in link.submitted)
-    metrics = worker.metrics()
+    metrics = link.metrics()
     assert (metrics["episodes"], metrics["tokens"], metrics["running"]) == (20, 60, 0)
     assert metrics["client_requests"] == 20
     assert metrics["lease_wait_s"] > 0
