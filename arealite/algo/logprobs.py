@@ -7,6 +7,7 @@ for the backward pass; this keeps two numbers a token and recomputes a chunk of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def token_logprobs(
     Of softmax(hidden · weightᵀ / temperature). Logits are float32 from the matrix product on,
     `chunk` tokens at a time, in both passes.
     """
-    apply: Any = _TokenLogprobs.apply  # pyright: ignore[reportUnknownMemberType]
+    apply: Callable[..., Any] = _TokenLogprobs.apply  # pyright: ignore
     return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
 
 

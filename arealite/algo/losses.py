@@ -34,8 +34,10 @@ def make_policy_loss(config: LossConfig) -> LossFn:
         log_ratio_N = (batch.logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio_N = log_ratio_N.exp()
         terms_N = _clipped_terms(ratio_N, advantages_N, config)
-        raw_N = (prox_N - behav_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        behav_weight_N = _behaviour_weight(raw_N, config)
+        # Coupled, the proximal policy is the behaviour policy: a ratio of exp(0).
+        raw_N = (old_N - behav_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        cap = config.behav_weight_cap if config.decoupled else None
+        behav_weight_N = raw_N if cap is None else raw_N.clamp(max=cap)
         loss = (weight_N * behav_weight_N * terms_N).sum()
         with torch.no_grad():
             values = {
@@ -46,7 +48,7 @@ def make_policy_loss(config: LossConfig) -> LossFn:
                 "entropy": batch.entropy_N,
                 "behav_weight": behav_weight_N,
                 "behav_weight_sq": behav_weight_N.square(),
-                "behav_capped_frac": raw_N > behav_weight_N,
+                "behav_capped_frac": behav_weight_N < raw_N,
                 "prox_behav_abs_diff": (prox_N - behav_N).abs(),
             }
             stats = {name: (weight_N * value_N).sum() for name, value_N in values.items()}
@@ -76,9 +78,3 @@ def _clipped_terms(
         return terms_N
     bounded_N = torch.minimum(terms_N, -config.dual_clip * advantages_N)
     return torch.where(advantages_N < 0, bounded_N, terms_N)
-
-
-def _behaviour_weight(raw_N: torch.Tensor, config: LossConfig) -> torch.Tensor:
-    if not config.decoupled:
-        return torch.ones_like(raw_N)
-    return raw_N if config.behav_weight_cap is None else raw_N.clamp(max=config.behav_weight_cap)

@@ -23,8 +23,7 @@ MANIFEST = "manifest.json"
 
 
 def temporary(path: Path) -> Path:
-    """Return where the checkpoint `path` is written before it is renamed: `.<name>.tmp` beside
-    it."""
+    """Return where the checkpoint `path` is written before it is renamed: `.<name>.tmp` beside."""
     return path.parent / f".{path.name}.tmp"
 
 

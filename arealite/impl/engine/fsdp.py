@@ -35,7 +35,13 @@ from arealite.base.errors import UserError
 from arealite.base.log import get
 from arealite.impl.engine import checkpoint, loading, rng
 from arealite.impl.engine.batch import collate, scatter
-from arealite.impl.engine.model import LogprobModel, fsdp_modules, reshard, shard
+from arealite.impl.engine.model import (
+    LogprobModel,
+    fsdp_modules,
+    recompute_activations,
+    reshard,
+    shard,
+)
 from arealite.impl.engine.optimizer import Optimizer
 
 log = get(__name__)
@@ -65,11 +71,10 @@ class FSDPEngine(TrainEngine):
         torch.manual_seed(seed + dist.get_rank())
         causal_lm = loading.empty_model(self._source)
         causal_lm.eval()
-        if config.gradient_checkpointing:
-            causal_lm.train()  # transformers recomputes in training mode only; dropout is 0
-            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = LogprobModel(causal_lm, chunk=config.logprob_chunk_tokens)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        if config.gradient_checkpointing:
+            recompute_activations(self._model)
         shard(self._model, mesh, dtype=self.dtype)
         loading.load_weights(self._model.causal_lm, self._source, self.device)
         self._optimizer = Optimizer(causal_lm, optimizer, lr=lr, total=total_updates)

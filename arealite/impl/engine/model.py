@@ -6,12 +6,14 @@ forward: so base model and head both run inside one root.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from arealite.algo.logprobs import token_logprobs
 from arealite.base.errors import UserError
@@ -42,20 +44,20 @@ class LogprobModel(nn.Module):
         )
 
 
+def recompute_activations(model: LogprobModel) -> None:
+    """Keep only the inputs of each layer for the backward pass; call before `shard`."""
+    for layer in _layers(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 def shard(model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
     """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
 
     Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
-
-    Raises:
-        UserError: the model has no list of layers.
     """
-    layers = getattr(model.causal_lm.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"{type(model.causal_lm).__name__} has no `layers`; FSDP shards by layer.")
     low = None if dtype == torch.float32 else dtype
     many = mesh.size() > 1
-    for layer in layers:
+    for layer in _layers(model):
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=many)
     # The root's inputs are ids and float32 temperatures: casting them would round.
@@ -78,3 +80,10 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that none outlives a change of its shards."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def _layers(model: LogprobModel) -> nn.ModuleList:
+    layers = getattr(model.causal_lm.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"{type(model.causal_lm).__name__} has no `layers`; FSDP shards by layer.")
+    return layers

@@ -1,0 +1,99 @@
+"""Chunked logprobs and entropies against plain autograd, in values, gradients and memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from arealite.algo.logprobs import token_logprobs
+
+
+def inputs(n: int, h: int, v: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, h, generator=generator).requires_grad_()
+    weight = torch.randn(v, h, generator=generator).mul_(0.3).requires_grad_()
+    targets = torch.randint(0, v, (n,), generator=generator)
+    temperature = torch.rand(n, generator=generator) + 0.5
+    return hidden, weight, targets, temperature
+
+
+def naive(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logp = torch.log_softmax((hidden @ weight.T).float() / temperature[:, None], dim=-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+@pytest.mark.parametrize("which", ["logprobs", "entropy", "both"])
+def test_values_and_gradients(chunk: int, which: str) -> None:
+    hidden, weight, targets, temperature = inputs(33, 16, 50)
+    mix = torch.randn(2, 33, generator=torch.Generator().manual_seed(1))
+
+    def total(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        logprobs, entropy = outputs
+        parts = {"logprobs": (mix[0] * logprobs).sum(), "entropy": (mix[1] * entropy).sum()}
+        return sum(parts.values()) if which == "both" else parts[which]  # type: ignore[return-value]
+
+    ours = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=chunk)
+    theirs = naive(hidden, weight, targets, temperature)
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    grads = torch.autograd.grad(total(ours), [hidden, weight])
+    for got, expected in zip(
+        grads, torch.autograd.grad(total(theirs), [hidden, weight]), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_bf16_stays_close_and_results_are_float32() -> None:
+    hidden, weight, targets, temperature = inputs(20, 16, 50)
+    low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    ours = token_logprobs(low[0], low[1], targets, temperature_N=temperature, chunk=6)
+    theirs = naive(low[0].float(), low[1].float(), targets, temperature)
+    assert ours[0].dtype == torch.float32
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0.02, atol=0.03)
+    ours[0].sum().backward()
+    assert low[0].grad is not None
+    assert low[0].grad.dtype == torch.bfloat16
+
+
+def test_no_tokens() -> None:
+    hidden, weight, targets, temperature = inputs(0, 16, 50)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=4)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert float(weight.grad.abs().sum()) == 0.0
+
+
+def test_nothing_of_vocabulary_width_is_saved_or_made_beyond_a_chunk() -> None:
+    n, v, chunk = 64, 5000, 8
+    hidden, weight, targets, temperature = inputs(n, 4, v)
+    saved: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=chunk)
+    assert max(saved) <= weight.numel()
+    assert sum(saved) < weight.numel() + hidden.numel() + 4 * n
+    with LargestOutput() as largest:
+        again = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=chunk)
+        (again[0].sum() + again[1].sum()).backward()
+    assert largest.numel <= chunk * v < n * v
+    del outputs
+
+
+class LargestOutput(torch.utils._python_dispatch.TorchDispatchMode):
+    """Note the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result

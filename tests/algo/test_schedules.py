@@ -1,0 +1,39 @@
+"""Learning-rate schedules at their corners."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.algo.schedules import learning_rate
+from arealite.api.engine import OptimizerConfig
+from arealite.base.errors import UserError
+
+
+def curve(total: int, **options: object) -> list[float]:
+    config = OptimizerConfig(**options)  # type: ignore[arg-type]
+    return [learning_rate(u, lr=1.0, total=total, config=config) for u in range(total + 2)]
+
+
+def test_constant_after_warmup() -> None:
+    assert curve(5, schedule="constant", warmup_steps=4)[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_and_cosine_end_at_the_minimum() -> None:
+    linear = curve(6, schedule="linear", warmup_steps=1, min_lr_ratio=0.2)
+    assert linear == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    cosine = curve(6, schedule="cosine", warmup_steps=1)
+    assert cosine == pytest.approx([1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0, 0.0], abs=1e-6)
+
+
+@given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.floats(0, 1))
+def test_never_outside_its_bounds(kind: str, warmup: int, ratio: float) -> None:
+    values = curve(15, schedule=kind, warmup_steps=warmup, min_lr_ratio=ratio)
+    assert all(0.0 < v <= 1.0 + 1e-12 or (ratio == 0.0 and v >= 0.0) for v in values if v != ratio)
+    assert all(a >= b - 1e-12 for a, b in zip(values[warmup:], values[warmup + 1 :], strict=False))
+
+
+def test_unknown_schedule_is_refused() -> None:
+    with pytest.raises(UserError, match="Unknown schedule 'step'"):
+        curve(3, schedule="step")

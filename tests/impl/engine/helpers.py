@@ -1,0 +1,91 @@
+"""Rows, engines and comparisons shared by the engine's tests and their worker processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from arealite.algo.losses import make_policy_loss
+from arealite.api.engine import FSDPConfig, OptimizerConfig, Sequence
+from arealite.api.trainer import LossConfig
+from arealite.impl.engine.fsdp import FSDPEngine
+
+LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
+FIELDS = ("behav_logprobs", "prox_logprobs", "advantages")
+
+
+def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) -> list[Sequence]:
+    """Draw rows of 3 to 40 tokens, loss on scattered tokens, weights for a token mean."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        length = int(rng.integers(3, 40))
+        mask = rng.random(length) < 0.6
+        mask[0], mask[-1] = False, True
+        fields = {name: rng.normal(-2, 0.3, length).astype(np.float32) for name in FIELDS}
+        fields["advantages"] += 2.0
+        tokens = rng.integers(3, 64, length).astype(np.int32)
+        rows.append(Sequence(tokens, mask, temperature or float(rng.uniform(0.5, 1.5)), fields))
+    total = sum(int(row.loss_mask.sum()) for row in rows)
+    for row in rows:
+        row.fields["loss_weight"] = np.full(len(row.tokens), 1.0 / total, np.float32)
+    return rows
+
+
+def make_engine(
+    model: Path | str, *, seed: int = 0, optimizer: dict[str, Any] | None = None, **config: Any
+) -> FSDPEngine:
+    """Build an engine with a high learning rate and no warm-up."""
+    return FSDPEngine(
+        FSDPConfig(**config),
+        model_path=str(model),
+        lr=1e-2,
+        optimizer=OptimizerConfig(**{"warmup_steps": 0, "weight_decay": 0.1} | (optimizer or {})),
+        total_updates=10,
+        seed=seed,
+    )
+
+
+def lengths(parts: list[list[Sequence]]) -> list[list[int]]:
+    """Return `all_lengths` of the rows of all ranks."""
+    return [[len(row.tokens) for row in part] for part in parts]
+
+
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Gather all weights."""
+    return dict(engine.stream_weights())
+
+
+def gradients(
+    engine: FSDPEngine, rows: list[Sequence], all_lengths: list[list[int]]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Run train_batch up to the optimizer; return full gradients and summed stats."""
+    found: dict[str, torch.Tensor] = {}
+    step = engine._optimizer.step
+
+    def take() -> dict[str, float]:
+        for name, param in engine._model.causal_lm.named_parameters():
+            assert param.grad is not None
+            found[name] = param.grad.full_tensor().clone()
+            param.grad = None
+        return {"skipped_update": 0.0}
+
+    engine._optimizer.step = take  # type: ignore[method-assign]
+    try:
+        stats = engine.train_batch(rows, all_lengths, LOSS)
+    finally:
+        engine._optimizer.step = step  # type: ignore[method-assign]
+    return found, stats
+
+
+def assert_close(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, tolerance: float = 1e-5
+) -> None:
+    """Compare tensors by name, to `tolerance` of the largest entry of each."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        worst = float((got[name] - tensor).abs().max())
+        assert worst <= tolerance * float(tensor.abs().max()) + 1e-9, (name, worst)

@@ -1,0 +1,182 @@
+"""The engine in one process: against plain transformers, and its own invariances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from arealite.api.engine import LossInput, Sequence
+from arealite.base.errors import UserError
+from tests.impl.engine.helpers import (
+    FIELDS,
+    LOSS,
+    assert_close,
+    gradients,
+    lengths,
+    make_engine,
+    make_rows,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def plain(model: torch.nn.Module, row: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logprobs, entropies) of one unpadded row's loss tokens by the textbook."""
+    tokens = torch.from_numpy(row.tokens.astype(np.int64))
+    logits = model(input_ids=tokens[None]).logits[0].float() / row.temperature
+    logp = torch.log_softmax(logits, -1)
+    where = torch.from_numpy(row.loss_mask[1:])
+    chosen = logp[:-1].gather(1, tokens[1:, None])[:, 0][where]
+    return chosen, -(logp.exp() * logp).sum(-1)[:-1][where]
+
+
+@pytest.mark.parametrize("which", ["model", "untied"])
+@pytest.mark.parametrize("budget", [1, 64, 8192])
+def test_forward_equals_transformers(
+    which: str, budget: int, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(which)
+    rows = make_rows()
+    engine = make_engine(path, max_tokens_per_microbatch=budget, logprob_chunk_tokens=13)
+    logprobs, entropies = engine.forward(rows, lengths([rows]))
+    reference = AutoModelForCausalLM.from_pretrained(path)
+    for row, logprob, entropy in zip(rows, logprobs, entropies, strict=True):
+        assert logprob.shape == entropy.shape == row.tokens.shape
+        assert logprob.dtype == np.float32
+        assert not logprob[~row.loss_mask].any()
+        with torch.no_grad():
+            expected = plain(reference, row)
+        np.testing.assert_allclose(logprob[row.loss_mask], expected[0], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(entropy[row.loss_mask], expected[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["model", "untied"])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_gradients_equal_autograd_on_whole_rows_at_any_budget(
+    which: str, options: dict[str, bool], request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(which)
+    rows = make_rows()
+    reference = AutoModelForCausalLM.from_pretrained(path)
+    total = torch.zeros(())
+    for row in rows:
+        logprobs, entropy = plain(reference, row)
+        mask = row.loss_mask
+        fields = {k: torch.from_numpy(v[mask]) for k, v in row.fields.items()}
+        zeros = torch.zeros(int(mask.sum()), dtype=torch.int64)
+        total = total + LOSS(LossInput(logprobs, entropy, zeros, fields))[0]
+    total.backward()
+    loss = float(total.detach())
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    for budget in (1, 100, 8192):
+        engine = make_engine(path, max_tokens_per_microbatch=budget, **options)
+        got, stats = gradients(engine, rows, lengths([rows]))
+        assert_close(got, expected)
+        assert stats["loss"] == pytest.approx(loss, abs=1e-6)
+        assert stats["weight"] == pytest.approx(1.0)
+        assert stats["tokens"] == sum(len(row.tokens) for row in rows)
+
+
+def test_updates_learn_and_a_fresh_forward_sees_them(model: Path) -> None:
+    rows = make_rows(temperature=1.0)
+    for row in rows:
+        row.fields["advantages"][:] = 1.0
+    engine = make_engine(model)
+    before, _ = engine.forward(rows, lengths([rows]))
+    for row, logprob in zip(rows, before, strict=True):
+        row.fields["prox_logprobs"] = row.fields["behav_logprobs"] = logprob
+    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    assert stats["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert stats["skipped_update"] == 0.0
+    assert stats["lr"] == 1e-2
+    after, _ = engine.forward(rows, lengths([rows]))
+    assert sum(a.sum() for a in after) > sum(b.sum() for b in before) + 10
+
+
+def test_a_non_finite_gradient_changes_nothing(model: Path) -> None:
+    rows = make_rows()
+    engine = make_engine(model)
+    before = weights(engine)
+    bad = make_rows()
+    bad[3].fields["advantages"][:] = np.nan
+    stats = engine.train_batch(bad, lengths([bad]), LOSS)
+    assert stats["skipped_update"] == 1.0
+    assert not np.isfinite(stats["grad_norm"])
+    after = weights(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine.train_batch(rows, lengths([rows]), LOSS)["skipped_update"] == 0.0
+
+
+def test_clipping_is_by_the_global_norm(model: Path) -> None:
+    rows = make_rows()
+    engine = make_engine(model, optimizer={"clip_grad_norm": 1e-3})
+    full, _ = gradients(engine, rows, lengths([rows]))
+    norm = float(torch.stack([g.square().sum() for g in full.values()]).sum().sqrt())
+    assert norm > 1e-3
+    seen: list[float] = []
+    adamw = engine._optimizer._adamw
+    adamw.register_step_pre_hook(
+        lambda *_: seen.append(
+            sum(float(g.square().sum()) for g in engine._optimizer._gradients()) ** 0.5
+        )
+    )
+    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert seen == [pytest.approx(1e-3, rel=1e-4)]
+
+
+def test_weight_decay_is_on_matrices_only(model: Path) -> None:
+    rows = make_rows()
+    for row in rows:
+        row.fields["loss_weight"][:] = 0.0
+    engine = make_engine(model, optimizer={"weight_decay": 0.5})
+    before = weights(engine)
+    engine.train_batch(rows, lengths([rows]), LOSS)
+    for name, tensor in weights(engine).items():
+        shrunk = before[name] * (1 - 0.5 * 1e-2 * (tensor.ndim > 1))
+        torch.testing.assert_close(tensor, shrunk, rtol=1e-6, atol=1e-8)
+
+
+def test_bfloat16_computes_low_and_keeps_float32_masters(model: Path) -> None:
+    rows = make_rows()
+    low, full = make_engine(model, dtype="bfloat16"), make_engine(model)
+    for engine in (low, full):
+        assert all(p.dtype == torch.float32 for p in engine._model.parameters())
+    theirs, _ = full.forward(rows, lengths([rows]))
+    ours, _ = low.forward(rows, lengths([rows]))
+    worst = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+    assert 0.0 < worst < 0.1
+    assert low.train_batch(rows, lengths([rows]), LOSS)["skipped_update"] == 0.0
+    assert all(tensor.dtype == torch.bfloat16 for tensor in weights(low).values())
+
+
+def test_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"No model at .*config\.json"):
+        make_engine(tmp_path / "nothing")
+    with pytest.raises(UserError, match="Unknown dtype 'fp8'"):
+        make_engine(model, dtype="fp8")
+    rows = [Sequence(np.arange(4, dtype=np.int32), np.array([0, 0, 1, 1], bool), 0.0)]
+    with pytest.raises(UserError, match="temperature must be above 0"):
+        make_engine(model).forward(rows, [[4]])
+
+
+def test_rows_without_loss_tokens_and_no_rows_at_all(model: Path) -> None:
+    engine = make_engine(model, optimizer={"weight_decay": 0.0})
+    before = weights(engine)
+    silent = make_rows(3)
+    for row in silent:
+        row.loss_mask[:] = False
+    logprobs, _ = engine.forward(silent, lengths([silent]))
+    assert not any(values.any() for values in logprobs)
+    assert engine.forward([], [[]]) == ([], [])
+    assert engine.train_batch(silent, lengths([silent]), LOSS)["grad_norm"] == 0.0
+    assert engine.train_batch([], [[]], LOSS)["grad_norm"] == 0.0
+    after = weights(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert set(FIELDS) < set(silent[0].fields)

@@ -1,0 +1,113 @@
+"""The engine in two gloo processes against one, and a SIGKILL inside a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from arealite.impl.engine import checkpoint
+from tests.impl.engine.helpers import (
+    LOSS,
+    assert_close,
+    gradients,
+    lengths,
+    make_engine,
+    make_rows,
+    weights,
+)
+from tests.impl.engine.worker import ONE_EMPTY, UNEVEN
+
+pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.processes]
+
+
+def launch(scenario: str, folder: Path, model: Path, world: int) -> list[int]:
+    """Run the worker script as `world` ranks; return their exit codes."""
+    command = [sys.executable, "-m", "tests.impl.engine.worker", scenario, str(folder), str(model)]
+    environment = os.environ | {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(world)
+    ]
+    try:
+        return [rank.wait(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """What two ranks left behind."""
+    path = tmp_path_factory.mktemp("ranks")
+    assert launch("ranks", path, model, 2) == [0, 0]
+    return path
+
+
+@pytest.fixture(scope="module")
+def outs(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"out-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["uneven", "one_empty"])
+def test_gradients_do_not_depend_on_ranks_or_cuts(
+    name: str, outs: list[dict[str, Any]], model: Path
+) -> None:
+    rows = make_rows()
+    engine = make_engine(model)
+    expected, stats = gradients(engine, rows, lengths([rows]))
+    assert stats["microbatches"] == 1.0
+    logprobs, _ = engine.forward(rows, lengths([rows]))
+    for rank, out in enumerate(outs):
+        got, got_stats = out[name]
+        assert_close(got, expected)
+        assert got_stats["microbatches"] > 4.0
+        assert got_stats["loss"] == pytest.approx(stats["loss"], abs=1e-6)
+        assert got_stats["ratio"] == pytest.approx(stats["ratio"], rel=1e-5)
+        mine = {"uneven": UNEVEN, "one_empty": ONE_EMPTY}[name][rank]
+        for i, values in zip(mine, out[f"{name}_forward"][0], strict=True):
+            np.testing.assert_allclose(values, logprobs[i], atol=1e-5)
+
+
+def test_ranks_take_the_same_decisions(outs: list[dict[str, Any]]) -> None:
+    assert outs[0]["stats"] == outs[1]["stats"]
+    assert outs[0]["weights"].keys() > set()
+    assert outs[1]["weights"] == {}
+
+
+def test_resume_on_two_ranks_is_bitwise(outs: list[dict[str, Any]]) -> None:
+    assert outs[1]["extra"] == {"step": 1}
+    expected = outs[0]["weights"]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in outs[0]["resumed"].items())
+
+
+def test_resume_on_one_rank_agrees_within_rounding(
+    outs: list[dict[str, Any]], folder: Path, model: Path
+) -> None:
+    rows = make_rows()
+    engine = make_engine(model)
+    engine.load(folder / "step-1")
+    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    assert stats["grad_norm"] == pytest.approx(outs[0]["stats"]["grad_norm"], rel=1e-4)
+    assert_close(weights(engine), outs[0]["weights"], tolerance=1e-3)
+
+
+def test_export_of_two_ranks_loads(outs: list[dict[str, Any]], folder: Path) -> None:
+    state = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in outs[0]["weights"].items())
+
+
+def test_sigkill_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path, model: Path) -> None:
+    assert launch("kill_in_save", tmp_path, model, 1) == [-signal.SIGKILL]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+    assert (tmp_path / ".step-2.tmp" / checkpoint.MANIFEST).exists()
+    assert not (tmp_path / "step-2").exists()
+    assert make_engine(model).load(tmp_path / "step-1") == {"step": 1}

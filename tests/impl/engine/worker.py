@@ -1,0 +1,75 @@
+"""One rank of a small gloo group; `python -m tests.impl.engine.worker <scenario> <folder> <model>`.
+
+RANK and WORLD_SIZE come from the environment; ranks meet through a file in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.impl.engine.helpers import LOSS, gradients, lengths, make_engine, make_rows, weights
+
+UNEVEN = [list(range(9)), [9, 10, 11]]
+ONE_EMPTY = [[], list(range(12))]
+
+
+def ranks(folder: Path, model: str) -> None:
+    """Gradients under two partitions, then: update, save, update; load, update again."""
+    rank = dist.get_rank()
+    rows = make_rows()
+    out: dict[str, object] = {}
+    engine = make_engine(model, max_tokens_per_microbatch=64)
+    for name, partition in {"uneven": UNEVEN, "one_empty": ONE_EMPTY}.items():
+        parts = [[rows[i] for i in indices] for indices in partition]
+        out[name] = gradients(engine, parts[rank], lengths(parts))
+        out[f"{name}_forward"] = engine.forward(parts[rank], lengths(parts))
+    parts = [[rows[i] for i in indices] for indices in UNEVEN]
+    engine.train_batch(parts[rank], lengths(parts), LOSS)
+    engine.save(folder / "step-1", {"step": 1})
+    out["stats"] = engine.train_batch(parts[rank], lengths(parts), LOSS)
+    out["weights"] = weights(engine)
+    again = make_engine(model, max_tokens_per_microbatch=64, seed=9)
+    out["extra"] = again.load(folder / "step-1")
+    again.train_batch(parts[rank], lengths(parts), LOSS)
+    out["resumed"] = weights(again)
+    engine.export(folder / "export")
+    torch.save(out, folder / f"out-{rank}.pt")
+
+
+def kill_in_save(folder: Path, model: str) -> None:
+    """Save twice; die by SIGKILL where the second temporary folder would be renamed."""
+    rename = os.rename
+
+    def die_at_the_second(source: Path, target: Path) -> None:
+        if Path(source).name == ".step-2.tmp":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    engine = make_engine(model)
+    engine.save(folder / "step-1", {"step": 1})
+    os.rename = die_at_the_second
+    engine.save(folder / "step-2", {"step": 2})
+
+
+def main() -> None:
+    """Run one scenario as one rank."""
+    scenario, folder, model = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    {"ranks": ranks, "kill_in_save": kill_in_save}[scenario](folder, model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
