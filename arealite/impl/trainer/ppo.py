@@ -15,7 +15,7 @@ from arealite.algo.losses import make_policy_loss
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import Trainer
-from arealite.api.trainer_messages import Batch, EvalResult, StepReport, Waiting
+from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.engine import checkpoint
@@ -46,6 +46,7 @@ class PPOTrainer(Trainer):
         """Metrics of the step under way."""
         self.interruptions = 0
         self.saved_step: int | None = None
+        self.evaluating: int | None = None
 
     @staticmethod
     def check(config: ExperimentConfig) -> None:
@@ -79,6 +80,7 @@ class PPOTrainer(Trainer):
         """Wait for batch `step`; None on every rank when training ends here."""
         stopping = self.world.any(self.stop.asked)
         if step >= self.ppo.total_steps or stopping:
+            logger.info("no further batch", step=step, stopping=stopping)
             return None
         with self.clock("wait/batch_s"):
             answer = self.fetch(step)
@@ -151,11 +153,13 @@ class PPOTrainer(Trainer):
             self.checkpoint(step)
         if not self.has_evaluation:
             return
-        if result := self.link.eval_result(wait=False):
-            self.log_evaluation(result)
+        self.collect_evaluation(wait=False)
         every, last = self.ppo.eval.every_steps, step == self.ppo.total_steps
         if every and step % every == 0 and not last:
-            self.link.evaluate(step)
+            if self.evaluating is None:
+                self.evaluate(step)
+            else:
+                logger.warning("evaluation left out", step=step, running=self.evaluating)
 
     # ------------------------------------------------------------ begin and end
 
@@ -175,7 +179,8 @@ class PPOTrainer(Trainer):
         self.publish(step)
         if self.has_evaluation and step == 0:
             self.settle()
-            self.evaluate_now(step)
+            self.evaluate(step)
+            self.collect_evaluation(wait=True)
         self.clock.lap()
         self.line.clear()
         return step
@@ -190,7 +195,9 @@ class PPOTrainer(Trainer):
         if finished and self.ppo.checkpoint.export:
             self.engine.export(run_paths(self.config).export)
         if finished and self.has_evaluation:
-            self.evaluate_now(step)
+            self.collect_evaluation(wait=True)
+            self.evaluate(step)
+            self.collect_evaluation(wait=True)
         if self.world.lead:
             self.link.finish("all steps are trained" if finished else "asked to stop")
         logger.info("training ends", step=step, finished=finished)
@@ -227,16 +234,16 @@ class PPOTrainer(Trainer):
                 self.link.checkpointed(step, str(path))
                 checkpoint.prune(folder, self.ppo.checkpoint.keep)
 
-    def evaluate_now(self, step: int) -> None:
-        """Ask for an evaluation and wait for it, and for those still under way."""
+    def evaluate(self, step: int) -> None:
+        """Ask for an evaluation; one runs at a time."""
         self.link.evaluate(step)
-        while (result := self.link.eval_result(wait=True)) is not None:
-            self.log_evaluation(result)
-            if result.eval_id == step:
-                return
+        self.evaluating = step
 
-    def log_evaluation(self, result: EvalResult) -> None:
-        """Write an evaluation as a line of its own, at the step it was asked at."""
+    def collect_evaluation(self, *, wait: bool) -> None:
+        """Write the evaluation under way, if it is there, as a line of the step it was asked at."""
+        if self.evaluating is None or (result := self.link.eval_result(wait=wait)) is None:
+            return
+        self.evaluating = None
         named = {k if "/" in k else f"eval/{k}": v for k, v in result.metrics.items()}
         logger.info("evaluated", step=result.eval_id, **named)
         for sink in self.parts.loggers:

@@ -1,0 +1,218 @@
+"""Scripted parts of a trainer, which write down who called what, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from arealite.api.engine import Sequence, TrainEngine
+from arealite.api.logger import MetricLogger
+from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.api.trainer_messages import Batch, EvalResult, StepReport, TrainerReady, Waiting
+from arealite.impl.engine import checkpoint
+from arealite.impl.trainer.parts import Parts
+from arealite.impl.trainer.world import World
+from tests.impl.trainer.trajectories import batch, group
+
+
+class Events:
+    """What happened, as words; any thread may add."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.threads: dict[str, str] = {}
+
+    def add(self, word: str) -> None:
+        self.words.append(word)
+        self.threads[word] = threading.current_thread().name
+
+    def order(self, *words: str) -> None:
+        """Assert that these happened, in this order."""
+        places = [self.words.index(word) for word in words]
+        assert places == sorted(places), self.words
+
+
+class ScriptedEngine(TrainEngine):
+    """A policy of one number."""
+
+    def __init__(self, events: Events) -> None:
+        self.events, self.updates = events, 0
+        self.on_update: Callable[[int], None] = lambda count: None
+
+    def forward(
+        self, rows: list[Sequence], all_lengths: list[list[int]]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        self.events.add("forward")
+        return [row.loss_mask * np.float32(-1.0) for row in rows], [
+            row.loss_mask * np.float32(0.5) for row in rows
+        ]
+
+    def train_batch(
+        self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: Any
+    ) -> dict[str, float]:
+        assert all("prox_logprobs" in row.fields for row in rows)
+        self.updates += 1
+        self.events.add(f"update {self.updates}")
+        self.on_update(self.updates)
+        return {"loss": 0.0, "weight": 1.0, "grad_norm": 1.0, "lr": 1e-3, "skipped_update": 0.0}
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        self.events.add(f"save {path.name}")
+        with checkpoint.atomic_folder(path, step=extra["step"]) as folder:
+            (folder / "extra").write_text(f"{extra['step']} {self.updates}")
+        self.extra = extra
+
+    def load(self, path: Path) -> dict[str, Any]:
+        self.events.add(f"load {path.name}")
+        step, self.updates = map(int, (path / "extra").read_text().split())
+        return {"step": step, "interruptions": 5}
+
+    def export(self, path: Path) -> None:
+        self.events.add("export")
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.events.add("gather")
+        yield "weight", torch.tensor([float(self.updates)])
+
+
+class ScriptedPublisher(WeightPublisher):
+    """Remembers the weights of each version; `gate` holds a push until it is set."""
+
+    def __init__(self, events: Events) -> None:
+        self.events, self.weights = events, dict[int, float]()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
+        values = dict(weights)
+        assert self.gate.wait(10.0)
+        if self.failure is not None:
+            raise self.failure
+        self.weights[version] = float(values["weight"])
+        self.events.add(f"push {version}")
+        return PublishReport(version, 0.1, 0.01, 0.02, 0.01, 0.03, 4, 1, [])
+
+    def close(self) -> None:
+        self.events.add("publisher closed")
+        self.gate.set()
+
+
+class ScriptedPipe:
+    """The datapipe: a batch of two groups a step, for as many steps as asked."""
+
+    def __init__(self, events: Events, *, minibatches: int = 1) -> None:
+        self.events, self.minibatches = events, minibatches
+        self.rewards = [1.0, 0.0]
+        self.finished = threading.Event()
+        self.empty_from: int | None = None
+        """No batch comes from this step on: requests wait."""
+        self.published = -1
+        self.reports: list[StepReport] = []
+        self.waiting = threading.Event()
+
+    def connect(self) -> ScriptedLink:
+        return ScriptedLink(self)
+
+
+class ScriptedLink:
+    """One link to the scripted datapipe; complains when two threads use it."""
+
+    def __init__(self, pipe: ScriptedPipe) -> None:
+        self.pipe, self.events = pipe, pipe.events
+        self.results: list[EvalResult] = []
+        self.thread: int | None = None
+
+    def _mine(self) -> None:
+        here = threading.get_ident()
+        assert self.thread in (None, here), "a link belongs to one thread"
+        self.thread = here
+
+    def start(self, step: int) -> TrainerReady:
+        self._mine()
+        self.events.add(f"start {step}")
+        return TrainerReady(step, 0)
+
+    def next_batch(
+        self, step: int, *, on_wait: Callable[[Waiting], bool] | None = None
+    ) -> tuple[Batch, list[bytes]] | None:
+        self._mine()
+        self.events.add(f"ask {step}")
+        while self.pipe.empty_from is not None and step >= self.pipe.empty_from:
+            self.pipe.waiting.set()
+            if self.pipe.finished.wait(0.01):
+                return None
+            if on_wait is not None and on_wait(Waiting("BatchRequest", "2 groups in flight")):
+                self.finish("asked to stop")
+        groups = group("a", self.pipe.rewards, version=step) + group(
+            "b", self.pipe.rewards, version=step
+        )
+        updates = [0, 0, 1, 1] if self.pipe.minibatches == 2 else [0] * 4
+        return batch(groups, step=step, minibatches=updates)
+
+    def report(self, report: StepReport) -> None:
+        self._mine()
+        self.pipe.reports.append(report)
+        self.events.add(f"report {report.step}")
+
+    def published(self, version: int) -> None:
+        self._mine()
+        self.pipe.published = version
+        self.events.add(f"published {version}")
+
+    def checkpointed(self, step: int, path: str) -> None:
+        self._mine()
+        self.events.add(f"checkpointed {step}")
+
+    def evaluate(self, eval_id: int) -> None:
+        self._mine()
+        self.events.add(f"evaluate {eval_id}")
+        self.results.append(EvalResult(eval_id, {"reward": float(eval_id)}))
+
+    def eval_result(self, *, wait: bool) -> EvalResult | None:
+        self._mine()
+        return self.results.pop(0) if self.results else None
+
+    def finish(self, reason: str) -> None:
+        self.events.add(f"finish: {reason}")
+        self.pipe.finished.set()
+
+    def close(self) -> None:
+        pass
+
+
+class ListLogger(MetricLogger):
+    """Keeps the lines."""
+
+    def __init__(self, run_root: Path) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.rewound: int | None = None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def rewind(self, step: int) -> None:
+        self.rewound = step
+
+    def close(self) -> None:
+        pass
+
+
+class Stage:
+    """All scripted parts of one trainer."""
+
+    def __init__(self, *, minibatches: int = 1) -> None:
+        self.events = Events()
+        self.engine = ScriptedEngine(self.events)
+        self.pipe = ScriptedPipe(self.events, minibatches=minibatches)
+        self.publisher = ScriptedPublisher(self.events)
+        self.logger = ListLogger(Path())
+
+    def parts(self) -> Parts:
+        connect: Any = self.pipe.connect
+        return Parts(World(), self.engine, connect, self.publisher, [self.logger])

@@ -1,0 +1,117 @@
+"""Metric values against hand-computed numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from arealite.api.publisher import PublishReport
+from arealite.api.trainer import PPOConfig
+from arealite.impl.trainer import metrics
+from arealite.impl.trainer.batch import TrainBatch, make_train_batch
+from tests.impl.trainer.trajectories import batch, group, header, segment
+
+
+def train_batch(*, step: int, prox: float) -> TrainBatch:
+    """One trajectory of versions 1, 1, 2 and one of version 2; behaviour logprobs are all -1."""
+    first = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2])]
+    second = [segment([5, 6], sampled=1, version=2)]
+    whole = [
+        (header("g/0/agent", first, reward=1.0), first),
+        (header("g/1/agent", second, reward=0.0), second),
+    ]
+    made = make_train_batch(*batch(whole, step=step), PPOConfig(), rank=0, world_size=1)
+    for row in made.rows:
+        row.fields["prox_logprobs"] = np.where(row.loss_mask, prox, 0.0).astype(np.float32)
+    return replace(made, entropies=[row.loss_mask * np.float32(0.5) for row in made.rows])
+
+
+def test_token_metrics() -> None:
+    got = metrics.token_metrics(*metrics.token_sums(train_batch(step=2, prox=-0.5)))
+    assert got["mismatch/logprob_abs_diff_mean"] == pytest.approx(0.5)
+    assert got["mismatch/logprob_abs_diff_max_current"] == pytest.approx(0.5)
+    assert got["mismatch/current_tokens"] == 2
+    assert got["mismatch/kl"] == pytest.approx(np.exp(0.5) - 1 - 0.5)
+    assert got["mismatch/behav_weight_ess"] == pytest.approx(1.0)
+    assert got["policy/entropy"] == pytest.approx(0.5)
+    assert got["staleness/token_mean"] == pytest.approx(0.5)
+    assert got["staleness/token_max"] == 1
+
+
+def test_current_tokens_are_those_of_the_step_itself() -> None:
+    made = train_batch(step=2, prox=-1.0)
+    old = made.versions[0] == 1
+    made.rows[0].fields["prox_logprobs"][old] = -3.0
+    got = metrics.token_metrics(*metrics.token_sums(made))
+    assert got["mismatch/logprob_abs_diff_max"] == pytest.approx(2.0)
+    assert got["mismatch/logprob_abs_diff_max_current"] == 0.0
+
+
+def test_a_rank_without_rows_adds_nothing() -> None:
+    made = replace(train_batch(step=2, prox=-1.0), rows=[], versions=[], entropies=[])
+    sums, maxima = metrics.token_sums(made)
+    assert set(sums.values()) == set(maxima.values()) == {0.0}
+    assert all(np.isfinite(v) for v in metrics.token_metrics(sums, maxima).values())
+
+
+def test_trajectory_metrics() -> None:
+    parts = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2])]
+    headers = [
+        header("g/0/agent", parts, reward=1.0, interruptions=2, truncated=True),
+        *(h for h, _ in group("h", [0.0, 0.0], version=3)),
+    ]
+    got = metrics.trajectory_metrics(headers, step=3)
+    assert got["reward/mean"] == pytest.approx(1 / 3)
+    assert (got["reward/min"], got["reward/max"]) == (0.0, 1.0)
+    assert got["reward/std"] == pytest.approx(np.std([1, 0, 0]))
+    assert got["reward/parts/exact"] == pytest.approx(1 / 3)
+    assert got["length/trained_max"] == 3
+    assert got["staleness/versions_max"] == 2
+    assert got["staleness/versions_per_trajectory_max"] == 2
+    assert got["staleness/mixed_version_frac"] == pytest.approx(1 / 3)
+    assert got["episode/interruptions"] == 2
+    assert got["episode/truncated_frac"] == pytest.approx(1 / 3)
+    assert got["episode/groups_zero_variance"] == 1
+
+
+def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
+    update = {
+        "loss": 0.1,
+        "weight": 0.5,
+        "ratio": 0.5,
+        "behav_weight": 0.5,
+        "behav_weight_sq": 0.5,
+        "grad_norm": 2.0,
+        "tokens": 60.0,
+        "padded_tokens": 80.0,
+    }
+    got = metrics.update_metrics([update, {**update, "grad_norm": 4.0}, {"skipped_update": 1.0}])
+    assert got["loss/ratio"] == 1.0
+    assert got["loss/loss"] == pytest.approx(0.1)
+    assert got["loss/behav_weight_ess"] == pytest.approx(1.0)
+    assert (got["update/grad_norm"], got["update/count"]) == (3.0, 3.0)
+    assert got["update/pad_frac"] == pytest.approx(0.25)
+
+
+def test_publish_metrics_count_quarantined_servers() -> None:
+    report = PublishReport(3, 0.1, 0.2, 0.3, 0.4, 0.5, 100, 2, ["s1"])
+    got = metrics.publish_metrics(report)
+    assert (got["publish/version"], got["publish/stall_s"], got["publish/quarantined"]) == (
+        3,
+        0.5,
+        1,
+    )
+
+
+def test_the_parts_of_a_lap_add_up_to_the_whole() -> None:
+    clock = metrics.Stopwatch()
+    with clock("wait/batch_s"):
+        sum(range(1000))
+    with clock("wait/batch_s"), clock("time/rows_s"):
+        pass
+    lap = clock.lap()
+    parts = sum(v for k, v in lap.items() if k != "time/step_s")
+    assert parts == pytest.approx(lap["time/step_s"])
+    assert "wait/batch_s" not in clock.lap()

@@ -1,0 +1,260 @@
+"""The order of verbs in both trainers, and how they begin, stop, resume and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig, run_paths
+from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
+from arealite.base.errors import RoleError, UserError
+from arealite.impl.engine import checkpoint
+from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
+from arealite.impl.trainer.ppo import PPOTrainer
+from tests.impl.trainer.scripted import Stage
+from tests.waiting import until
+
+MakeConfig = Callable[..., ExperimentConfig]
+BOTH = pytest.mark.parametrize("trainer", [PPOTrainer, AsyncPPOTrainer])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> MakeConfig:
+    def make(
+        *, resume: str = "auto", held_out: bool = False, every: int = 0, **ppo: Any
+    ) -> ExperimentConfig:
+        settings = {"total_steps": 3, "batch_size": 2, "max_staleness": 0} | ppo
+        return ExperimentConfig(
+            resume=resume,
+            cluster=ClusterConfig(run_root=str(tmp_path)),
+            dataset=DatasetConfig(eval="held-out" if held_out else None),
+            trainer=TrainerConfig(ppo=PPOConfig(eval=EvalConfig(every_steps=every), **settings)),
+        )
+
+    return make
+
+
+def test_a_synchronous_run_in_order(config: MakeConfig) -> None:
+    stage = Stage()
+    PPOTrainer(config(total_steps=2), stage.parts()).train()
+    assert stage.events.words == [
+        *("start 0", "gather", "push 0", "published 0"),
+        *("ask 0", "forward", "update 1", "report 0", "gather", "push 1", "published 1"),
+        *("ask 1", "forward", "update 2", "report 1", "gather", "push 2", "published 2"),
+        *("save step-000002", "checkpointed 2", "export", "finish: all steps are trained"),
+        "publisher closed",
+    ]
+    assert stage.publisher.weights == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert set(stage.events.threads.values()) == {"MainThread"}
+
+
+def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: MakeConfig) -> None:
+    stage = Stage()
+
+    def on_update(count: int) -> None:
+        if count == 1:
+            until(lambda: "ask 1" in stage.events.words, what="the next batch to be asked for")
+            stage.publisher.gate.clear()
+        if count == 2:
+            assert "push 1" not in stage.events.words  # it is under way
+            stage.publisher.gate.set()
+
+    stage.engine.on_update = on_update
+    AsyncPPOTrainer(config(max_staleness=2), stage.parts()).train()
+    stage.events.order("ask 1", "report 0", "update 2", "push 1", "published 1", "push 2")
+    stage.events.order("push 3", "save step-000003", "checkpointed 3", "export")
+    assert stage.publisher.weights == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
+    threads = {word.split()[0]: name for word, name in stage.events.threads.items()}
+    assert threads["ask"].startswith("fetch")
+    assert threads["published"] == threads["push"] != "MainThread"
+    assert threads["gather"] == threads["report"] == threads["update"] == "MainThread"
+
+
+@BOTH
+def test_the_start_version_is_published_before_the_first_batch_is_trained(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    stage = Stage()
+    trainer(config(), stage.parts()).train()
+    stage.events.order("start 0", "push 0", "published 0", "report 0", "push 1")
+
+
+def test_every_update_of_a_batch_sees_one_proximal_policy(config: MakeConfig) -> None:
+    stage = Stage(minibatches=2)
+    PPOTrainer(config(total_steps=1, updates=2), stage.parts()).train()
+    stage.events.order("forward", "update 1", "update 2", "report 0")
+    assert stage.events.words.count("forward") == 1
+
+
+def test_a_batch_without_any_advantage_is_counted_as_trained(config: MakeConfig) -> None:
+    stage = Stage()
+    stage.pipe.rewards = [1.0, 1.0]
+    PPOTrainer(config(total_steps=1), stage.parts()).train()
+    assert stage.engine.updates == 0
+    (report,) = stage.pipe.reports
+    assert report.trained == ["a/0/agent", "a/1/agent", "b/0/agent", "b/1/agent"]
+    assert report.metrics["update/skipped_update"] == 1.0
+
+
+@BOTH
+def test_every_step_has_a_line_whose_times_add_up(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    stage = Stage()
+    trainer(config(), stage.parts()).train()
+    assert [step for step, _ in stage.logger.lines] == [0, 1, 2]
+    for _, line in stage.logger.lines:
+        whole = line.pop("time/step_s")
+        parts = [v for k, v in line.items() if k.startswith(("time/", "wait/"))]
+        assert sum(parts) == pytest.approx(whole)
+        assert all("/" in name for name in line)
+        assert all(isinstance(value, float) for value in line.values())
+        for name in ("reward/mean", "loss/loss", "update/lr", "mismatch/kl", "datapipe/batch_s"):
+            assert name in line
+        assert line["throughput/trained_tokens_per_s"] > 0
+
+
+@BOTH
+def test_checkpoints_are_kept_on_schedule(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+    stage = Stage()
+    made = config(total_steps=5, checkpoint=CheckpointConfig(every_steps=2, keep=2, export=False))
+    trainer(made, stage.parts()).train()
+    saves = [word for word in stage.events.words if word.startswith("save")]
+    assert saves == ["save step-000002", "save step-000004", "save step-000005"]
+    kept = checkpoint.list_good(run_paths(made).checkpoints)
+    assert [path.name for path in kept] == ["step-000004", "step-000005"]
+    assert "export" not in stage.events.words
+
+
+@BOTH
+def test_evaluations_first_scheduled_and_last(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    stage = Stage()
+    trainer(config(total_steps=4, held_out=True, every=2), stage.parts()).train()
+    stage.events.order("published 0", "evaluate 0", "update 1", "update 2", "evaluate 2")
+    stage.events.order("published 4", "evaluate 4", "finish: all steps are trained")
+    assert sum(word.startswith("evaluate") for word in stage.events.words) == 3
+    scores = [(step, line) for step, line in stage.logger.lines if "eval/reward" in line]
+    assert scores == [(step, {"eval/reward": float(step)}) for step in (0, 2, 4)]
+
+
+@BOTH
+def test_a_first_sigterm_ends_after_the_step(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+    stage = Stage()
+    stage.engine.on_update = lambda count: os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
+    made = config(held_out=True)
+    trainer(made, stage.parts()).train()
+    assert stage.engine.updates == 1
+    stage.events.order("report 0", "published 1", "save step-000001", "finish: asked to stop")
+    assert "export" not in stage.events.words
+    assert "evaluate 1" not in stage.events.words
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@BOTH
+def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+    stage = Stage()
+    stage.pipe.empty_from = 1
+    made = trainer(config(), stage.parts())
+
+    def press() -> None:
+        assert stage.pipe.waiting.wait(10.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    made.train()
+    pressing.join()
+    stage.events.order("report 0", "finish: asked to stop", "save step-000001", "checkpointed 1")
+
+
+def test_a_second_sigterm_ends_the_process_at_once(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stage = Stage()
+
+    def press(count: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.engine.on_update = press
+    PPOTrainer(config(), stage.parts()).train()
+    assert codes == [128 + signal.SIGTERM]
+
+
+@BOTH
+def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+    first = Stage()
+    trainer(config(total_steps=2), first.parts()).train()
+    second = Stage()
+    trainer(config(total_steps=4, held_out=True), second.parts()).train()
+    second.events.order("load step-000002", "start 2", "push 2", "published 2", "update 3")
+    assert second.publisher.weights == {2: 2.0, 3: 3.0, 4: 4.0}
+    assert [step for step, line in second.logger.lines if "reward/mean" in line] == [2, 3]
+    assert second.logger.rewound == 2
+    assert "evaluate 2" not in second.events.words
+    assert second.logger.lines[0][1]["episode/interruptions_total"] == 5.0
+
+
+def test_resuming_a_finished_run_trains_nothing(config: MakeConfig) -> None:
+    PPOTrainer(config(), Stage().parts()).train()
+    again = Stage()
+    PPOTrainer(config(), again.parts()).train()
+    assert again.events.words == [
+        *("load step-000003", "start 3", "gather", "push 3", "published 3"),
+        *("export", "finish: all steps are trained", "publisher closed"),
+    ]
+
+
+def test_resume_must_and_never(config: MakeConfig) -> None:
+    with pytest.raises(UserError, match=r"resume=must, but .* holds no good checkpoint"):
+        PPOTrainer(config(resume="must"), Stage().parts()).train()
+    PPOTrainer(config(), Stage().parts()).train()
+    with pytest.raises(UserError, match=r"resume=never, but .* holds step-000003"):
+        PPOTrainer(config(resume="never"), Stage().parts()).train()
+    with pytest.raises(UserError, match=r"resume=maybe is unknown"):
+        PPOTrainer(config(resume="maybe"), Stage().parts()).train()
+
+
+def test_the_synchronous_trainer_refuses_staleness(config: MakeConfig) -> None:
+    with pytest.raises(UserError, match="max_staleness is 3"):
+        PPOTrainer(config(max_staleness=3), Stage().parts())
+
+
+@BOTH
+def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+    stage = Stage()
+
+    def fail(count: int) -> None:
+        stage.publisher.failure = RoleError("no server took version 1")
+        stage.pipe.empty_from = 1
+
+    stage.engine.on_update = fail
+    with pytest.raises(RoleError, match="no server took version 1"):
+        trainer(config(), stage.parts()).train()
+    assert "publisher closed" in stage.events.words
+    assert not any(word.startswith("finish") for word in stage.events.words)
+
+
+@BOTH
+def test_another_ranks_missing_batch_ends_this_rank_too(
+    config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arealite.impl.trainer.world import World
+
+    answers = iter([True, False])
+    monkeypatch.setattr(World, "all", lambda self, flag: next(answers))
+    stage = Stage()
+    trainer(config(), stage.parts()).train()
+    assert stage.engine.updates == 1
+    stage.events.order("report 0", "save step-000001", "finish: asked to stop")
