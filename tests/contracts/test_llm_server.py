@@ -1,6 +1,7 @@
 """What every server behind the client must do, as observed of SGLang 0.5.23 on the wire.
 
-One suite for all backends, so that tests against the fake and runs on the embedded server mean something for SGLang.
+One suite for all backends, so that tests against the fake and runs on the embedded server mean
+something for SGLang.
 """
 
 from __future__ import annotations

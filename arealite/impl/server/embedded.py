@@ -57,8 +57,9 @@ class EmbeddedServer(LLMServer):
             device=config.llm_server.embedded.device,
         )
         stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+            loop.add_signal_handler(signal.SIGTERM, stop.set)
         engine = self._engine(model)
         app = App(engine, self._limits(model, tokenizer), self._identity(model))
         runner = web.AppRunner(
@@ -70,6 +71,8 @@ class EmbeddedServer(LLMServer):
             await self._listen(runner)
             await self._until_stopped(app, stop)
         finally:
+            with suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.remove_signal_handler(signal.SIGTERM)
             await asyncio.to_thread(engine.close)
             await runner.cleanup()
 
@@ -117,7 +120,7 @@ class EmbeddedServer(LLMServer):
                 loop.call_soon_threadsafe(_notify, generations)
 
         def died(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self._on_death, error)
+            loop.call_soon_threadsafe(self.on_engine_death, error)
 
         options = self.config.llm_server.embedded
         return Engine(
@@ -127,7 +130,8 @@ class EmbeddedServer(LLMServer):
             on_death=died,
         )
 
-    def _on_death(self, error: BaseException) -> None:
+    def on_engine_death(self, error: BaseException) -> None:
+        """Make `serve` raise: a server that cannot generate must not look alive."""
         if self._died is not None and not self._died.done():
             self._died.set_result(error)
 

@@ -22,6 +22,9 @@ from arealite.impl.server.generation import Generation
 
 logger = log.get(__name__)
 
+CLOSE_S = 30.0
+"""A forward pass may take this long to end; after that the process ends without it."""
+
 
 class Engine:
     """Owns all requests; only its own thread touches them and the model."""
@@ -67,7 +70,7 @@ class Engine:
             self._abort(lambda generation: True)
 
         self._post(closing)
-        self._thread.join()
+        self._thread.join(timeout=CLOSE_S)
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Queue generations."""

@@ -1,0 +1,347 @@
+"""The decode loop's numbers against plain forward passes of the same model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.impl.server import decoder as decoder_module
+from arealite.impl.server.decoder import Decoder
+from arealite.impl.server.engine import Engine
+from arealite.impl.server.generation import Generation, SamplingParams
+from arealite.impl.server.weights import StagedWeights, load_model
+from tests.models import tiny_model
+
+FAMILIES = {
+    "qwen2": {},
+    "llama": {"family": "llama"},
+    "untied": {"tie_word_embeddings": False, "num_key_value_heads": 4},
+}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tiny_model(tmp_path_factory.mktemp(request.param), **FAMILIES[request.param])
+    return load_model(str(folder), dtype="float32", device="cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tiny_model(tmp_path_factory.mktemp("qwen"))
+    return load_model(str(folder), dtype="float32", device="cpu")[0]
+
+
+def wish(prompt: list[int], new: int, **sampling: Any) -> Generation:
+    stops = sampling.pop("stops", ())
+    start = sampling.pop("logprob_start", -1)
+    return Generation(
+        rid=f"{prompt}",
+        prompt=prompt,
+        sampling=SamplingParams(**sampling),
+        limit=new,
+        stops=frozenset(stops),
+        logprob_start=start,
+    )
+
+
+def run(decoder: Decoder, generations: Sequence[Generation]) -> None:
+    """Decode until all have ended."""
+    waiting = deque(generations)
+    with torch.inference_mode():
+        while waiting or decoder.running:
+            if waiting and len(decoder.running) < decoder.max_rows:
+                decoder.prefill(waiting)
+                decoder.remove_ended()
+            if decoder.running:
+                decoder.decode()
+                decoder.remove_ended()
+
+
+@torch.inference_mode()
+def reference(model: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities [T-1, V] of one plain forward pass, in float64 after the logits."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1].double()
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def check_logprobs(model: Any, generation: Generation, temperature: float = 1.0) -> None:
+    whole = generation.prompt + generation.output
+    rows = reference(model, whole, temperature)[len(generation.prompt) - 1 :]
+    expected = rows[torch.arange(len(rows)), generation.output]
+    torch.testing.assert_close(
+        torch.tensor(generation.logprobs, dtype=torch.float64), expected, atol=1e-5, rtol=0
+    )
+
+
+def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 64) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def test_greedy_equals_transformers_generate(model: Any) -> None:
+    wanted = prompts(7)
+    generations = [wish(prompt, 20, temperature=0.0) for prompt in wanted]
+    run(Decoder(model, max_rows=4, seed=0), generations)
+    for prompt, generation in zip(wanted, generations, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            max_new_tokens=20, min_new_tokens=20, eos_token_id=63, pad_token_id=0,
+        )  # fmt: skip
+        plain = reference(model, prompt + generation.output)[len(prompt) - 1 :].argmax(-1)
+        assert generation.output == plain.tolist()
+        if 63 not in generation.output:
+            assert generation.output == expected[0, len(prompt) :].tolist()
+        check_logprobs(model, generation)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_sampled_logprobs_equal_a_plain_forward_pass(model: Any, temperature: float) -> None:
+    generations = [wish(p, 5 + 3 * i, temperature=temperature) for i, p in enumerate(prompts(12))]
+    run(Decoder(model, max_rows=5, seed=1), generations)
+    for generation in generations:
+        assert len(generation.output) == generation.limit
+        check_logprobs(model, generation, temperature)
+
+
+def test_batch_of_unlike_settings_keeps_them_apart(qwen: Any) -> None:
+    greedy, hot, cut = (
+        wish([5, 6], 30, temperature=0.0),
+        wish([5, 6], 30, temperature=1.5),
+        wish([5, 6], 30, top_k=1),
+    )
+    run(Decoder(qwen, max_rows=8, seed=0), [greedy, hot, cut])
+    assert greedy.output == cut.output != hot.output
+    check_logprobs(qwen, greedy)
+    check_logprobs(qwen, hot, 1.5)
+    check_logprobs(qwen, cut)
+
+
+def test_equal_prompts_are_computed_once_and_sampled_apart(qwen: Any, monkeypatch: Any) -> None:
+    sizes = []
+    forward = Decoder._forward_prompts
+
+    def counted(self: Decoder, batch: Any, positions: Any) -> torch.Tensor:
+        sizes.append(len(batch))
+        return forward(self, batch, positions)
+
+    monkeypatch.setattr(Decoder, "_forward_prompts", counted)
+    generations = [wish(p, 12) for p in ([7, 8, 9], [7, 8, 9], [4], [7, 8, 9], [4])]
+    run(Decoder(qwen, max_rows=8, seed=0), generations)
+    assert sizes == [2]
+    assert [g.cached_tokens for g in generations] == [0, 2, 0, 2, 0]
+    assert len({tuple(g.output) for g in generations}) == 5
+    for generation in generations:
+        check_logprobs(qwen, generation)
+
+
+def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 64)
+    generations = [wish(p, 4) for p in prompts(20, longest=60)]
+    run(Decoder(qwen, max_rows=20, seed=0), generations)
+    for generation in generations:
+        check_logprobs(qwen, generation)
+
+
+def test_input_logprobs_equal_a_plain_forward_pass(qwen: Any) -> None:
+    scored = wish([5, 6, 7, 8], 3, logprob_start=0)
+    only_scored = wish([5, 9, 7, 8], 0, logprob_start=2)
+    single = wish([5], 2, logprob_start=0)
+    run(Decoder(qwen, max_rows=4, seed=0), [wish([4], 5), scored, only_scored, single])
+    assert scored.input_logprobs[0] is None
+    expected = reference(qwen, scored.prompt)[torch.arange(3), scored.prompt[1:]]
+    torch.testing.assert_close(
+        torch.tensor(scored.input_logprobs[1:]).double(), expected, atol=1e-5, rtol=0
+    )
+    check_logprobs(qwen, scored)
+    assert only_scored.output == [] and len(only_scored.input_logprobs) == 2
+    assert single.input_logprobs == [None]
+
+
+def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
+    allowed = wish([5], 40, stops=range(32))
+    banned = wish([5], 40, stops=range(32), min_new_tokens=6)
+    run(Decoder(qwen, max_rows=4, seed=0), [allowed, banned])
+    assert all(token >= 32 for token in banned.output[:6])
+    assert banned.finish == {"type": "stop", "matched": banned.output[-1]}
+    assert len(banned.output) > 6
+
+
+def test_sampling_follows_the_distribution(qwen: Any) -> None:
+    """4,000 draws of one token against its probabilities (chi-square, fixed seed)."""
+    generations = [wish([5, 6, 7], 1) for _ in range(4000)]
+    run(Decoder(qwen, max_rows=4000, seed=3), generations)
+    expected = reference(qwen, [5, 6, 7, 0])[-1].exp() * 4000
+    counts = torch.bincount(torch.tensor([g.output[0] for g in generations]), minlength=64)
+    likely = expected > 5
+    chi = ((counts[likely] - expected[likely]) ** 2 / expected[likely]).sum()
+    freedom = int(likely.sum())
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    limits=st.lists(st.integers(1, 12), min_size=1, max_size=14),
+    rows=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+def test_rows_come_and_go_without_mixing(limits: list[int], rows: int, seed: int) -> None:
+    """Any lengths, any number of rows: what each request sampled fits its own prompt only."""
+    model = shared_model()
+    wanted = [wish(p, n) for p, n in zip(prompts(len(limits), 9, seed), limits, strict=True)]
+    run(Decoder(model, max_rows=rows, seed=seed), wanted)
+    for generation in wanted:
+        assert len(generation.output) == generation.limit
+        check_logprobs(model, generation)
+
+
+@functools.cache
+def shared_model() -> Any:
+    """A model for tests that cannot take fixtures."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+# ---------------------------------------------------------------- weights change under requests
+
+
+class Running:
+    """An engine on a model, with events instead of sleeps."""
+
+    def __init__(self, model: Any, *, rows: int = 8) -> None:
+        self.progress = threading.Condition()
+        self.engine = Engine(Decoder(model, max_rows=rows, seed=0), deliver=self._deliver)
+        self.engine.start()
+
+    def _deliver(self, generations: list[Generation]) -> None:
+        with self.progress:
+            self.progress.notify_all()
+
+    def until(self, condition: Any) -> None:
+        with self.progress:
+            assert self.progress.wait_for(condition, timeout=20)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.close()
+
+
+def update(running: Running, model: Any, folder: Path, version: str, *, flush: bool = True) -> bool:
+    staged = StagedWeights(model, str(folder))
+    future = running.engine.update(staged.load, version=version, flush=flush, abort_all=False)
+    return future.result(timeout=20)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
+    """Retract: new tokens fit the new weights, prefix recomputed. In place: old KV is kept."""
+    model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+    old = copy.deepcopy(model)
+    generations = [wish(p, 200) for p in prompts(6, 12)]
+    for generation in generations:
+        generation.stream = True
+    with Running(model, rows=4) as running:
+        running.engine.submit(generations)
+        running.until(lambda: len(generations[0].output) >= 5)
+        running.engine.pause(mode).result(timeout=20)
+        standing = [len(g.output) for g in generations]
+        assert update(running, model, folders[1], "1", flush=mode == "retract")
+        assert [len(g.output) for g in generations] == standing
+        running.engine.resume().result(timeout=20)
+        running.until(lambda: all(g.ended for g in generations))
+    for generation in generations:
+        assert generation.finish == {"type": "length", "length": 200}
+        split = standing[generations.index(generation)]
+        spans = [("default", 0, split), ("1", split, 200)] if split else [("1", 0, 200)]
+        assert generation.spans == spans
+        whole, start = generation.prompt + generation.output, len(generation.prompt) - 1
+        got = torch.tensor(generation.logprobs).double()
+        before, after = (reference(m, whole)[start:] for m in (old, model))
+        index = torch.arange(200)
+        before, after = before[index, generation.output], after[index, generation.output]
+        torch.testing.assert_close(got[:split], before[:split], atol=1e-5, rtol=0)
+        if mode == "retract":
+            torch.testing.assert_close(got[split:], after[split:], atol=1e-5, rtol=0)
+            assert generation.retractions == (1 if split else 0)
+        elif split:
+            assert (got[split:] - after[split:]).abs().max() > 1e-3
+            assert generation.retractions == 0
+
+
+def test_in_place_with_flush_is_updated_but_dirty(folders: list[Path]) -> None:
+    model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+    generation = wish([5], 300)
+    generation.stream = True
+    with Running(model) as running:
+        running.engine.submit([generation])
+        running.until(lambda: len(generation.output) > 2)
+        running.engine.pause("in_place").result(timeout=20)
+        assert not update(running, model, folders[1], "1", flush=True)
+        assert running.engine.version == "1"
+
+
+def test_a_failing_step_fails_its_requests_and_the_loop_goes_on(
+    qwen: Any, monkeypatch: Any
+) -> None:
+    with Running(qwen) as running:
+        monkeypatch.setattr(
+            running.engine.decoder, "decode", lambda: (_ for _ in ()).throw(ValueError("boom"))
+        )
+        failed = [wish([5, 6], 9), wish([7], 9)]
+        running.engine.submit(failed)
+        running.until(lambda: all(g.ended for g in failed))
+        assert all("boom" in (g.error or "") for g in failed)
+        monkeypatch.undo()
+        good = wish([5, 6], 9)
+        running.engine.submit([good])
+        running.until(lambda: good.ended)
+        check_logprobs(qwen, good)
+
+
+def test_broken_weights_fail_requests_instead_of_sampling_noise(tmp_path: Path) -> None:
+    model = load_model(str(tiny_model(tmp_path)), dtype="float32", device="cpu")[0]
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with Running(model) as running:
+        generation = wish([5], 9)
+        running.engine.submit([generation])
+        running.until(lambda: generation.ended)
+    assert "not finite" in (generation.error or "")
+
+
+def test_a_load_that_fails_half_way_is_the_engines_death(qwen: Any) -> None:
+    died = threading.Event()
+    engine = Engine(
+        Decoder(qwen, max_rows=2, seed=0), deliver=print, on_death=lambda error: died.set()
+    )
+    engine.start()
+
+    def load() -> None:
+        raise OSError("the disk went away")
+
+    future = engine.update(load, version="1", flush=True, abort_all=False)
+    with pytest.raises(OSError, match="went away"):
+        future.result(timeout=20)
+    assert died.wait(20)
+    assert engine.version == "default"
+    engine.close()

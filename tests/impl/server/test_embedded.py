@@ -1,0 +1,279 @@
+"""The embedded server whole: HTTP, names, ports, signals, clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from transformers import AutoTokenizer
+
+from arealite.api.config import name_dir
+from arealite.base.errors import RoleError, UserError
+from arealite.impl.server.embedded import EmbeddedServer
+from arealite.system.name_registry import NameRegistry
+from tests.fakes.embedded import embedded, running, server_config
+
+
+@pytest.fixture
+async def server(folders: list[Path]) -> AsyncIterator[EmbeddedServer]:
+    async with embedded(folders[0], max_running_requests=8) as instance:
+        yield instance
+
+
+@pytest.fixture
+async def session(server: EmbeddedServer) -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(server.address, connector=connector) as opened:
+        yield opened
+
+
+async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> tuple[int, Any]:
+    async with session.post(path, json=body) as response:
+        return response.status, msgspec.json.decode(await response.read() or b"null")
+
+
+async def generate(
+    session: aiohttp.ClientSession, prompt: list[int], new: int, **sampling: Any
+) -> dict[str, Any]:
+    sampling = {"max_new_tokens": new, "ignore_eos": True} | sampling
+    status, answer = await post(
+        session, "/generate", input_ids=prompt, sampling_params=sampling, return_logprob=True
+    )
+    assert status == 200, answer
+    return answer
+
+
+async def test_more_requests_than_rows_all_finish(session: aiohttp.ClientSession) -> None:
+    lengths = [1 + 7 * i % 23 for i in range(40)]
+    answers = await asyncio.gather(
+        *(generate(session, [5, 6 + i % 3], n) for i, n in enumerate(lengths))
+    )
+    assert [len(a["output_ids"]) for a in answers] == lengths
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_weights_change_with_32_in_flight_and_none_is_lost(
+    session: aiohttp.ClientSession, folders: list[Path], mode: str
+) -> None:
+    tasks = [asyncio.ensure_future(generate(session, [5 + i], 150)) for i in range(32)]
+    async with asyncio.timeout(20):
+        while (await loads(session))["num_running_reqs"] < 8:
+            pass
+    for version in ("1", "2"):
+        assert (await post(session, "/pause_generation", mode=mode))[0] == 200
+        status, _ = await post(
+            session,
+            "/update_weights_from_disk",
+            model_path=str(folders[int(version)]),
+            weight_version=version,
+            flush_cache=False,
+        )
+        assert status == 200
+        await post(session, "/continue_generation")
+    answers = await asyncio.gather(*tasks)
+    assert all(len(a["output_ids"]) == 150 for a in answers)
+    assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in answers)
+    seen = {s["version"] for a in answers for s in a["meta_info"]["weight_versions"]}
+    assert {"default", "2"} <= seen
+
+
+async def loads(session: aiohttp.ClientSession) -> dict[str, Any]:
+    async with session.get("/v1/loads") as response:
+        return (await response.json())["loads"][0]
+
+
+async def test_stop_strings_cut_the_text_and_keep_the_tokens(
+    session: aiohttp.ClientSession, folders: list[Path]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    whole = await generate(session, [5, 6], 60, temperature=0.0, skip_special_tokens=False)
+    stop = tokenizer.decode(whole["output_ids"][4:6])
+    options = {"temperature": 0.0, "skip_special_tokens": False, "stop": [stop, "never there"]}
+    cut = await generate(session, [5, 6], 60, **options)
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    count = len(cut["output_ids"])
+    assert cut["output_ids"] == whole["output_ids"][:count]
+    assert stop in tokenizer.decode(cut["output_ids"])
+    assert stop not in cut["text"]
+    assert tokenizer.decode(cut["output_ids"]).startswith(cut["text"])
+    kept = await generate(session, [5, 6], 60, no_stop_trim=True, **options)
+    assert stop in kept["text"]
+
+
+async def test_eos_stops_unless_ignored(session: aiohttp.ClientSession) -> None:
+    sampling = {"max_new_tokens": 400}
+    for i in range(4):
+        body = {"input_ids": [5 + i], "sampling_params": sampling}
+        _, answer = await post(session, "/generate", **body)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+        assert answer["output_ids"][-1] == 2 and 2 not in answer["output_ids"][:-1]
+        assert "output_token_logprobs" not in answer["meta_info"]
+
+
+async def test_text_prompts_are_tokenised(session: aiohttp.ClientSession) -> None:
+    _, answer = await post(session, "/generate", text="12+3", sampling_params={"max_new_tokens": 2})
+    assert answer["meta_info"]["prompt_tokens"] == 4
+    _, answers = await post(session, "/generate", text=["1", "22"])
+    assert [a["meta_info"]["prompt_tokens"] for a in answers] == [1, 2]
+
+
+GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"{nonsense", "malformed"),
+        (b"\xff\xfe", ""),
+        (b"[1, 2]", "Expected `object`"),
+        (b"", "Either text, input_ids"),
+        (b'{"x": ' + b"[" * 100_000, ""),
+        ({"input_ids": "abc"}, "Expected"),
+        ({"input_ids": [1, [2]]}, "must be a list of integers"),
+        ({"input_ids": [1.5]}, "Expected"),
+        ({"input_ids": [[]]}, "prompt is empty"),
+        ({"input_ids": [10**30]}, "input_ids must lie"),
+        ({"sampling_params": {"foo": 1}}, "unknown field `foo`, expected one of"),
+        ({"sampling_params": {"max_new_tokens": "3"}}, "Expected `int"),
+        ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be"),
+        ({"sampling_params": {"top_p": 0.0}}, "top_p must be in (0, 1]"),
+        ({"sampling_params": {"top_k": 0}}, "top_k must be"),
+        ({"sampling_params": {"min_new_tokens": 500}}, "min_new_tokens must be"),
+        ({"sampling_params": {"n": 0}}, "n must be"),
+        ({"sampling_params": {"stop_token_ids": [99]}}, "stop_token_ids must lie"),
+        ({"sampling_params": {"regex": "a+"}}, "regex is not supported"),
+        ({"sampling_params": [{}, {}]}, "one item for each prompt"),
+        ({"top_logprobs_num": 3}, "top_logprobs_num is not supported"),
+        ({"return_logprob": True, "logprob_start_len": 7}, "logprob_start_len must be"),
+    ],
+)
+async def test_nonsense_is_refused_with_a_reason(
+    session: aiohttp.ClientSession, raw: Any, text: str
+) -> None:
+    body = raw if isinstance(raw, bytes) else msgspec.json.encode(GOOD | raw)
+    async with session.post("/generate", data=body) as response:
+        assert response.status == 400
+        answer = msgspec.json.decode(await response.read())
+    assert text in answer["error"]["message"]
+    assert (await post(session, "/generate", **GOOD))[0] == 200
+
+
+async def test_refusals_of_streams_come_as_events(session: aiohttp.ClientSession) -> None:
+    async with session.post("/generate", json={"input_ids": [99], "stream": True}) as response:
+        assert response.status == 200
+        text = await response.text()
+    assert '"code":400' in text and text.endswith("data: [DONE]\n\n")
+
+
+async def test_unknown_top_level_fields_are_ignored(session: aiohttp.ClientSession) -> None:
+    assert (await post(session, "/generate", **GOOD, surprise=1))[0] == 200
+
+
+async def test_bad_admin_bodies_are_refused(session: aiohttp.ClientSession) -> None:
+    for path, body in [
+        ("/update_weights_from_disk", {}),
+        ("/update_weights_from_disk", {"model_path": "x", "load_format": "dummy"}),
+        ("/pause_generation", {"mode": 3}),
+        ("/abort_request", {"rid": 3}),
+    ]:
+        assert (await post(session, path, **body))[0] == 400
+
+
+async def test_a_client_that_vanishes_takes_its_request_along(
+    server: EmbeddedServer, session: aiohttp.ClientSession
+) -> None:
+    task = asyncio.ensure_future(generate(session, [5], 500))
+    async with asyncio.timeout(20):
+        while (await loads(session))["num_running_reqs"] < 1:
+            pass
+        await post(session, "/pause_generation", mode="in_place")  # it cannot end by itself
+        task.cancel()
+        while (await loads(session))["num_running_reqs"] > 0:
+            pass
+
+
+async def test_paused_servers_are_healthy_but_not_ready(session: aiohttp.ClientSession) -> None:
+    await post(session, "/pause_generation", mode="retract")
+    for path, status in (("/health", 200), ("/ready", 503)):
+        async with session.get(path) as response:
+            assert response.status == status
+    async with session.get("/v1/models") as response:
+        assert (await response.json())["data"][0]["max_model_len"] == 512
+
+
+async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Path) -> None:
+    config = server_config(folders[0], tmp_path, context_length=100)
+    registry = NameRegistry(name_dir(config))
+    async with running(config) as server:
+        (entry,) = registry.list("llm_server")
+        assert entry.value == {
+            "address": server.address,
+            "type": "embedded",
+            "model_path": str(folders[0]),
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 64,
+            "context_length": 100,
+            "version": "default",
+            "host": "127.0.0.1",
+            "pid": os.getpid(),
+        }
+        assert server.address.startswith("http://127.0.0.1:")
+    assert registry.list("llm_server") == []
+
+
+async def test_a_used_port_is_one_clear_line(folders: list[Path], tmp_path: Path) -> None:
+    async with embedded(folders[0]) as first:
+        port = int(first.address.rsplit(":", 1)[1])
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with running(server_config(folders[0], tmp_path, port=port)):
+                pass
+
+
+async def test_wrong_models_are_refused_before_anything(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="no model there"):
+        async with running(server_config(tmp_path / "nothing", tmp_path)):
+            pass
+    with pytest.raises(UserError, match="more than the model's own 512"):
+        async with running(server_config(folders[0], tmp_path, context_length=513)):
+            pass
+    assert not os.listdir(tmp_path)
+
+
+async def test_sigterm_answers_what_is_in_flight_and_returns(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    config = server_config(folders[0], tmp_path)
+    server = EmbeddedServer(config)
+    serving = asyncio.ensure_future(server.serve())
+    async with asyncio.timeout(20):
+        await server.ready.wait()
+        async with aiohttp.ClientSession(server.address) as session:
+            flight = asyncio.ensure_future(generate(session, [5], 500))
+            while (await loads(session))["num_running_reqs"] < 1:
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+            answer = await flight
+        await serving
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"])
+    assert NameRegistry(name_dir(config)).list("llm_server") == []
+
+
+async def test_a_dead_engine_ends_the_server(folders: list[Path], tmp_path: Path) -> None:
+    server = EmbeddedServer(server_config(folders[0], tmp_path))
+    serving = asyncio.ensure_future(server.serve())
+    async with asyncio.timeout(20):
+        await server.ready.wait()
+        server.on_engine_death(MemoryError("no more"))
+        with pytest.raises(RoleError, match="the engine died: no more"):
+            await serving

@@ -1,0 +1,125 @@
+"""New weights are checked whole before the first byte is written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from arealite.base.errors import UserError
+from arealite.impl.server.protocol import Refusal
+from arealite.impl.server.weights import StagedWeights, load_model, pick_device
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def model(folders: list[Path]) -> Any:
+    return load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+
+
+def snapshot(model: Any) -> Tensors:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_load_takes_every_tensor(model: Any, folders: list[Path]) -> None:
+    StagedWeights(model, str(folders[1])).load()
+    other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
+    assert same(model.state_dict(), other.state_dict())
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def drop(tensors: Tensors) -> None:
+    del tensors["model.norm.weight"]
+
+
+def add(tensors: Tensors) -> None:
+    tensors["model.surprise"] = torch.zeros(3)
+
+
+def reshape(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = torch.zeros(31)
+
+
+def retype(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (drop, "lacks model.norm.weight"),
+        (add, "'model.surprise', the model has not"),
+        (reshape, r"has shape \[31\], the model \[32\]"),
+        (retype, "has dtype I64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_untouched(
+    model: Any, folders: list[Path], tmp_path: Path, spoil: Callable[[Tensors], None], text: str
+) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = snapshot(model)
+    with pytest.raises(Refusal, match=text):
+        StagedWeights(model, str(tmp_path))
+    assert same(before, model.state_dict())
+
+
+def test_broken_files_are_refused(model: Any, folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="Failed to get weights iterator"):
+        StagedWeights(model, str(tmp_path / "nowhere"))
+    whole = (folders[1] / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Refusal, match="Failed to get weights iterator"):
+        StagedWeights(model, str(tmp_path))
+
+
+def test_bfloat16_and_several_files_are_taken(
+    model: Any, folders: list[Path], tmp_path: Path
+) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    names = sorted(halves)
+    save_file({n: halves[n] for n in names[:5]}, tmp_path / "model-1.safetensors")
+    save_file({n: halves[n] for n in names[5:]}, tmp_path / "model-2.safetensors")
+    StagedWeights(model, str(tmp_path)).load()
+    assert same({n: t.float() for n, t in halves.items()}, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda folder: shutil.rmtree(folder), "no model there"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no \\*.safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 9), "cannot be loaded"),
+    ],
+)
+def test_load_model_says_what_is_wrong(
+    folders: list[Path], tmp_path: Path, spoil: Callable[[Path], Any], text: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders[0], folder)
+    spoil(folder)
+    with pytest.raises(UserError, match=text):
+        load_model(str(folder), dtype="float32", device="cpu")
+
+
+def test_load_model_refuses_empty_paths_dtypes_and_devices(folders: list[Path]) -> None:
+    with pytest.raises(UserError, match="path is empty"):
+        load_model("", dtype="float32", device="cpu")
+    with pytest.raises(UserError, match="must be one of"):
+        load_model(str(folders[0]), dtype="int8", device="cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no GPU"):
+            pick_device("cuda")
