@@ -163,13 +163,8 @@ class SGLangClient(LLMClient):
         body = self._body(generation, rid)
         generation.sent += 1
         scope = asyncio.timeout_at(generation.deadline)
-        server.scopes.add(scope)
-        server.in_flight += 1
-        server.served += 1
         try:
-            async with scope:
-                response = await self._session.post(server.generate_url, data=body)
-                raw = await response.read()
+            status, raw = await self._exchange(server, scope, body)
         except asyncio.CancelledError:
             self._abort(server, rid)
             raise
@@ -178,16 +173,28 @@ class SGLangClient(LLMClient):
                 self._abort(server, rid)
             await self._fail_over(generation, server, error)
             return None
-        finally:
-            server.in_flight -= 1
-            server.scopes.discard(scope)
-        if response.status == 200:
+        if status == 200:
             return raw
-        message = wire.error_message(response.status, raw)
-        if 400 <= response.status < 500 and response.status not in TRY_AGAIN:
+        message = wire.error_message(status, raw)
+        if 400 <= status < 500 and status not in TRY_AGAIN:
             raise GenerationRefused(f"{server.address}: {message}")
         await self._server_error(generation, server, message)
         return None
+
+    async def _exchange(
+        self, server: Server, scope: asyncio.Timeout, body: bytes
+    ) -> tuple[int, bytes]:
+        """Post a body and read the answer, in a scope that also ends when the server is lost."""
+        server.scopes.add(scope)
+        server.in_flight += 1
+        server.served += 1
+        try:
+            async with scope:
+                response = await self._session.post(server.generate_url, data=body)
+                return response.status, await response.read()
+        finally:
+            server.in_flight -= 1
+            server.scopes.discard(scope)
 
     def _body(self, generation: Generation, rid: str) -> bytes:
         request, sampling = generation.request, generation.request.sampling

@@ -142,7 +142,7 @@ def token_versions(answer: Answer, acknowledged: int) -> list[int]:
     """
     length = len(answer.output_ids)
     spans = answer.meta_info.weight_versions
-    if spans is None:
+    if not spans:
         return [acknowledged] * length
     versions: list[int] = []
     for span in spans:

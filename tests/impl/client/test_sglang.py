@@ -228,6 +228,18 @@ async def test_a_restarted_server_gets_traffic_again(site) -> None:
         assert (await task).output_ids == expected([10, 20, 30], 8)
 
 
+async def test_a_request_that_backs_off_holds_no_server(site) -> None:
+    async with site() as s:
+        s.servers[0].fail_next("reset", count=3)
+        task = asyncio.create_task(s.generate())
+        while s.client.stats()["failovers"] < 2:
+            await s.client._directory.changed()
+        (server,) = s.client._router.servers.values()
+        assert (server.in_flight, server.scopes) == (0, set())
+        server.lose()
+        assert (await task).stop_reason == "length"
+
+
 async def test_nobody_left_is_an_error_at_the_deadline(site) -> None:
     async with site() as s:
         await s.servers[0].kill()
