@@ -61,8 +61,8 @@ class TrainerLink:
         self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         self._socket: zmq.Socket[bytes] | None = None
         self._address: str | None = None
-        self._eval: EvalRequest | None = None
-        self._eval_result: EvalResult | None = None
+        self._evals: dict[int, EvalRequest] = {}
+        self._eval_results: list[EvalResult] = []
 
     def start(self, step: int) -> TrainerReady:
         """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
@@ -104,22 +104,20 @@ class TrainerLink:
 
     def evaluate(self, eval_id: int) -> None:
         """Ask for an evaluation beside training; `eval_result` gives its answer."""
-        self._eval, self._eval_result = EvalRequest(eval_id), None
+        self._evals[eval_id] = EvalRequest(eval_id)
         if self._socket is None:
             self._connect()
-        self._send(self._eval)
+        self._send(self._evals[eval_id])
 
     def eval_result(self, *, wait: bool) -> EvalResult | None:
-        """Return the scores asked for last: None when none were, or they are not there yet."""
-        if self._eval is not None and self._eval_result is None:
+        """Return the scores of an evaluation asked for; None when there are none yet (`wait` waits
+        for the next one while any is under way)."""
+        if not self._eval_results and self._evals:
             if wait:
-                self._ask(self._eval, self._is_wanted_eval)
+                self._ask(next(iter(self._evals.values())), self._is_answer(EvalResult))
             else:
                 self._receive_all()
-        result, self._eval_result = self._eval_result, None
-        if result is not None:
-            self._eval = None
-        return result
+        return self._eval_results.pop(0) if self._eval_results else None
 
     def close(self) -> None:
         """Close the connection."""
@@ -170,19 +168,11 @@ class TrainerLink:
             if waiting is not None and waiting.request == name and on_wait is not None:
                 waited = now
                 if on_wait(waiting):
-                    self._send(Finish("asked to stop"))
+                    self._send(Finish(wire.STOP_WAITING))
 
     @staticmethod
     def _is_answer(kind: type) -> Callable[[wire.ToTrainer], bool]:
         return lambda message: isinstance(message, kind)
-
-    def _is_wanted_eval(self, message: wire.ToTrainer) -> bool:
-        wanted = self._eval
-        return (
-            isinstance(message, EvalResult)
-            and wanted is not None
-            and message.eval_id == wanted.eval_id
-        )
 
     def _receive_all(self) -> None:
         while self._receive(block=False) is not None:
@@ -204,8 +194,8 @@ class TrainerLink:
         message = wire.decode_to_trainer(frames[0])
         if isinstance(message, Refused):
             raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
-        if isinstance(message, EvalResult) and self._is_wanted_eval(message):
-            self._eval_result = message
+        if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
+            self._eval_results.append(message)
         return message, frames[1:]
 
     def _send(self, message: wire.TrainerRequest) -> None:
@@ -227,5 +217,6 @@ class TrainerLink:
         self._connect()
         logger.info("datapipe looked up again", address=self._address, before=before)
         self._send(request)
-        if self._eval is not None and self._eval_result is None and request is not self._eval:
-            self._send(self._eval)
+        for other in self._evals.values():
+            if other is not request:
+                self._send(other)

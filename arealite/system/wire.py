@@ -36,6 +36,10 @@ from arealite.api.trainer_messages import (
 DRAIN_AT_ONCE = 64
 """Messages handled before the loop gets its turn."""
 
+STOP_WAITING = "a rank was asked to stop while it waited"
+"""Reason of a Finish that ends the waits but not the datapipe: a checkpoint and a last Finish
+follow."""
+
 TrainerRequest: TypeAlias = (
     TrainerStart | BatchRequest | StepReport | Published | Checkpointed | EvalRequest | Finish
 )
@@ -46,9 +50,9 @@ ToTrainer: TypeAlias = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_datapipe = msgspec.msgpack.Decoder(ToDatapipe).decode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_to_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
+decode_to_datapipe: Callable[[bytes], ToDatapipe] = msgspec.msgpack.Decoder(ToDatapipe).decode
+decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrainer).decode
 
 
 def request_name(request: TrainerRequest | StatusRequest) -> str:

@@ -1,0 +1,386 @@
+"""Knows every open group: what of it is leased, finished, failed, and in which batch it goes.
+
+Plain state and rules without sockets or clocks, so that random histories can be tested against the
+ledger that each change is written to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from arealite.algo import staleness
+from arealite.api.rollout_messages import Episode, Failure, Lease
+from arealite.api.task import Task
+from arealite.api.trainer import PPOConfig
+from arealite.api.trajectory import TrajectoryHeader
+from arealite.system.ledger import Ledger, decode_header
+
+FAILURE_WINDOW = 256
+
+
+@dataclass
+class Group:
+    """One group that is not trained yet."""
+
+    seq: int
+    group_id: str
+    task: Task
+    size: int
+    finished: dict[int, list[TrajectoryHeader]] = field(
+        default_factory=dict[int, list[TrajectoryHeader]]
+    )
+    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
+    """Live ones; their `members` that are neither finished nor failed are still due."""
+    failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
+    """(member, lease id, class) of each failed attempt."""
+    state: str = "offered"
+    step: int | None = None
+    place: int = 0
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        """All trajectories, by member and seat."""
+        return [h for member in sorted(self.finished) for h in self.finished[member]]
+
+    @property
+    def start(self) -> int | None:
+        """Version of the oldest token, or of the oldest live lease where that is less."""
+        versions = [lease.version for lease in self.leases.values()]
+        versions += [h.oldest_version for headers in self.finished.values() for h in headers]
+        return min(versions, default=None)
+
+    def due(self, lease: Lease) -> list[int]:
+        """Members that a lease still has to deliver."""
+        failed = {m for m, lease_id, _ in self.failures if lease_id == lease.lease_id}
+        return [m for m in lease.members if m not in self.finished and m not in failed]
+
+    def given_up(self, max_attempts: int) -> set[int]:
+        """Members that failed as often as is allowed."""
+        counts = Counter(member for member, _, _ in self.failures)
+        return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
+
+    def missing(self, max_attempts: int) -> list[int]:
+        """Members that nobody runs and that may still be offered."""
+        busy = {m for lease in self.leases.values() for m in self.due(lease)}
+        busy |= self.given_up(max_attempts)
+        return [m for m in range(self.size) if m not in self.finished and m not in busy]
+
+
+class GroupBook:
+    """All open groups of a trial, and the ledger that remembers them."""
+
+    def __init__(
+        self, ledger: Ledger, train: Sequence[Task], *, ppo: PPOConfig, seed: int, shuffle: bool
+    ) -> None:
+        self.ledger = ledger
+        self.train = train
+        self.ppo = ppo
+        self.seed = seed
+        self.shuffle = shuffle
+        self.groups: dict[str, Group] = {}
+        self.offered = 0
+        """Groups ever offered: the dataset's cursor."""
+        self.next_step = 0
+        """The batch to be composed next."""
+        self.version: int | None = None
+        """The version that every server has confirmed."""
+        self.counts: Counter[str] = Counter()
+        """Groups by state; filtered ones also by `filtered:<reason>`."""
+        self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self.first_failure: Failure | None = None
+        self.too_late = 0
+        """Results of lost leases that were too old to keep."""
+        self.leases_given = 0
+        self.batches: dict[int, list[Group]] = {}
+        """Composed batches whose step is not durable."""
+        self._planned: dict[int, list[Group]] = {}
+        """Rolled-back batches, to be composed again as they were."""
+        self._load()
+
+    # ------------------------------------------------------------ leases
+
+    def task_of(self, seq: int) -> tuple[int, int]:
+        """Return (epoch, row) of the group offered as number `seq`."""
+        epoch, place = divmod(seq, len(self.train))
+        if not self.shuffle:
+            return epoch, place
+        return epoch, permutation(self.seed, epoch, len(self.train))[place]
+
+    def next_offer(self) -> Group | None:
+        """Return a group with members to be run: the oldest such, else the next of the dataset
+        where admission allows it."""
+        if self.version is None:
+            return None
+        for group in self.groups.values():
+            if group.state in ("offered", "leased") and group.missing(self.ppo.max_attempts):
+                return group
+        outstanding = self.next_step * self.ppo.num_groups + self.buffered
+        eta, size = self.ppo.max_staleness, self.ppo.num_groups
+        if not staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size):
+            return None
+        return self._offer()
+
+    @property
+    def buffered(self) -> int:
+        """Groups that are offered, leased or complete."""
+        return self.counts["offered"] + self.counts["leased"] + self.counts["complete"]
+
+    def lease(self, group: Group, *, worker_id: str, credit: int) -> Lease:
+        """Lease up to `credit` missing members of a group."""
+        assert self.version is not None
+        self.leases_given += 1
+        lease = Lease(
+            lease_id=f"{group.group_id}.{self.ledger.boot}.{self.leases_given}",
+            group_id=group.group_id,
+            split="train",
+            task=group.task,
+            members=group.missing(self.ppo.max_attempts)[:credit],
+            version=self.version,
+        )
+        group.leases[lease.lease_id] = lease
+        self.ledger.lease(lease, worker_id=worker_id)
+        self._move(group, "leased", write=False)
+        return lease
+
+    def lose(self, lease: Lease) -> None:
+        """End a lease whose worker is gone; its missing members will be offered again."""
+        group = self.groups.get(lease.group_id)
+        if group is not None and group.leases.pop(lease.lease_id, None) is not None:
+            self.ledger.end_lease(lease.lease_id)
+
+    # ------------------------------------------------------------ results
+
+    def add(self, episode: Episode, payloads: Sequence[bytes]) -> None:
+        """Take in an episode: the first one of a member counts, whatever lease it is of."""
+        group = self.groups.get(episode.group_id)
+        if group is None or group.state not in ("offered", "leased"):
+            return
+        if episode.member in group.finished:
+            return
+        if episode.failure is None and self._is_too_late(group, episode):
+            self.too_late += 1
+            if episode.lease_id not in group.leases:
+                return  # its lease was lost, and the member is offered again
+            failure = Failure("too_old", "tokens older than the lease's version")
+            episode = Episode(
+                episode.lease_id, episode.group_id, episode.member, headers=[], failure=failure
+            )
+        if episode.failure is not None:
+            self._fail(group, episode, episode.failure)
+        else:
+            self.failed_window.append(False)
+            group.finished[episode.member] = episode.headers
+            for header, payload in zip(episode.headers, payloads, strict=True):
+                self.ledger.add_trajectory(header, payload)
+        for lease in [lease for lease in group.leases.values() if not group.due(lease)]:
+            self.lose(lease)
+        self._settle(group)
+
+    def _is_too_late(self, group: Group, episode: Episode) -> bool:
+        """A late or wrongly versioned result may not break the staleness bound."""
+        if self.ppo.staleness_policy != "pace":
+            return False
+        oldest = min((h.oldest_version for h in episode.headers), default=None)
+        lease = group.leases.get(episode.lease_id)
+        if oldest is None or (lease is not None and oldest >= lease.version):
+            return False
+        starts = [c.start for c in self.candidates() if c.seq != group.seq]
+        starts.append(min(oldest, group.start if group.start is not None else oldest))
+        eta, size = self.ppo.max_staleness, self.ppo.num_groups
+        return not staleness.fits(starts, self.next_step, eta=eta, num_groups=size)
+
+    def _fail(self, group: Group, episode: Episode, failure: Failure) -> None:
+        key = (episode.member, episode.lease_id)
+        if any(key == (member, lease_id) for member, lease_id, _ in group.failures):
+            return
+        group.failures.append((*key, failure.failure_class))
+        self.failed_window.append(True)
+        self.first_failure = self.first_failure or failure
+        self.ledger.add_failure(group.group_id, *key, failure)
+
+    def _settle(self, group: Group) -> None:
+        """Complete or filter a group once nothing more can come of it."""
+        policy, attempts = self.ppo.partial_group, self.ppo.max_attempts
+        given_up = group.given_up(1 if policy == "drop" else attempts)
+        enough = min(2, group.size) if policy == "min_size" else group.size
+        if group.size - len(given_up) < enough:
+            classes = [name for member, _, name in group.failures if member in given_up]
+            self._filter(group, f"failed:{classes[-1]}")
+        elif len(group.finished) + len(given_up) == group.size:
+            rewards = {h.reward for h in group.headers}
+            if not group.headers:
+                self._filter(group, "empty")
+            elif self.ppo.filter_zero_variance and len(rewards) == 1:
+                self._filter(group, "zero_variance")
+            else:
+                self._move(group, "complete")
+
+    # ------------------------------------------------------------ batches
+
+    def candidates(self) -> Iterator[staleness.Candidate]:
+        """Leased and complete groups that no rolled-back batch holds."""
+        for group in self.groups.values():
+            start = group.start
+            if start is not None and group.step is None:
+                yield staleness.Candidate(start, group.seq, group.state == "complete")
+
+    def compose(self) -> list[Group] | None:
+        """Fix the groups of the next batch, or return None while it may not be released."""
+        step = self.next_step
+        chosen = self._planned.pop(step, None) or self._choose(step)
+        if chosen is None:
+            return None
+        self.ledger.batch(step, [group.group_id for group in chosen])
+        for place, group in enumerate(chosen):
+            group.step, group.place = step, place
+            self._move(group, "batched", write=False)
+            del self.groups[group.group_id]
+        self.batches[step] = chosen
+        self.next_step = step + 1
+        return chosen
+
+    def _choose(self, step: int) -> list[Group] | None:
+        if self.ppo.staleness_policy == "drop":
+            self._drop_stale(step)
+        if self.counts["complete"] < self.ppo.num_groups:
+            return None
+        chosen = staleness.choose(
+            list(self.candidates()),
+            step,
+            policy=self.ppo.staleness_policy,
+            eta=self.ppo.max_staleness,
+            num_groups=self.ppo.num_groups,
+        )
+        by_seq = {group.seq: group for group in self.groups.values()}
+        return chosen and [by_seq[candidate.seq] for candidate in chosen]
+
+    def _drop_stale(self, step: int) -> None:
+        for group in list(self.groups.values()):
+            start = group.start
+            if group.state == "complete" and start is not None and group.step is None:
+                if step - start > self.ppo.max_staleness:
+                    self._filter(group, "stale")
+
+    def mark_trained(self, step: int) -> None:
+        """Note that the optimizer has applied a batch."""
+        for group in self.batches.get(step, []):
+            if group.state == "batched":
+                self._move(group, "trained", write=False)
+
+    def mark_durable(self, step: int) -> None:
+        """Forget the batches that a checkpoint holds."""
+        for done in [s for s in self.batches if s < step]:
+            for group in self.batches.pop(done):
+                self._move(group, "durable", write=False)
+
+    def roll_back(self, step: int) -> int:
+        """Make the groups of batches from `step` on complete again; return how many."""
+        self.ledger.roll_back(step)
+        self.ledger.commit()
+        rolled = self.next_step > step
+        self._load()
+        return sum(len(groups) for groups in self._planned.values()) if rolled else 0
+
+    # ------------------------------------------------------------ inside
+
+    def _offer(self) -> Group:
+        seq = self.offered
+        epoch, row = self.task_of(seq)
+        group = Group(seq, f"g{seq}", self.train[row], self.ppo.collector.group_size)
+        self.offered += 1
+        self.groups[group.group_id] = group
+        self.counts["offered"] += 1
+        self.ledger.offer(seq, group.group_id, task_id=group.task.task_id, row=row, epoch=epoch)
+        return group
+
+    def _filter(self, group: Group, reason: str) -> None:
+        for lease in list(group.leases.values()):
+            self.lose(lease)
+        self._move(group, "filtered", reason)
+        self.counts[f"filtered:{reason}"] += 1
+        del self.groups[group.group_id]
+
+    def _move(
+        self, group: Group, state: str, reason: str | None = None, *, write: bool = True
+    ) -> None:
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        group.state = state
+        if write:
+            self.ledger.set_state(group.group_id, state, reason)
+
+    def _load(self) -> None:
+        """Read back what the ledger knows: after a start, and after a roll-back."""
+        db = self.ledger.connection
+        self.groups, self.batches, self._planned = {}, {}, {}
+        self.counts = Counter(dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")))
+        for reason, count in db.execute(
+            "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
+        ):
+            self.counts[f"filtered:{reason}"] = count
+        self.offered = sum(n for state, n in self.counts.items() if ":" not in state)
+        top = "SELECT MAX(step) FROM groups WHERE state IN ('batched', 'trained', 'durable')"
+        (last,) = db.execute(top).fetchone()
+        self.next_step = 0 if last is None else last + 1
+        held = dict(db.execute("SELECT key, value FROM meta WHERE key = 'version'").fetchall())
+        self.version = int(held["version"]) if "version" in held else None
+        for row in db.execute(
+            "SELECT seq, group_id, row, state, step, place FROM groups "
+            "WHERE state NOT IN ('filtered', 'durable') ORDER BY seq"
+        ).fetchall():
+            self._load_group(*row)
+        for batch in (*self.batches.values(), *self._planned.values()):
+            batch.sort(key=lambda group: group.place)
+        if any(len(plan) != self.ppo.num_groups for plan in self._planned.values()):
+            self._forget_plans()
+
+    def _load_group(self, seq: int, group_id: str, row: int, *place: object) -> None:
+        state, step, order = place
+        group = Group(seq, group_id, self.train[row], self.ppo.collector.group_size)
+        group.state = str(state)
+        group.step = step if isinstance(step, int) else None
+        group.place = order if isinstance(order, int) else 0
+        self._load_parts(group)
+        if state in ("batched", "trained"):
+            assert group.step is not None
+            self.batches.setdefault(group.step, []).append(group)
+            return
+        self.groups[group_id] = group
+        if group.step is not None:
+            self._planned.setdefault(group.step, []).append(group)
+
+    def _load_parts(self, group: Group) -> None:
+        db, key = self.ledger.connection, (group.group_id,)
+        for (blob,) in db.execute(
+            "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat", key
+        ):
+            header = decode_header(blob)
+            group.finished.setdefault(header.member, []).append(header)
+        group.failures = db.execute(
+            "SELECT member, lease_id, class FROM failures WHERE group_id = ?", key
+        ).fetchall()
+        for lease_id, members, version in db.execute(
+            "SELECT lease_id, members, version FROM leases WHERE group_id = ? AND ended = 0", key
+        ):
+            group.leases[lease_id] = Lease(
+                *(lease_id, group.group_id, "train", group.task, json.loads(members), version)
+            )
+
+    def _forget_plans(self) -> None:
+        for group in self.groups.values():
+            group.step = None
+        self._planned = {}
+        self.ledger.forget_plans()
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+    """Return the order of the dataset's rows in an epoch: a pure function of its arguments."""
+    rows = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(rows)
+    return tuple(rows)
