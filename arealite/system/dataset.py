@@ -1,0 +1,123 @@
+"""Read the rows of a dataset, JSONL or Parquet, as tasks.
+
+Every row is checked before a run starts, so that a bad one is a line with its number and not a failure in hour three.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+
+COLUMNS = ("prompt", "ground_truth", "extra_info")
+"""Columns read; `prompt` is required, others in the file are ignored."""
+
+
+def load_tasks(path: str, split: str) -> list[Task]:
+    """Return one task a row, in the file's order; row n (from 0) gets the id `<split>-<n>`.
+
+    Raises:
+        UserError: the file is missing, empty or of another kind, or a row of it cannot be used.
+    """
+    if not path:
+        raise UserError(
+            f"no dataset for split '{split}'. Set dataset.{split}=<file.jsonl or .parquet>."
+        )
+    file = Path(path).expanduser()
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    reader = readers.get(file.suffix)
+    if reader is None:
+        raise UserError(unknown("dataset suffix", file.suffix, sorted(readers)) + f" File: {file}.")
+    if not file.is_file():
+        raise UserError(
+            f"dataset file {file} does not exist. Set dataset.{split} to an existing file."
+        )
+    tasks = [
+        _task(row, f"{split}-{index}", where) for index, (where, row) in enumerate(reader(file))
+    ]
+    if not tasks:
+        raise UserError(f"dataset file {file} has no rows. Write at least one with a `prompt`.")
+    return tasks
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row); blank lines are skipped."""
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            row = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{where}: not a JSON object: {error}. Write one object a line: "
+                '{"prompt": …, "ground_truth": …}.'
+            ) from error
+        _require_prompt(list(row), where)
+        yield where, row
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row), rows counted from 0."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        names = pyarrow.parquet.read_schema(file).names
+        _require_prompt(names, str(file))
+        table = pyarrow.parquet.read_table(file, columns=[n for n in COLUMNS if n in names])
+    except (pyarrow.ArrowException, OSError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error
+    rows = cast(list[dict[str, Any]], table.to_pylist())
+    for number, row in enumerate(rows):
+        yield f"{file}, row {number}", row
+
+
+def _require_prompt(names: Sequence[str], where: str) -> None:
+    if "prompt" in names:
+        return
+    near = difflib.get_close_matches("prompt", names, n=1)
+    hint = f" Did you mean '{near[0]}'? Rename it to `prompt`." if near else " Add it."
+    raise UserError(f"{where}: no column `prompt`, only {', '.join(names) or 'none'}.{hint}")
+
+
+def _task(row: dict[str, Any], task_id: str, where: str) -> Task:
+    prompt = _prompt(row["prompt"], where)
+    truth, extra = row.get("ground_truth"), row.get("extra_info")
+    if truth is not None and not isinstance(truth, str):
+        raise UserError(
+            f"{where}: `ground_truth` is {type(truth).__name__}, must be a string or null. "
+            f'Write it as "{truth}".'
+        )
+    if extra is not None and not isinstance(extra, dict):
+        raise UserError(
+            f"{where}: `extra_info` is {type(extra).__name__}, must be an object of named values. "
+            'Write it as {"name": value}, or leave it out.'
+        )
+    return Task(task_id, prompt, truth, cast(dict[str, Any], extra or {}))
+
+
+def _prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[Any], prompt))):
+        return cast(list[dict[str, str]], prompt)
+    raise UserError(
+        f"{where}: `prompt` must be a text that is not empty, or a list of messages. "
+        'Write "…" or [{"role": "user", "content": "…"}].'
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(cast(dict[str, Any], message).get(key), str) for key in ("role", "content")
+    )

@@ -1,0 +1,217 @@
+"""The maths reward: math-verify's verdicts, the short cut that must equal them, and processes that die when they must."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.api.reward import MathVerifyConfig, RewardConfig, RewardFactory
+from arealite.base.errors import RewardTimeout, UserError, failure_class
+from arealite.impl.reward.checker import is_equal
+from arealite.impl.reward.math_verify import MathVerifyReward, equal_integers
+from arealite.impl.reward.pool import CheckerCrash, CheckerPool
+
+ENDLESS = "$9^{9^{9^{9}}}$", "9^9^9^9^9", "$" + "(" * 3000 + "x" + ")" * 3000 + "$"
+
+
+@pytest.fixture
+async def reward():
+    made = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=30.0))
+    await made.setup()
+    yield made
+    await made.close()
+
+
+def family(pool: CheckerPool) -> list[psutil.Process]:
+    """Return every process of the pool, children first."""
+    parents = [psutil.Process(c._process.pid) for c in pool.checkers if c._process]
+    return [child for p in parents for child in p.children(recursive=True)] + parents
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+VERDICTS = [
+    ("123456", "123456", 1.0),
+    (" 123456\n", "123456", 1.0),
+    ("123465", "123456", 0.0),
+    ("", "123456", 0.0),
+    ("no idea", "3", 0.0),
+    ("so the answer is $\\frac{1}{2}$", "0.5", 1.0),
+    ("first 3, then \\boxed{4}", "4", 1.0),
+    ("first 4, then \\boxed{3}", "4", 0.0),
+    ("x is 3. Or rather 4", "4", 1.0),
+    ("$(x+1)^2$", "x^2+2x+1", 1.0),
+    ("answer: 1,234", "1234", 1.0),
+    ("it is $\\sqrt{2}$", "$\\sqrt{2}$", 1.0),
+    ("3", "", 0.0),
+    ('"quotes" \n and \u2028 newlines 5', "5", 1.0),
+    ("x" * 300_000 + " 5", "5", 1.0),
+]
+
+
+async def test_scores(reward):
+    for completion, truth, due in VERDICTS:
+        assert await reward.score(completion, truth) == due, (completion[-80:], truth)
+
+
+def test_the_factory_makes_it():
+    made = RewardFactory(None).make_reward(RewardConfig())
+    assert isinstance(made, MathVerifyReward)
+
+
+@pytest.mark.parametrize("bad", [{"workers": 0}, {"timeout_s": 0.0}])
+def test_senseless_config_is_refused(bad):
+    with pytest.raises(UserError, match="must be above 0"):
+        MathVerifyReward(MathVerifyConfig(**bad))
+
+
+# ---------------------------------------------------------------- the short cut
+
+integer = st.from_regex(r"[-+]?[0-9]{1,70}", fullmatch=True)
+padded = st.builds(
+    "{}{}{}".format, st.sampled_from(["", " ", "\n", "\u00a0"]), integer, st.just("")
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.tuples(padded, padded), padded.map(lambda text: (text, text.strip()))))
+def test_short_cut_agrees_with_math_verify(pair):
+    decided = equal_integers(*pair)
+    assert decided is None or decided == is_equal(*pair)
+
+
+@pytest.mark.parametrize("zeros", ["", "0", "000"])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_short_cut_agrees_on_zeros_and_signs(zeros, sign):
+    for completion in (f"{sign}{zeros}7", f"{sign}{zeros}", "7", "-7", "0"):
+        for truth in (f"{sign}{zeros}7", "7", "-7", "0"):
+            decided = equal_integers(completion, truth)
+            assert decided is None or decided == is_equal(completion, truth), (completion, truth)
+
+
+@pytest.mark.parametrize("text", ["+5", "-05", "-0", "1,000", "5.", "5 6", "٣", "5%", "1" * 65, ""])
+def test_short_cut_leaves_the_rest_to_math_verify(text):
+    assert equal_integers(text, "5") is None
+    assert equal_integers("5", text) is None
+
+
+async def test_short_cut_needs_no_process():
+    reward = MathVerifyReward(MathVerifyConfig())
+    assert await reward.score("007", "7") == 1.0
+    assert reward.pool.checkers[0]._process is None
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("answer", ENDLESS)
+async def test_endless_check_is_killed_and_has_no_reward(reward, answer):
+    child, _ = family(reward.pool)
+    reward.pool.timeout_s = 0.3
+    with pytest.raises(RewardTimeout, match="killed after 0.3 s") as caught:
+        await reward.score(answer, "5")
+    assert failure_class(caught.value) == "reward_timeout"
+    child.wait(timeout=10)
+    reward.pool.timeout_s = 30.0
+    assert await reward.score("1/2", "0.5") == 1.0
+    assert len(family(reward.pool)) == 2
+
+
+async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(reward):
+    child, _ = family(reward.pool)
+    check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", "5"))
+    done, _ = await asyncio.wait([check], timeout=0.2)
+    assert not done
+    check.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await check
+    child.wait(timeout=10)
+    assert await reward.score("1/2", "1/3") == 0.0
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["child", "parent"])
+async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victim):
+    before = family(reward.pool)
+    before[victim].kill()
+    before[victim].wait(timeout=10)
+    assert await reward.score("1/2", "0.5") == 1.0
+    after = family(reward.pool)
+    assert len(after) == 2
+    assert not {p.pid for p in after} & {before[0].pid}
+
+
+async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
+    check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", "5"))
+    killed: list[int] = []
+    async with asyncio.timeout(30):
+        while not check.done():
+            pid = reward.pool.checkers[0].pid
+            if pid is not None and pid not in killed:
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait([check], timeout=0.01)
+    with pytest.raises(CheckerCrash):
+        await check
+    assert len(killed) == 2
+    assert await reward.score("1/2", "0.5") == 1.0
+
+
+async def test_close_leaves_no_process():
+    pool = CheckerPool(workers=2, timeout_s=30.0)
+    await pool.start()
+    processes = family(pool)
+    assert len(processes) == 4
+    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "5"))
+    await asyncio.wait([busy], timeout=0.1)
+    busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)
+    await pool.close()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+
+
+async def test_checks_run_in_parallel_and_keep_their_answers():
+    pool = CheckerPool(workers=2, timeout_s=60.0)
+    await pool.start()
+    try:
+        checks = [pool.check(f"it is ${n}/7$", f"\\frac{{{n - n % 2}}}{{7}}") for n in range(40)]
+        assert await asyncio.gather(*checks) == [n % 2 == 0 for n in range(40)]
+    finally:
+        await pool.close()
+
+
+@pytest.mark.processes
+async def test_death_of_the_owner_ends_the_workers(tmp_path):
+    code = """
+import asyncio, os, sys
+from arealite.impl.reward.pool import CheckerPool
+async def main():
+    pool = CheckerPool(workers=1, timeout_s=60.0)
+    await pool.start()
+    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "5"))
+    await asyncio.wait([busy], timeout=0.1)
+    print(pool.checkers[0].pid, pool.checkers[0]._process.pid, flush=True)
+    await busy
+asyncio.run(main())
+"""
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in (await owner.stdout.readline()).split()]
+    owner.kill()
+    await owner.wait()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert all(map(ended, alive))

@@ -1,0 +1,115 @@
+"""Make a tiny, randomly initialised Qwen2 model with a character-level tokenizer.
+
+Here because tests, benchmarks and the demo need a real Hugging Face folder and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Contents one after the other, the assistant's closed by EOS: a longer conversation extends a shorter one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """The shape of the model; the defaults have 0.1 M parameters."""
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int | None = None
+    """None: as many as heads."""
+    alphabet: str = PRINTABLE
+    """The characters the tokenizer knows; others become <unk>."""
+    vocab_size: int | None = None
+    """Rows of the embedding; None: just the tokens. More leaves unused ids at the end."""
+    context: int = 512
+    seed: int = 1
+
+
+def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
+    """Write config, weights (fp32 safetensors) and tokenizer into `folder`; the same shape gives the same bytes."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = shape or TinyModel()
+    tokenizer = make_tokenizer(shape.alphabet, context=shape.context)
+    vocab_size = shape.vocab_size or len(tokenizer)
+    if vocab_size < len(tokenizer):
+        raise ValueError(
+            f"vocab_size {vocab_size} is below the tokenizer's {len(tokenizer)} tokens"
+        )
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=4 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads or shape.heads,
+        max_position_embeddings=shape.context,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(shape.seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(alphabet: str, *, context: int = 512) -> Any:
+    """Return a tokenizer with one token a character (a byte beyond ASCII), after <pad> 0, <eos> 1 and <unk> 2.
+
+    A byte-level BPE without merges, in Qwen2's class: transformers reads every Qwen2 folder with that class.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    written = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(alphabet)
+    tokens = [PAD, EOS, UNK, *dict.fromkeys("".join(piece for piece, _ in written))]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=context,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the shape from the command line and write the folder."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = TinyModel()
+    parser.add_argument("folder", type=Path)
+    for name in ("hidden", "layers", "heads", "context", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
+    parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--alphabet", default=default.alphabet)
+    options = vars(parser.parse_args(argv))
+    folder = options.pop("folder")
+    print(make_tiny_model(folder, TinyModel(**options)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
