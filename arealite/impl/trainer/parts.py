@@ -117,7 +117,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Nothing here may take a lock, logging included: the loop may have been cut while holding it.
+        # No locks here, logging included: the loop may have been cut while holding one.
         if self.asked:
             os._exit(128 + number)
         self.asked = True

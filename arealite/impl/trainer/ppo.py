@@ -177,8 +177,8 @@ class PPOTrainer(Trainer):
             for sink in self.parts.loggers:
                 sink.rewind(step)
         self.publish(step)
+        self.settle()
         if self.has_evaluation and step == 0:
-            self.settle()
             self.evaluate(step)
             self.collect_evaluation(wait=True)
         self.clock.lap()

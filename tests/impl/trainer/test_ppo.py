@@ -173,7 +173,9 @@ def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[P
     pressing.start()
     made.train()
     pressing.join()
-    stage.events.order("report 0", "finish: asked to stop", "save step-000001", "checkpointed 1")
+    stage.events.order("report 0", "save step-000001", "checkpointed 1")
+    stage.events.order("ask 1", "finish: asked to stop")
+    assert stage.engine.updates == 1
 
 
 def test_a_second_sigterm_ends_the_process_at_once(
