@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from arealite.api.rollout_messages import Episode, Lease
-from arealite.base.errors import EpisodeError, InvariantError, UserError
+from arealite.base.errors import EpisodeError, InvariantError, RoleError, UserError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
 from tests.fakes.client import ScriptedClient, response
@@ -31,9 +31,12 @@ class FakeLink:
         self.drained = asyncio.Event()
         self.metrics: Callable[[], dict[str, float]] = dict
         self.seen = asyncio.Event()
+        self.error: Exception | None = None
 
     async def run(self) -> None:
         await self.drained.wait()
+        if self.error is not None:
+            raise self.error
 
     async def next_lease(self) -> Lease | None:
         return await self.leases.get()
@@ -133,6 +136,19 @@ async def test_a_broken_invariant_ends_the_worker_and_closes_what_it_opened() ->
             await task
         assert not client.is_open
     assert worlds.World.closed == closed + 1
+
+
+async def test_a_dead_datapipe_ends_the_worker_and_its_generations() -> None:
+    async with running() as (_, link, client, task):
+        client.gate.clear()
+        link.leases.put_nowait(lease(0, prompt="ok"))
+        await client.received(1)
+        link.error = RoleError("has not heard a datapipe")
+        link.drained.set()
+        with pytest.raises(RoleError, match="datapipe"):
+            await task
+        assert client.cancelled == ["l0/0/agent/0"]
+        assert not client.is_open
 
 
 async def test_drain_lets_finish_what_is_nearly_done_and_aborts_the_rest(monkeypatch) -> None:
