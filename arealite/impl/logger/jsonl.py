@@ -36,7 +36,10 @@ class JSONLLogger(MetricLogger):
 
         An evaluation asked for at the checkpoint's own step stays: it is not asked for again.
         """
-        kept = [line for line in self.path.read_text("utf-8").splitlines() if _stays(line, step)]
+        written = self.path.read_text("utf-8")
+        kept = [line for line in written.splitlines() if _stays(line, step)]
+        if len(kept) == written.count("\n") and written[-1:] in ("", "\n"):
+            return
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         self._file.close()

@@ -19,6 +19,8 @@ from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.trainer.batch import TrainBatch
 
+NAMES = {"loss": "policy"}
+"""Stats of a loss function whose metric has a better name."""
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not means over its tokens."""
 ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded_tokens")
@@ -57,13 +59,13 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         **spread("reward", [h.reward for h in headers]),
         **spread("length/tokens", [h.num_tokens for h in headers]),
         **spread("length/trained", [h.trained_tokens for h in headers]),
-        **spread("staleness/versions", [step - h.oldest_version for h in headers]),
+        **spread("staleness", [step - h.oldest_version for h in headers]),
         "episode/trajectories": float(count),
         "episode/turns_mean": sum(h.turns for h in headers) / count,
         "episode/truncated_frac": sum(h.truncated for h in headers) / count,
         "episode/seconds_mean": sum(h.seconds for h in headers) / count,
         "episode/seconds_max": max(h.seconds for h in headers),
-        "episode/interruptions": float(sum(h.interruptions for h in headers)),
+        "rollout/interruptions_in_batch": float(sum(h.interruptions for h in headers)),
         "staleness/versions_per_trajectory_mean": sum(spans) / count,
         "staleness/versions_per_trajectory_max": float(max(spans)),
         "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
@@ -149,7 +151,8 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in update.items():
             plain = name in PLAIN or name in ENGINE
             group = "update" if name in ENGINE else "loss"
-            columns.setdefault(f"{group}/{name}", []).append(value if plain else value / weight)
+            key = f"{group}/{NAMES.get(name, name)}"
+            columns.setdefault(key, []).append(value if plain else value / weight)
         if "behav_weight_sq" in update:
             ess = effective_sample_share(dict(update))
             columns.setdefault("loss/behav_weight_ess", []).append(ess)

@@ -126,7 +126,7 @@ class PPOTrainer(Trainer):
                 **metrics.token_metrics(sums, maxima),
                 **metrics.update_metrics(stats),
                 **{k if "/" in k else f"datapipe/{k}": v for k, v in batch.waits.items()},
-                "episode/interruptions_total": float(self.interruptions),
+                "rollout/interrupted_generations": float(self.interruptions),
                 "throughput/trained_tokens": float(sum(h.trained_tokens for h in batch.headers)),
             }
             trained = [header.trajectory_id for header in batch.headers]

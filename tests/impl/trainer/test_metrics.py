@@ -68,10 +68,10 @@ def test_trajectory_metrics() -> None:
     assert got["reward/std"] == pytest.approx(np.std([1, 0, 0]))
     assert got["reward/parts/exact"] == pytest.approx(1 / 3)
     assert got["length/trained_max"] == 3
-    assert got["staleness/versions_max"] == 2
+    assert got["staleness/max"] == 2
     assert got["staleness/versions_per_trajectory_max"] == 2
     assert got["staleness/mixed_version_frac"] == pytest.approx(1 / 3)
-    assert got["episode/interruptions"] == 2
+    assert got["rollout/interruptions_in_batch"] == 2
     assert got["episode/truncated_frac"] == pytest.approx(1 / 3)
     assert got["episode/groups_zero_variance"] == 1
 
@@ -89,7 +89,7 @@ def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
     }
     got = metrics.update_metrics([update, {**update, "grad_norm": 4.0}, {"skipped_update": 1.0}])
     assert got["loss/ratio"] == 1.0
-    assert got["loss/loss"] == pytest.approx(0.1)
+    assert got["loss/policy"] == pytest.approx(0.1)
     assert got["loss/behav_weight_ess"] == pytest.approx(1.0)
     assert (got["update/grad_norm"], got["update/count"]) == (3.0, 3.0)
     assert got["update/pad_frac"] == pytest.approx(0.25)

@@ -115,7 +115,7 @@ def test_every_step_has_a_line_whose_times_add_up(
         assert sum(parts) == pytest.approx(whole)
         assert all("/" in name for name in line)
         assert all(isinstance(value, float) for value in line.values())
-        for name in ("reward/mean", "loss/loss", "update/lr", "mismatch/kl", "datapipe/batch_s"):
+        for name in ("reward/mean", "loss/policy", "update/lr", "mismatch/kl", "datapipe/batch_s"):
             assert name in line
         assert line["throughput/trained_tokens_per_s"] > 0
 
@@ -205,7 +205,7 @@ def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOT
     assert [step for step, line in second.logger.lines if "reward/mean" in line] == [2, 3]
     assert second.logger.rewound == 2
     assert "evaluate 2" not in second.events.words
-    assert second.logger.lines[0][1]["episode/interruptions_total"] == 5.0
+    assert second.logger.lines[0][1]["rollout/interrupted_generations"] == 5.0
 
 
 def test_resuming_a_finished_run_trains_nothing(config: MakeConfig) -> None:
