@@ -20,7 +20,7 @@ from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import Limits, Refusal
-from arealite.impl.server.weights import StagedWeights
+from arealite.impl.server.weights import StagedWeights, live_tensors
 
 logger = log.get(__name__)
 
@@ -45,6 +45,7 @@ class App:
         self.engine = engine
         self.limits = limits
         self.identity = identity
+        self.tensors = live_tensors(engine.decoder.model)
         self.started = time.time()
 
     def make(self) -> web.Application:
@@ -176,19 +177,16 @@ class App:
         body = protocol.parse(await request.read(), protocol.UpdateBody)
         if body.load_format not in (None, "auto", "safetensors"):
             raise Refusal(f"load_format must be auto or safetensors, got {body.load_format!r}.")
+        update = self.engine.update(
+            lambda: StagedWeights(self.tensors, body.model_path).load,
+            version=body.weight_version,
+            flush=body.flush_cache,
+            abort_all=body.abort_all_requests,
+        )
         try:
-            model = self.engine.decoder.model
-            staged = await asyncio.to_thread(StagedWeights, model, body.model_path)
+            clean = await asyncio.wrap_future(update)
         except Refusal as refusal:
             return _update_response(400, str(refusal))
-        clean = await asyncio.wrap_future(
-            self.engine.update(
-                staged.load,
-                version=body.weight_version,
-                flush=body.flush_cache,
-                abort_all=body.abort_all_requests,
-            )
-        )
         self.identity.model_path = body.model_path
         logger.info("weights updated", version=self.engine.version, path=body.model_path)
         if not clean:

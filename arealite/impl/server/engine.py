@@ -98,10 +98,17 @@ class Engine:
         return self._call(self._flush)
 
     def update(
-        self, load: Callable[[], None], *, version: str | None, flush: bool, abort_all: bool
+        self,
+        stage: Callable[[], Callable[[], None]],
+        *,
+        version: str | None,
+        flush: bool,
+        abort_all: bool,
     ) -> Future[bool]:
-        """Change the weights by `load` when paused or when the present requests have ended.
+        """Change the weights when paused or when the present requests have ended.
 
+        `stage` checks them and may refuse by raising; what it returns writes them, and cannot fail.
+        Both run in the engine's thread: a change of thread costs as much as a small model's copy.
         Returns False when `flush` was asked for while requests hold KV of the old weights.
         """
         future: Future[bool] = Future()
@@ -109,7 +116,7 @@ class Engine:
         def ask() -> None:
             if abort_all:
                 self._abort(lambda generation: True)
-            self._updates.append(_settling(future, lambda: self._update(load, version, flush)))
+            self._updates.append(_settling(future, lambda: self._update(stage, version, flush)))
 
         self._post(ask)
         return future
@@ -223,8 +230,11 @@ class Engine:
         self.decoder.clear()
         return True
 
-    def _update(self, load: Callable[[], None], version: str | None, flush: bool) -> bool:
+    def _update(
+        self, stage: Callable[[], Callable[[], None]], version: str | None, flush: bool
+    ) -> bool:
         started = time.perf_counter()
+        load = stage()
         try:
             load()
         except Exception as error:

@@ -17,7 +17,7 @@ from arealite.base.errors import UserError
 from arealite.impl.server.protocol import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -26,8 +26,8 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 class StagedWeights:
     """A folder of safetensors, opened and checked against a model; `load` only copies."""
 
-    def __init__(self, model: torch.nn.Module, path: str) -> None:
-        """Open the files and compare names, shapes and types.
+    def __init__(self, targets: Mapping[str, torch.Tensor], path: str) -> None:
+        """Open the files and compare names, shapes and types with the `live_tensors` of a model.
 
         Raises:
             Refusal: the folder or a tensor does not fit the model; the model is untouched.
@@ -35,13 +35,12 @@ class StagedWeights:
         self._files = ExitStack()
         self._copies: list[tuple[torch.Tensor, Any, str]] = []
         try:
-            self._stage(model, path)
+            self._stage(targets, path)
         except BaseException:
             self._files.close()
             raise
 
-    def _stage(self, model: torch.nn.Module, path: str) -> None:
-        targets = dict(_tensors(model))
+    def _stage(self, targets: Mapping[str, torch.Tensor], path: str) -> None:
         seen: set[str] = set()
         for name, file in self._open(path):
             target = targets.get(name)
@@ -85,8 +84,9 @@ class StagedWeights:
                 target.copy_(file.get_tensor(name))
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.state_dict(keep_vars=True).items()
+def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's own parameters and buffers by name, tied ones under each of their names."""
+    return model.state_dict(keep_vars=True)
 
 
 def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from arealite.impl.server import decoder as decoder_module
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.weights import StagedWeights, load_model
+from arealite.impl.server.weights import StagedWeights, live_tensors, load_model
 from tests.models import tiny_model
 
 FAMILIES = {
@@ -247,8 +247,8 @@ class Running:
 
 
 def update(running: Running, model: Any, folder: Path, version: str, *, flush: bool = True) -> bool:
-    staged = StagedWeights(model, str(folder))
-    future = running.engine.update(staged.load, version=version, flush=flush, abort_all=False)
+    stage = lambda: StagedWeights(live_tensors(model), str(folder)).load  # noqa: E731
+    future = running.engine.update(stage, version=version, flush=flush, abort_all=False)
     return future.result(timeout=20)
 
 
@@ -339,7 +339,7 @@ def test_a_load_that_fails_half_way_is_the_engines_death(qwen: Any) -> None:
     def load() -> None:
         raise OSError("the disk went away")
 
-    future = engine.update(load, version="1", flush=True, abort_all=False)
+    future = engine.update(lambda: load, version="1", flush=True, abort_all=False)
     with pytest.raises(OSError, match="went away"):
         future.result(timeout=20)
     assert died.wait(20)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from arealite.base.errors import UserError
 from arealite.impl.server.protocol import Refusal
-from arealite.impl.server.weights import StagedWeights, load_model, pick_device
+from arealite.impl.server.weights import StagedWeights, live_tensors, load_model, pick_device
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,7 +32,7 @@ def same(one: Tensors, other: Tensors) -> bool:
 
 
 def test_load_takes_every_tensor(model: Any, folders: list[Path]) -> None:
-    StagedWeights(model, str(folders[1])).load()
+    StagedWeights(live_tensors(model), str(folders[1])).load()
     other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
     assert same(model.state_dict(), other.state_dict())
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
@@ -71,17 +71,17 @@ def test_what_does_not_fit_is_refused_untouched(
     save_file(tensors, tmp_path / "model.safetensors")
     before = snapshot(model)
     with pytest.raises(Refusal, match=text):
-        StagedWeights(model, str(tmp_path))
+        StagedWeights(live_tensors(model), str(tmp_path))
     assert same(before, model.state_dict())
 
 
 def test_broken_files_are_refused(model: Any, folders: list[Path], tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="Failed to get weights iterator"):
-        StagedWeights(model, str(tmp_path / "nowhere"))
+        StagedWeights(live_tensors(model), str(tmp_path / "nowhere"))
     whole = (folders[1] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match="Failed to get weights iterator"):
-        StagedWeights(model, str(tmp_path))
+        StagedWeights(live_tensors(model), str(tmp_path))
 
 
 def test_bfloat16_and_several_files_are_taken(
@@ -92,7 +92,7 @@ def test_bfloat16_and_several_files_are_taken(
     names = sorted(halves)
     save_file({n: halves[n] for n in names[:5]}, tmp_path / "model-1.safetensors")
     save_file({n: halves[n] for n in names[5:]}, tmp_path / "model-2.safetensors")
-    StagedWeights(model, str(tmp_path)).load()
+    StagedWeights(live_tensors(model), str(tmp_path)).load()
     assert same({n: t.float() for n, t in halves.items()}, model.state_dict())
 
 
