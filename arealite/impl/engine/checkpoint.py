@@ -38,8 +38,8 @@ def begin(path: Path) -> Path:
 def commit(path: Path, facts: dict[str, Any]) -> None:
     """Describe, sync and rename the temporary folder of `path`; `facts` go into the manifest.
 
-    A checkpoint already at `path` is replaced; between its going and the new one's coming lies one
-    rename.
+    A checkpoint already at `path` is replaced; if the process dies in between, `list_good` brings
+    the old one back.
     """
     temp = temporary(path)
     files = {str(f.relative_to(temp)): f.stat().st_size for f in _files(temp)}
@@ -49,8 +49,8 @@ def commit(path: Path, facts: dict[str, Any]) -> None:
     for folder in [temp, *(d for d in temp.rglob("*") if d.is_dir())]:
         _sync(folder)
     replaced = path.parent / f".{path.name}.old"
-    shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         os.rename(path, replaced)
     os.rename(temp, path)
     _sync(path.parent)
@@ -77,6 +77,10 @@ def manifest(path: Path) -> dict[str, Any] | None:
 
 def list_good(root: Path) -> list[Path]:
     """List the whole checkpoints below `root`, oldest step first."""
+    for old in root.glob(".*.old"):
+        path = root / old.name[1 : -len(".old")]
+        if not path.exists() and manifest(old):
+            os.rename(old, path)
     found = []
     for path in root.iterdir() if root.is_dir() else []:
         if path.is_dir() and not path.name.startswith(".") and (facts := manifest(path)):

@@ -87,6 +87,28 @@ def test_an_error_or_an_interrupted_rename_leaves_the_old_one(
     assert checkpoint.list_good(tmp_path) == [old]
 
 
+def test_dying_between_the_two_renames_of_a_replacement_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, 1, "old")
+    rename = os.rename
+
+    def die_at_the_second(source: Path, target: Path) -> None:
+        if Path(target) == path:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", die_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, 1, "newer")
+    assert not path.exists()
+    assert checkpoint.latest(tmp_path) == path
+    assert (path / "inner" / "data.bin").read_text() == "old"
+    checkpoint.prune(tmp_path, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, 1, "old")
     path = write(tmp_path, 1, "newer")

@@ -1,0 +1,150 @@
+"""Time the FSDP engine at world size 1 on the CPU against the same model bare.
+
+A step is what the demo does: 512 short rows, proximal logprobs of all, then two updates of half of
+them each. Bare is the same Hugging Face model, batches and loss with a plain fused AdamW: the
+difference is the engine and FSDP2.
+
+    python tools/bench_engine.py [--repeats 5] [--out out/bench/engine.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from arealite.algo.losses import make_policy_loss
+from arealite.algo.packing import microbatches
+from arealite.api.engine import FSDPConfig, LossInput, OptimizerConfig, Sequence
+from arealite.api.trainer import LossConfig
+from arealite.impl.engine.batch import collate
+from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.engine.model import LogprobModel
+from tests.models import tiny_model
+
+SIZES = {
+    "0.1M": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2},
+    "0.8M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},
+}
+LOSS = make_policy_loss(LossConfig())
+BUDGET = FSDPConfig().max_tokens_per_microbatch
+
+
+def make_rows(count: int = 512) -> list[Sequence]:
+    """Draw rows of 16 to 30 tokens, the last third of each trained."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(count):
+        length = int(rng.integers(16, 31))
+        mask = np.arange(length) >= length - length // 3
+        fields = {
+            name: rng.normal(-2, 0.3, length).astype(np.float32)
+            for name in ("behav_logprobs", "prox_logprobs", "advantages")
+        }
+        fields["loss_weight"] = np.full(length, 1 / (count * 4), np.float32)
+        rows.append(Sequence(rng.integers(3, 60, length).astype(np.int32), mask, 1.0, fields))
+    return rows
+
+
+def engine_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
+    """Return one step through the engine."""
+    engine = FSDPEngine(
+        FSDPConfig(),
+        model_path=str(path),
+        lr=1e-4,
+        optimizer=OptimizerConfig(),
+        total_updates=100,
+        seed=0,
+    )
+
+    def step() -> None:
+        engine.forward(rows, [[len(row.tokens) for row in rows]])
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            engine.train_batch(half, [[len(row.tokens) for row in half]], LOSS)
+
+    return step
+
+
+def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
+    """Return the same step on the bare model."""
+    from transformers import AutoModelForCausalLM
+
+    causal_lm = AutoModelForCausalLM.from_pretrained(path)
+    model = LogprobModel(causal_lm, chunk=FSDPConfig().logprob_chunk_tokens)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    device = torch.device("cpu")
+
+    def batches(part: list[Sequence]) -> list[list[Sequence]]:
+        plan = microbatches([len(row.tokens) for row in part], BUDGET)
+        return [[part[i] for i in indices] for indices in plan]
+
+    def step() -> None:
+        with torch.no_grad():
+            for part in batches(rows):
+                model(collate(part, device))
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            for part in batches(half):
+                batch = collate(part, device)
+                outputs = model(batch)
+                LOSS(LossInput(*outputs, batch.rows_N, batch.fields))[0].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adamw.step()
+            adamw.zero_grad()
+
+    return step
+
+
+def measure(size: str, repeats: int) -> dict[str, float]:
+    """Time both, turn by turn; medians."""
+    rows = make_rows()
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_model(folder, **SIZES[size])
+        steps = {"engine": engine_step(path, rows), "bare": bare_step(path, rows)}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for repeat in range(repeats + 1):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                if repeat > 0:
+                    times[name].append(time.perf_counter() - start)
+    engine, bare = (statistics.median(times[name]) for name in ("engine", "bare"))
+    tokens = sum(len(row.tokens) for row in rows)
+    return {
+        f"{size}_engine_step_s": engine,
+        f"{size}_bare_step_s": bare,
+        f"{size}_engine_over_bare": engine / bare,
+        f"{size}_tokens_per_s": tokens / engine,
+    }
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("out/bench/engine.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found: dict[str, float] = {}
+    for size in SIZES:
+        found |= measure(size, args.repeats)
+    dist.destroy_process_group()
+    for name, value in found.items():
+        print(f"{name:28} {value:12.3f}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
