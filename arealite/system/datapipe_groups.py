@@ -97,9 +97,15 @@ class GroupBook:
         """Results of lost leases that were too old to keep."""
         self.leases_given = 0
         self.batches: dict[int, list[Group]] = {}
-        """Composed batches whose step is not durable."""
+        """Composed batches that are not trained, and the last trained one."""
+        self.trained: dict[int, int] = {}
+        """Groups of each step that is trained and in no checkpoint yet."""
+        self.dropped_lengths: Counter[int] = Counter()
+        """Trajectories filtered as stale, by their length's next power of two."""
         self._planned: dict[int, list[Group]] = {}
         """Rolled-back batches, to be composed again as they were."""
+        self._wanting: dict[int, Group] = {}
+        """By seq: groups that may have members to be run."""
         self._load()
 
     # ------------------------------------------------------------ leases
@@ -116,9 +122,11 @@ class GroupBook:
         where admission allows it."""
         if self.version is None:
             return None
-        for group in self.groups.values():
+        for seq in sorted(self._wanting):
+            group = self._wanting[seq]
             if group.state in ("offered", "leased") and group.missing(self.ppo.max_attempts):
                 return group
+            del self._wanting[seq]
         outstanding = self.next_step * self.ppo.num_groups + self.buffered
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         if not staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size):
@@ -152,6 +160,7 @@ class GroupBook:
         group = self.groups.get(lease.group_id)
         if group is not None and group.leases.pop(lease.lease_id, None) is not None:
             self.ledger.end_lease(lease.lease_id)
+            self._wanting[group.seq] = group
 
     # ------------------------------------------------------------ results
 
@@ -257,26 +266,31 @@ class GroupBook:
             num_groups=self.ppo.num_groups,
         )
         by_seq = {group.seq: group for group in self.groups.values()}
-        return chosen and [by_seq[candidate.seq] for candidate in chosen]
+        return None if chosen is None else [by_seq[candidate.seq] for candidate in chosen]
 
     def _drop_stale(self, step: int) -> None:
         for group in list(self.groups.values()):
-            start = group.start
-            if group.state == "complete" and start is not None and group.step is None:
-                if step - start > self.ppo.max_staleness:
-                    self._filter(group, "stale")
+            if group.state != "complete" or group.step is not None or group.start is None:
+                continue
+            if step - group.start > self.ppo.max_staleness:
+                for header in group.headers:
+                    self.dropped_lengths[1 << header.num_tokens.bit_length()] += 1
+                self._filter(group, "stale")
 
     def mark_trained(self, step: int) -> None:
         """Note that the optimizer has applied a batch."""
-        for group in self.batches.get(step, []):
-            if group.state == "batched":
-                self._move(group, "trained", write=False)
+        for group in self.batches[step]:
+            self._move(group, "trained", write=False)
+        self.trained[step] = len(self.batches[step])
+        for done in [s for s in self.batches if s < step]:
+            del self.batches[done]
 
     def mark_durable(self, step: int) -> None:
-        """Forget the batches that a checkpoint holds."""
-        for done in [s for s in self.batches if s < step]:
-            for group in self.batches.pop(done):
-                self._move(group, "durable", write=False)
+        """Note that a checkpoint holds the steps before `step`."""
+        for done in [s for s in self.trained if s < step]:
+            groups = self.trained.pop(done)
+            self.counts["trained"] -= groups
+            self.counts["durable"] += groups
 
     def roll_back(self, step: int) -> int:
         """Make the groups of batches from `step` on complete again; return how many."""
@@ -293,7 +307,7 @@ class GroupBook:
         epoch, row = self.task_of(seq)
         group = Group(seq, f"g{seq}", self.train[row], self.ppo.collector.group_size)
         self.offered += 1
-        self.groups[group.group_id] = group
+        self.groups[group.group_id] = self._wanting[seq] = group
         self.counts["offered"] += 1
         self.ledger.offer(seq, group.group_id, task_id=group.task.task_id, row=row, epoch=epoch)
         return group
@@ -317,7 +331,7 @@ class GroupBook:
     def _load(self) -> None:
         """Read back what the ledger knows: after a start, and after a roll-back."""
         db = self.ledger.connection
-        self.groups, self.batches, self._planned = {}, {}, {}
+        self.groups, self.batches, self._planned, self._wanting = {}, {}, {}, {}
         self.counts = Counter(dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")))
         for reason, count in db.execute(
             "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
@@ -329,9 +343,11 @@ class GroupBook:
         self.next_step = 0 if last is None else last + 1
         held = dict(db.execute("SELECT key, value FROM meta WHERE key = 'version'").fetchall())
         self.version = int(held["version"]) if "version" in held else None
+        trained = "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step"
+        self.trained = dict(db.execute(trained).fetchall())
         for row in db.execute(
             "SELECT seq, group_id, row, state, step, place FROM groups "
-            "WHERE state NOT IN ('filtered', 'durable') ORDER BY seq"
+            "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY seq"
         ).fetchall():
             self._load_group(*row)
         for batch in (*self.batches.values(), *self._planned.values()):
@@ -346,11 +362,11 @@ class GroupBook:
         group.step = step if isinstance(step, int) else None
         group.place = order if isinstance(order, int) else 0
         self._load_parts(group)
-        if state in ("batched", "trained"):
+        if state == "batched":
             assert group.step is not None
             self.batches.setdefault(group.step, []).append(group)
             return
-        self.groups[group_id] = group
+        self.groups[group_id] = self._wanting[seq] = group
         if group.step is not None:
             self._planned.setdefault(group.step, []).append(group)
 

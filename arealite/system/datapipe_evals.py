@@ -1,0 +1,150 @@
+"""Runs evaluations: leases the held-out tasks beside the training ones, and averages the scores.
+
+Kept in memory only, apart from the training groups, because an unfinished evaluation is simply
+asked for again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from arealite.api.rollout_messages import Episode, Lease
+from arealite.api.task import Task
+from arealite.api.trajectory import TrajectoryHeader
+
+SOLVED = 1.0
+"""Reward from which a sample counts as solved in pass@k."""
+
+
+@dataclass
+class EvalGroup:
+    """One held-out task and its samples."""
+
+    group_id: str
+    task: Task
+    wanted: set[int]
+    """Samples that nobody runs."""
+    finished: dict[int, list[TrajectoryHeader]] = field(
+        default_factory=dict[int, list[TrajectoryHeader]]
+    )
+    failures: Counter[int] = field(default_factory=Counter[int])
+    failed: set[int] = field(default_factory=set[int])
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each finished sample, averaged over seats."""
+        return [fmean(h.reward for h in headers) for headers in self.finished.values() if headers]
+
+
+@dataclass
+class EvalRun:
+    """One evaluation under way."""
+
+    eval_id: int
+    groups: dict[str, EvalGroup]
+    samples: int
+
+    @property
+    def left(self) -> int:
+        """Samples that are neither finished nor failed for good."""
+        done = sum(len(g.finished) + len(g.failed) for g in self.groups.values())
+        return self.samples * len(self.groups) - done
+
+
+class EvalBook:
+    """All evaluations under way."""
+
+    def __init__(self, tasks: Sequence[Task], *, samples: int, max_attempts: int) -> None:
+        self.tasks = tasks
+        self.samples = samples
+        self.max_attempts = max_attempts
+        self.runs: dict[int, EvalRun] = {}
+        self._leases = 0
+
+    def begin(self, eval_id: int) -> None:
+        """Begin an evaluation, unless it is under way."""
+        if eval_id not in self.runs:
+            groups = {
+                f"e{eval_id}-{row}": EvalGroup(f"e{eval_id}-{row}", task, set(range(self.samples)))
+                for row, task in enumerate(self.tasks)
+            }
+            self.runs[eval_id] = EvalRun(eval_id, groups, self.samples)
+
+    def find(self, group_id: str) -> EvalGroup | None:
+        """Return the group of an evaluation under way."""
+        for run in self.runs.values():
+            if group_id in run.groups:
+                return run.groups[group_id]
+        return None
+
+    def lease(self, *, boot: int, version: int, credit: int) -> Lease | None:
+        """Lease up to `credit` samples of the next task that has some nobody runs."""
+        for run in self.runs.values():
+            for group in run.groups.values():
+                if not group.wanted:
+                    continue
+                members = sorted(group.wanted)[:credit]
+                group.wanted.difference_update(members)
+                self._leases += 1
+                return Lease(
+                    f"{group.group_id}.{boot}.{self._leases}",
+                    *(group.group_id, f"eval-{run.eval_id}", group.task, members, version),
+                )
+        return None
+
+    def lose(self, lease: Lease) -> None:
+        """Offer the unfinished samples of a lost lease again."""
+        group = self.find(lease.group_id)
+        if group is not None:
+            group.wanted |= set(lease.members) - group.finished.keys() - group.failed
+
+    def add(self, episode: Episode) -> None:
+        """Take in a sample; the first one counts."""
+        group = self.find(episode.group_id)
+        if group is None or episode.member in group.finished or episode.member in group.failed:
+            return
+        group.wanted.discard(episode.member)
+        if episode.failure is None:
+            group.finished[episode.member] = episode.headers
+            return
+        group.failures[episode.member] += 1
+        if group.failures[episode.member] >= self.max_attempts:
+            group.failed.add(episode.member)
+        else:
+            group.wanted.add(episode.member)
+
+    def take_finished(self) -> list[tuple[int, dict[str, float]]]:
+        """Return (eval id, metrics) of the evaluations that are done, and forget them."""
+        done = [run for run in self.runs.values() if not run.left]
+        for run in done:
+            del self.runs[run.eval_id]
+        return [(run.eval_id, score(run)) for run in done]
+
+
+def score(run: EvalRun) -> dict[str, float]:
+    """Average an evaluation. Failed samples are counted, never scored."""
+    groups = list(run.groups.values())
+    headers = [h for g in groups for hs in g.finished.values() for h in hs]
+    metrics = {
+        "eval/num_prompts": float(len(groups)),
+        "eval/failed": float(sum(len(g.failed) for g in groups)),
+    }
+    if not headers:
+        return metrics
+    metrics["eval/accuracy"] = fmean(reward for g in groups for reward in g.rewards)
+    metrics["eval/tokens_mean"] = fmean(h.trained_tokens for h in headers)
+    metrics["eval/oldest_version"] = float(min(h.oldest_version for h in headers))
+    metrics["eval/newest_version"] = float(max(h.newest_version for h in headers))
+    if run.samples > 1:
+        solved = [max(g.rewards) >= SOLVED for g in groups if g.rewards]
+        metrics[f"eval/pass@{run.samples}"] = fmean(solved)
+    sources: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        sources[str(group.task.extra_info.get("data_source", ""))] += group.rewards
+    for source, rewards in sources.items():
+        if source and rewards:
+            metrics[f"eval/accuracy/{source}"] = fmean(rewards)
+    return metrics
