@@ -94,9 +94,10 @@ class SGLangClient(LLMClient):
         Raises:
             DeadlineError: no server came.
         """
-        self._session = self._open_session(self.config.max_connections)
-        # Apart, so that questions and aborts get through when generations hold every connection.
-        self._control = self._open_session(64)
+        self._session = self._open_session(limit=self.config.max_connections)
+        # Apart, so that questions and aborts get through when generations hold every connection;
+        # limited by host, so that a silent one keeps no other waiting.
+        self._control = self._open_session(limit=0, limit_per_host=16)
         model = await asyncio.to_thread(read_model_config, self._model_path)
         self._stop_tokens = stop_tokens(model)
         await self._directory.start(self._control)
@@ -334,9 +335,11 @@ class SGLangClient(LLMClient):
 
     # ------------------------------------------------------------ small helpers
 
-    def _open_session(self, limit: int) -> aiohttp.ClientSession:
+    def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=limit, limit_per_host=limit_per_host, keepalive_timeout=KEEPALIVE_S
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s),
             headers={"Content-Type": "application/json"},
