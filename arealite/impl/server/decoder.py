@@ -20,6 +20,8 @@ from arealite.impl.server.sampling import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
 """Padded prompt tokens of one forward pass; a longer prompt goes alone."""
+PREFILL_LOGITS = 2**26
+"""Logits of one such pass: 256 MB in float32."""
 WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 
@@ -118,19 +120,24 @@ class Decoder:
         """Take waiting requests: the distinct prompts, and (request, index of its prompt)."""
         rows: dict[tuple[int, ...], int] = {}
         fresh: list[tuple[Generation, int]] = []
-        longest = 0
+        lengths: set[int] = set()
         while waiting and len(self.running) + len(fresh) < self.max_rows:
             generation = waiting[0]
             if fresh and (generation.wants_prompt or fresh[0][0].wants_prompt):
                 break  # its logits are needed at every position: it goes alone
             prompt = (*generation.prompt, *generation.output)
-            longest = max(longest, len(prompt))
-            if rows and prompt not in rows and (len(rows) + 1) * longest > PREFILL_TOKENS:
-                break
             if prompt in rows:
                 generation.cached_tokens = len(prompt) - 1
+            elif rows and not self._fits(len(rows) + 1, lengths | {len(prompt)}):
+                break
+            lengths.add(len(prompt))
             fresh.append((waiting.popleft(), rows.setdefault(prompt, len(rows))))
         return list(rows), fresh
+
+    def _fits(self, count: int, lengths: set[int]) -> bool:
+        """Whether `count` prompts can be computed at once, with logits at each length."""
+        num_logits = count * len(lengths) * self._vocab_size
+        return count * max(lengths) <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
 
     def _spread(self, first: int, sources: Sequence[int], length: int) -> None:
         """Give every fresh request a row: prompt i was computed in row first + i."""

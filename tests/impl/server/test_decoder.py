@@ -147,7 +147,8 @@ def test_equal_prompts_are_computed_once_and_sampled_apart(qwen: Any, monkeypatc
 
 
 def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 200)
+    monkeypatch.setattr(decoder_module, "PREFILL_LOGITS", 64 * 6)
     generations = [wish(p, 4) for p in prompts(20, longest=60)]
     run(Decoder(qwen, max_rows=20, seed=0), generations)
     for generation in generations:
