@@ -1,11 +1,12 @@
 """Writes metrics as TensorBoard scalars.
 
-Through torch's writer, which is imported when the logger is made: only trainer rank 0 has one.
+Through torch's writer, which is imported with the first line: only trainer rank 0 writes any.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from arealite.api.logger import MetricLogger
 from arealite.base.names import RunPaths
@@ -16,22 +17,23 @@ class TensorBoardLogger(MetricLogger):
 
     def __init__(self, run_root: Path) -> None:
         self.folder = RunPaths(run_root).tensorboard
-        self._writer = self._open(None)
+        self._writer: Any = None
+        self._purge_step: int | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(
+                str(self.folder), purge_step=self._purge_step, flush_secs=10
+            )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def rewind(self, step: int) -> None:
-        """Hide what was written of `step` and later (TensorBoard's purge): a resumed run does it
-        again."""
-        self._writer.close()
-        self._writer = self._open(step)
+        """Hide what earlier processes wrote of `step` and later (TensorBoard's purge)."""
+        self._purge_step = step
 
     def close(self) -> None:
-        self._writer.close()
-
-    def _open(self, purge_step: int | None):
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.folder), purge_step=purge_step, flush_secs=10)
+        if self._writer is not None:
+            self._writer.close()

@@ -143,7 +143,7 @@ class DiskPublisher(WeightPublisher):
             version, folder = self._newest
             try:
                 if server.held == version and (not ask or await server.version() == str(version)):
-                    return PushTimes(0.0, 0.0, 0.0, 0.0)
+                    return server.times
                 times = await server.bring(
                     version, folder, mode=self.config.pause_mode, seconds=self.config.timeout_s
                 )
@@ -186,8 +186,13 @@ class DiskPublisher(WeightPublisher):
 
 
 def _is_here(entry: Entry) -> bool:
-    """Say whether a server runs on this host, and so sees its tmpfs."""
+    """Say whether a server runs on this host, and so sees its tmpfs: only own addresses can be
+    bound."""
     host = urlsplit(str(entry.value["address"])).hostname
-    return host in ("127.0.0.1", "localhost", "::1") or entry.value.get("host") in (
-        socket.gethostname(),
-    )
+    family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True

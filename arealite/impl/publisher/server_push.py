@@ -46,6 +46,8 @@ class Server:
     held: int | None = None
     """Newest version that this publisher saw it confirm; None before the first and after a
     failure."""
+    times: PushTimes = PushTimes(0.0, 0.0, 0.0, 0.0)
+    """What the newest version cost, whoever asked for it."""
     error: str | None = None
     """Why it is quarantined; None while it is in traffic."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -66,7 +68,7 @@ class Server:
         except FAILURES as error:
             self.error = f"{type(error).__name__}: {error}"
             raise
-        self.held, self.error = version, None
+        self.held, self.error, self.times = version, None, times
         return times
 
     async def _greet(self) -> None:

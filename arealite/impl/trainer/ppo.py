@@ -258,8 +258,9 @@ class PPOTrainer(Trainer):
         line["throughput/trained_tokens_per_s"] = (
             line["throughput/trained_tokens"] / times["time/step_s"]
         )
-        for sink in self.parts.loggers:
-            sink.log(step, line)
+        with self.clock("time/log_s"):
+            for sink in self.parts.loggers:
+                sink.log(step, line)
         logger.info(
             "step trained", step=step, reward=line["reward/mean"], seconds=times["time/step_s"]
         )

@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> MakeConfig:
     def make(
         *, resume: str = "auto", held_out: bool = False, every: int = 0, **ppo: Any
     ) -> ExperimentConfig:
-        settings = {"total_steps": 3, "batch_size": 2, "max_staleness": 0} | ppo
+        settings = {"total_steps": 3, "max_staleness": 0} | ppo
         return ExperimentConfig(
             resume=resume,
             cluster=ClusterConfig(run_root=str(tmp_path)),
