@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import pstats
 import statistics
@@ -139,6 +140,7 @@ async def measure(options: argparse.Namespace, address: str, folder: str) -> dic
     config = experiment(folder, options.concurrency)
     entry = {"address": address, "vocab_size": 320, "context_length": 2048}
     NameRegistry(name_dir(config)).put("llm_server", "stub", entry)
+    gc.freeze()  # as the rollout role does
     client = SGLangClient(config, config.trainer.ppo.collector.client)
     await client.start()
     collector = Collector(config, client, tiny_tokenizer())
