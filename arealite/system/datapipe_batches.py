@@ -12,7 +12,8 @@ from collections import Counter
 from arealite.algo.partition import partition
 from arealite.algo.staleness import blocks
 from arealite.api.trainer_messages import Batch, BatchRequest
-from arealite.system.datapipe_groups import Group, GroupBook
+from arealite.system.datapipe_group import Group
+from arealite.system.datapipe_groups import GroupBook
 
 
 class Batches:

@@ -62,7 +62,11 @@ class EvalBook:
         self.samples = samples
         self.max_attempts = max_attempts
         self.runs: dict[int, EvalRun] = {}
+        self.results: dict[int, dict[str, float]] = {}
+        """Metrics of finished ones, as the ledger has them."""
         self._leases = 0
+        self._issued: set[str] = set()
+        """Leases given: those from before a restart do not count."""
 
     def begin(self, eval_id: int) -> None:
         """Begin an evaluation, unless it is under way."""
@@ -89,8 +93,10 @@ class EvalBook:
                 members = sorted(group.wanted)[:credit]
                 group.wanted.difference_update(members)
                 self._leases += 1
+                lease_id = f"{group.group_id}.{boot}.{self._leases}"
+                self._issued.add(lease_id)
                 return Lease(
-                    f"{group.group_id}.{boot}.{self._leases}",
+                    lease_id,
                     *(group.group_id, f"eval-{run.eval_id}", group.task, members, version),
                 )
         return None
@@ -104,7 +110,9 @@ class EvalBook:
     def add(self, episode: Episode) -> None:
         """Take in a sample; the first one counts."""
         group = self.find(episode.group_id)
-        if group is None or episode.member in group.finished or episode.member in group.failed:
+        if group is None or episode.lease_id not in self._issued:
+            return
+        if episode.member in group.finished or episode.member in group.failed:
             return
         group.wanted.discard(episode.member)
         if episode.failure is None:
@@ -121,7 +129,14 @@ class EvalBook:
         done = [run for run in self.runs.values() if not run.left]
         for run in done:
             del self.runs[run.eval_id]
-        return [(run.eval_id, score(run)) for run in done]
+            self.results[run.eval_id] = score(run)
+        return [(run.eval_id, self.results[run.eval_id]) for run in done]
+
+    def forget(self, *, after: int) -> None:
+        """Drop what is under way, and the results of later steps: training was rolled back."""
+        self.runs.clear()
+        self._issued.clear()
+        self.results = {k: v for k, v in self.results.items() if k <= after}
 
 
 def score(run: EvalRun) -> dict[str, float]:

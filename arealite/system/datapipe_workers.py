@@ -109,12 +109,6 @@ class Workers:
         worker = max(self.by_id.values(), key=lambda w: w.credit, default=None)
         return worker if worker is not None and worker.credit > 0 else None
 
-    def forget(self, lease_ids: set[str]) -> None:
-        """Drop leases that the datapipe cancelled itself."""
-        for worker in self.by_id.values():
-            for lease_id in lease_ids & worker.held.keys():
-                del worker.held[lease_id]
-
     def describe(self) -> str:
         """Say who runs what, and since when the oldest episode runs."""
         busy = [w for w in self.by_id.values() if w.held]
