@@ -81,8 +81,9 @@ class EmbeddedServer(LLMServer):
         try:
             await web.TCPSite(runner, server.host, server.port).start()
         except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
             raise UserError(
-                f"llm_server cannot listen on {server.host}:{server.port}: {error.strerror}. "
+                f"llm_server cannot listen on {server.host}:{server.port}: {why}. "
                 "Choose another llm_server.port, or 0 for a free one."
             ) from error
         host = server.host
