@@ -1,0 +1,171 @@
+"""Small experiments for the datapipe's tests: tasks, headers, fake workers and trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from arealite.api.config import DatapipeConfig, ExperimentConfig
+from arealite.api.rollout_messages import Episode, Failure, Lease
+from arealite.api.task import Task
+from arealite.api.trajectory import TrajectoryHeader
+from arealite.system.datapipe import Datapipe
+from arealite.system.worker_link import WorkerLink
+
+
+def tasks(count: int, split: str = "train") -> list[Task]:
+    return [
+        Task(f"{split}-{row}", "1 + 1 =", "2", {"data_source": f"s{row % 2}"})
+        for row in range(count)
+    ]
+
+
+def experiment(
+    root: Path, *, num_groups: int = 2, group_size: int = 2, pipe: dict[str, Any] | None = None,
+    samples: int = 1, **ppo: Any,
+) -> ExperimentConfig:  # fmt: skip
+    config = ExperimentConfig()
+    collector = replace(config.trainer.ppo.collector, group_size=group_size)
+    ppo_config = replace(
+        config.trainer.ppo,
+        batch_size=num_groups * group_size,
+        collector=collector,
+        eval=replace(config.trainer.ppo.eval, samples=samples),
+        **{"max_staleness": 2, **ppo},
+    )
+    return replace(
+        config,
+        cluster=replace(config.cluster, run_root=str(root), name_root=str(root / "names")),
+        trainer=replace(config.trainer, ppo=ppo_config),
+        datapipe=DatapipeConfig(**{"commit_interval_s": 0.001, **(pipe or {})}),
+    )
+
+
+def header(
+    group_id: str, member: int, *, version: int = 0, newest: int | None = None,
+    reward: float = 1.0, tokens: int = 8, seat: str = "agent",
+) -> TrajectoryHeader:  # fmt: skip
+    return TrajectoryHeader(
+        trajectory_id=f"{group_id}/{member}/{seat}",
+        group_id=group_id,
+        member=member,
+        seat=seat,
+        task_id="train-0",
+        reward=reward,
+        reward_parts={},
+        segment_lengths=[tokens],
+        trained_tokens=tokens // 2,
+        oldest_version=version,
+        newest_version=version if newest is None else newest,
+        turns=1,
+        truncated=False,
+        interruptions=0,
+        seconds=0.1,
+        waits={"generation": 0.1},
+    )
+
+
+def episode(lease: Lease, member: int, **fields: Any) -> Episode:
+    fields = {"version": lease.version, **fields}
+    made = header(lease.group_id, member, **fields)
+    return Episode(lease.lease_id, lease.group_id, member, [made], None)
+
+
+def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
+    return Episode(lease.lease_id, lease.group_id, member, [], Failure(name, "by the test"))
+
+
+def payload(trajectory_id: str, size: int = 64) -> bytes:
+    """Bytes that tell whose they are."""
+    return (trajectory_id.encode() + b"|") * (size // (len(trajectory_id) + 1) + 1)
+
+
+class FakeWorker:
+    """A link and a loop that answers every lease; `script` may make an episode something else."""
+
+    def __init__(
+        self,
+        resolve: Callable[[], str | None],
+        *,
+        worker_id: str = "worker-0",
+        capacity: int = 8,
+        context: zmq.Context[Any] | None = None,
+        script: Callable[[Lease, int], Episode | None] | None = None,
+        seed: int = 0,
+        payload_bytes: int = 64,
+    ) -> None:
+        self.link = WorkerLink(resolve, worker_id=worker_id, capacity=capacity, context=context)
+        self.script = script or (lambda lease, member: episode(lease, member, reward=member % 2))
+        self.leases: list[Lease] = []
+        self.random = random.Random(seed)
+        self.payload_bytes = payload_bytes
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.link.run())
+            while (lease := await self.link.next_lease()) is not None:
+                self.leases.append(lease)
+                for member in self.random.sample(lease.members, len(lease.members)):
+                    done = self.script(lease, member)
+                    if done is not None:
+                        frames = [
+                            payload(h.trajectory_id, self.payload_bytes) for h in done.headers
+                        ]
+                        self.link.submit(done, frames)
+                    await asyncio.sleep(0)
+            self.link.drain()
+
+
+@asynccontextmanager
+async def piped(
+    config: ExperimentConfig, *, rows: int = 5, eval_rows: int = 0, **kwargs: Any
+) -> AsyncGenerator[Datapipe, None]:
+    """A datapipe in this loop."""
+    pipe = Datapipe(
+        config, train=tasks(rows), eval=tasks(eval_rows, "eval"), registry=None, **kwargs
+    )
+    task = asyncio.create_task(pipe.run())
+    ready = asyncio.create_task(pipe.ready.wait())
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield pipe
+        async with asyncio.timeout(20):
+            await task
+    finally:
+        ready.cancel()
+        task.cancel()
+        await asyncio.gather(task, ready, return_exceptions=True)
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Run a blocking trainer beside the loop in a thread that does not outlive the test."""
+    result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def body() -> None:
+        try:
+            value = function()
+        except BaseException as error:  # noqa: BLE001  (handed to the test)
+            loop.call_soon_threadsafe(_set, result, None, error)
+        else:
+            loop.call_soon_threadsafe(_set, result, value, None)
+
+    threading.Thread(target=body, daemon=True).start()
+    return await result
+
+
+def _set(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

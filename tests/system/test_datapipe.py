@@ -1,0 +1,268 @@
+"""Datapipe, worker links and trainer links together, in one loop and one thread for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+
+from arealite.api.trainer_messages import StepReport
+from arealite.base.errors import InvariantError, UserError
+from arealite.system.datapipe import Datapipe
+from arealite.system.trainer_link import TrainerLink
+from tests.system.scenes import (
+    FakeWorker,
+    episode,
+    experiment,
+    failed,
+    in_thread,
+    payload,
+    piped,
+    tasks,
+)
+
+
+def train(link: TrainerLink, *, steps: int, begin: int = 0, finish: bool = True) -> list[list[str]]:
+    """A trainer of one rank; returns the trajectory ids of each step."""
+    seen: list[list[str]] = []
+    assert link.start(begin).step == begin
+    link.published(begin)
+    for step in range(begin, begin + steps):
+        answer = link.next_batch(step)
+        assert answer is not None
+        batch, payloads = answer
+        ids = [h.trajectory_id for h in batch.headers]
+        assert [payload(ids[i]) for i in batch.mine] == payloads
+        assert all(step - h.oldest_version <= 2 for h in batch.headers)
+        seen.append(ids)
+        link.report(StepReport(step, ids, {}))
+        link.published(step + 1)
+    if finish:
+        link.checkpointed(begin + steps, "/nowhere")
+        link.finish("test over")
+    link.close()
+    return seen
+
+
+async def test_a_run_over_inproc(tmp_path: Path) -> None:
+    config = experiment(tmp_path)
+    context = zmq.Context()
+    async with piped(config, address="inproc://pipe", context=context) as pipe:
+        workers = [
+            FakeWorker(lambda: pipe.address, worker_id=f"w{n}", capacity=3, context=context)
+            for n in range(2)
+        ]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
+        seen = await in_thread(lambda: train(link, steps=6))
+        await asyncio.gather(*running)
+    flat = [t for ids in seen for t in ids]
+    assert len(flat) == 6 * 4 == len(set(flat))
+    assert pipe.book.counts["durable"] == 12
+    context.term()
+
+
+async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> None:
+    async with piped(experiment(tmp_path)) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        running = asyncio.create_task(worker.run())
+        links = [TrainerLink(lambda: pipe.address, rank=r, world_size=2) for r in range(2)]
+
+        def body() -> None:
+            links[0].start(0)
+            links[0].published(0)
+            answers = [link.next_batch(0) for link in links]
+            again = links[1].next_batch(0)
+            assert answers[0] and answers[1] and again
+            first, second = answers[0][0], answers[1][0]
+            assert first.headers == second.headers
+            assert first.ranks == second.ranks
+            assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
+            assert again == answers[1]
+            links[0].report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
+            links[0].checkpointed(1, "/x")
+            links[0].finish("over")
+
+        await in_thread(body)
+        await running
+        for link in links:
+            link.close()
+
+
+async def test_evaluation_beside_training(tmp_path: Path) -> None:
+    config = experiment(tmp_path, samples=2)
+    async with piped(config, eval_rows=4) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def body() -> dict[str, float]:
+            link.start(0)
+            link.published(0)
+            link.evaluate(0)
+            link.evaluate(1)
+            first, second = link.eval_result(wait=True), link.eval_result(wait=True)
+            assert first and second and link.eval_result(wait=True) is None
+            assert {first.eval_id, second.eval_id} == {0, 1}
+            assert first.metrics == second.metrics
+            link.evaluate(1)  # asked again: answered from the ledger
+            assert link.eval_result(wait=True) == second
+            link.finish("over")
+            return first.metrics
+
+        metrics = await in_thread(body)
+        await running
+        link.close()
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/pass@2"] == 1.0
+    assert metrics["eval/num_prompts"] == 4.0
+    assert metrics["eval/accuracy/s1"] == 0.5
+    assert metrics["eval/failed"] == 0.0
+    assert any(lease.split == "eval-1" for lease in worker.leases)
+
+
+async def test_too_many_failures_stop_the_run_with_the_first(tmp_path: Path) -> None:
+    config = experiment(tmp_path, pipe={"max_failed_share": 0.05})
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    worker = FakeWorker(lambda: pipe.address, script=lambda lease, m: failed(lease, m, "boom"))
+    working = asyncio.create_task(worker.run())
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+    def body() -> None:
+        link.start(0)
+        link.published(0)
+        link.next_batch(0)
+
+    with pytest.raises(InvariantError, match=r"max_failed_share.*boom: by the test"):
+        await in_thread(body)
+    with pytest.raises(InvariantError, match="boom"):
+        await running
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    link.close()
+
+
+async def test_a_wrong_report_is_refused(tmp_path: Path) -> None:
+    pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    worker = FakeWorker(lambda: pipe.address)
+    working = asyncio.create_task(worker.run())
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+    def body() -> None:
+        link.start(0)
+        link.published(0)
+        answer = link.next_batch(0)
+        assert answer
+        ids = [h.trajectory_id for h in answer[0].headers]
+        link.report(StepReport(0, [*ids[:-1], ids[0]], {}))
+
+    with pytest.raises(InvariantError, match="they differ in"):
+        await in_thread(body)
+    with pytest.raises(InvariantError):
+        await running
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    link.close()
+
+
+async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
+    config = experiment(tmp_path, pipe={"lease_ttl_s": 0.6})
+    async with piped(config) as pipe:
+        mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
+        muted = asyncio.create_task(mute.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        waits: list[str] = []
+
+        def body() -> list[str]:
+            link.start(0)
+            link.published(0)
+            answer = link.next_batch(0, on_wait=lambda w: bool(waits.append(w.detail)))
+            assert answer
+            ids = [h.trajectory_id for h in answer[0].headers]
+            link.report(StepReport(0, ids, {}))
+            link.checkpointed(1, "/x")
+            link.finish("over")
+            return ids
+
+        async def kill_and_replace() -> None:
+            while not waits:
+                await asyncio.sleep(0.05)
+            muted.cancel()
+            await asyncio.gather(muted, return_exceptions=True)
+            await FakeWorker(lambda: pipe.address, worker_id="good").run()
+
+        _, ids = await asyncio.gather(kill_and_replace(), in_thread(body))
+        link.close()
+    assert len(set(ids)) == 4
+    assert "0 of 2 groups" in waits[0]
+    assert "on mute" in waits[0]
+
+
+async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
+    async with piped(experiment(tmp_path)) as pipe:
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def body() -> None:
+            link.start(0)
+            link.published(0)
+            assert link.next_batch(0, on_wait=lambda w: True) is None
+            link.checkpointed(0, "/x")
+            link.finish("asked to stop")
+
+        await in_thread(body)
+        link.close()
+
+
+async def test_a_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) -> None:
+    config = experiment(tmp_path)
+    address = ""
+    link = TrainerLink(lambda: address, rank=0, world_size=1)
+    worker = FakeWorker(lambda: address)
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    address = pipe.address
+    working = asyncio.create_task(worker.run())
+    first = await in_thread(lambda: train(link, steps=3, finish=False))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    async with piped(config) as pipe:
+        address = pipe.address
+        link = TrainerLink(lambda: address, rank=0, world_size=1)
+        second = await in_thread(lambda: train(link, steps=3, begin=1))
+        await working
+    assert second[:2] == first[1:], "rolled-back batches come back as they were"
+    flat = [t for ids in [first[0], *second] for t in ids]
+    assert len(flat) == len(set(flat)) == 16
+
+
+async def test_another_dataset_is_refused(tmp_path: Path) -> None:
+    config = experiment(tmp_path)
+    Datapipe(config, train=tasks(5), eval=[], registry=None).ledger.close()
+    with pytest.raises(UserError, match=r"dataset_rows=5, now it is 6.*another trial_name"):
+        Datapipe(config, train=tasks(6), eval=[], registry=None)
+
+
+async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
+    """A token older than its lease that would break the bound is not trained on."""
+    config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0)
+    async with piped(config) as pipe:
+        worker = FakeWorker(
+            lambda: pipe.address,
+            script=lambda lease, m: episode(
+                lease, m, version=0 if lease.lease_id.endswith(".3") else lease.version
+            ),
+        )
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        seen = await in_thread(lambda: train(link, steps=4))
+        await running
+    assert len(seen) == 4
+    assert pipe.book.too_late == 1
