@@ -1,6 +1,7 @@
 """The demo's task, sorting six digits, its data files, and a supervised warm-up of a tiny model.
 
-Here because reinforcement learning needs a model that is right now and then; this one starts at 30 %.
+Here because reinforcement learning needs a model that is right now and then; this one starts at 30
+%.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tools.make_tiny_model import TinyModel, make_tiny_model
 
 NUM_DIGITS = 6
 TRAIN_ROWS, EVAL_ROWS = 8192, 512
-SHAPE = TinyModel(hidden=64, layers=2, heads=4, alphabet="0123456789 =", context=64)
+SHAPE = TinyModel(hidden=64, layers=2, heads=4, alphabet="123456789=", context=64)
 WARM_UP_ACCURACY = 0.3
 
 
@@ -71,10 +73,12 @@ def warm_up(
     batch_size: int = 256,
     lr: float = 2e-3,
 ) -> float:
-    """Train the model in `folder` on right answers until it gives them with probability `accuracy`; save it there.
+    """Train the model in `folder` on right answers until it gives them with probability `accuracy`;
+    save it there.
 
-    The probability of the exact answer at temperature 1 is measured, not sampled: the mean over fresh rows of the
-    product of the answer's token probabilities, EOS included. Return the last measurement.
+    The probability of the exact answer at temperature 1 is measured, not sampled: the mean over
+    fresh rows of the product of the answer's token probabilities, EOS included. Return the last
+    measurement.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -103,7 +107,8 @@ def warm_up(
 
 
 def _answer_logprobs(model, tokenizer, rows: list[str]):
-    """Return log-probabilities [B, T] of the answers' tokens and their EOS; all rows have one length."""
+    """Return log-probabilities [B, T] of the answers' tokens and their EOS; all rows have one
+    length."""
     import torch
 
     texts = [question(digits) + answer(digits) for digits in rows]
@@ -126,7 +131,7 @@ def make_kit(folder: Path, seed: int) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Make the demo's kit from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+PAD, EOS = "<pad>", "<eos>"
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Contents one after the other, the assistant's closed by EOS: a longer conversation extends a shorter one."""
+"""Contents one after the other, the assistant's closed by EOS: a longer conversation extends a
+shorter one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class TinyModel:
     kv_heads: int | None = None
     """None: as many as heads."""
     alphabet: str = PRINTABLE
-    """The characters the tokenizer knows; others become <unk>."""
+    """The characters the tokenizer knows; others vanish."""
     vocab_size: int | None = None
     """Rows of the embedding; None: just the tokens. More leaves unused ids at the end."""
     context: int = 512
@@ -40,7 +41,8 @@ class TinyModel:
 
 
 def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
-    """Write config, weights (fp32 safetensors) and tokenizer into `folder`; the same shape gives the same bytes."""
+    """Write config, weights (fp32 safetensors) and tokenizer into `folder`; the same shape gives
+    the same bytes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -74,21 +76,23 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
 
 
 def make_tokenizer(alphabet: str, *, context: int = 512) -> Any:
-    """Return a tokenizer with one token a character (a byte beyond ASCII), after <pad> 0, <eos> 1 and <unk> 2.
+    """Return a tokenizer with one token a character (a byte beyond ASCII), after <pad> 0 and
+    <eos> 1.
 
-    A byte-level BPE without merges, in Qwen2's class: transformers reads every Qwen2 folder with that class.
+    A byte-level BPE without merges, in Qwen2's class: transformers reads every Qwen2 folder with
+    that class.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     written = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(alphabet)
-    tokens = [PAD, EOS, UNK, *dict.fromkeys("".join(piece for piece, _ in written))]
+    tokens = [PAD, EOS, *dict.fromkeys("".join(piece for piece, _ in written))]
     tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=[],
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNK,
+        unk_token=PAD,
         model_max_length=context,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -97,7 +101,7 @@ def make_tokenizer(alphabet: str, *, context: int = 512) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the shape from the command line and write the folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     default = TinyModel()
     parser.add_argument("folder", type=Path)
     for name in ("hidden", "layers", "heads", "context", "seed"):

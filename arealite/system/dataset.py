@@ -1,11 +1,13 @@
 """Read the rows of a dataset, JSONL or Parquet, as tasks.
 
-Every row is checked before a run starts, so that a bad one is a line with its number and not a failure in hour three.
+Every row is checked before a run starts, so that a bad one is a line with its number and not a
+failure in hour three.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -67,13 +69,13 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, row), rows counted from 0."""
-    import pyarrow
-    import pyarrow.parquet
-
+    # Untyped on purpose: pyarrow ships no types, and it is loaded only for Parquet.
+    pyarrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
-        names = pyarrow.parquet.read_schema(file).names
+        names: list[str] = parquet.read_schema(file).names
         _require_prompt(names, str(file))
-        table = pyarrow.parquet.read_table(file, columns=[n for n in COLUMNS if n in names])
+        table = parquet.read_table(file, columns=[n for n in COLUMNS if n in names])
     except (pyarrow.ArrowException, OSError) as error:
         line = " ".join(str(error).split())
         raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error

@@ -1,10 +1,12 @@
 """The process that checks answers: a warm parent that forks the child which does the work.
 
-Killing the child mid-check is the only sure end of a pathological answer; forking the next one from a parent that has
-math-verify loaded costs milliseconds instead of a second. Run as a script by `pool.py`; imports nothing of the package.
+Killing the child mid-check is the only sure end of a pathological answer; forking the next one from
+a parent that has math-verify loaded costs milliseconds instead of a second. Run as a script by
+`pool.py`; imports nothing of the package.
 
-Lines of JSON on stdin and stdout. A new child says {"pid": 7} and ignores what it reads up to {"go": 7}: whatever its
-predecessor left unread in the pipe. Then {"completion", "truth"} is answered with {"equal"}.
+Lines of JSON on stdin and stdout. A new child says {"pid": 7} and ignores what it reads up to
+{"go": 7}: whatever its predecessor left unread in the pipe. Then {"completion", "truth"} is
+answered with {"equal"}.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ PR_SET_PDEATHSIG = 1
 def is_equal(completion: str, truth: str) -> bool:
     """Return whether the last answer in `completion` equals `truth`, by math-verify.
 
-    `truth` is an answer, LaTeX or plain, not a worked solution. Only when it does not parse as LaTeX is it searched
-    for an answer like the completion. No time limit here: the pool kills.
+    `truth` is an answer, LaTeX or plain, not a worked solution. Only when it does not parse as
+    LaTeX is it searched for an answer like the completion. No time limit here: the pool kills.
     """
-    from math_verify import parse, verify
+    import math_verify
 
-    gold: list[Any] = parse(
-        f"\\boxed{{{truth}}}", fallback_mode="no_fallback", parsing_timeout=None
-    )
+    parse: Any = math_verify.parse  # None, no limit, is allowed and documented, but not typed
+    verify: Any = math_verify.verify
+    gold = parse(f"\\boxed{{{truth}}}", fallback_mode="no_fallback", parsing_timeout=None)
     gold = gold or parse(truth, parsing_timeout=None)
     answer = parse(completion, parsing_timeout=None)
     return bool(verify(gold, answer, timeout_seconds=None))
@@ -73,7 +75,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone (Linux; elsewhere the closed pipe ends it)."""
+    """Have the kernel kill this process when its parent is gone (Linux; elsewhere the closed pipe
+    ends it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,6 +1,7 @@
 """Reward 1 when the last answer in a completion equals the ground truth mathematically, else 0.
 
-The check is math-verify's, in killable processes; a check that never ends fails its episode instead of scoring it 0.
+The check is math-verify's, in killable processes; a check that never ends fails its episode instead
+of scoring it 0.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from arealite.base.errors import UserError
 from arealite.impl.reward.pool import CheckerPool
 
 INTEGER = re.compile(r"[0-9]{1,64}|-[1-9][0-9]{0,63}")
-"""A whole text that math-verify reads as exactly this integer. Left to it: "+5" and "-05", in which it finds no answer,
-"-0", separators, and numbers so long that sympy's own limits decide."""
+"""A whole text that math-verify reads as exactly this integer. Left to it: "+5" and "-05", in which
+it finds no answer, "-0", separators, and numbers so long that sympy's own limits decide."""
 
 
 class MathVerifyReward(Reward):
@@ -52,8 +53,9 @@ class MathVerifyReward(Reward):
 def equal_integers(completion: str, truth: str) -> bool | None:
     """Decide without a process when both texts are nothing but an integer; None: ask math-verify.
 
-    Then its verdict is known: its only pattern that matches a run of digits from end to end takes the number whole,
-    drops leading zeros and makes a sympy Integer of it, and two Integers are equal exactly when their values are.
+    Then its verdict is known: its only pattern that matches a run of digits from end to end takes
+    the number whole, drops leading zeros and makes a sympy Integer of it, and two Integers are
+    equal exactly when their values are.
     """
     mine, theirs = completion.strip(), truth.strip()
     if not (INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)):

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from pathlib import Path
 
 from arealite.base.errors import EpisodeError, RewardTimeout, RoleError
@@ -108,10 +109,10 @@ class Checker:
         await self._send({"go": pid})
         self.pid = pid
 
-    async def _send(self, message: dict[str, object]) -> None:
+    async def _send(self, message: Mapping[str, object]) -> None:
         assert self._process is not None and self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(json.dumps(dict(message)).encode() + b"\n")
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             await self._stop()
@@ -146,7 +147,8 @@ class CheckerPool:
             raise errors.exceptions[0] from None
 
     async def check(self, completion: str, truth: str) -> bool:
-        """Return whether the last answer in `completion` equals `truth`; waits for a free checker first.
+        """Return whether the last answer in `completion` equals `truth`; waits for a free checker
+        first.
 
         Raises:
             RewardTimeout: the check ran longer than `timeout_s` and was killed.

@@ -1,4 +1,5 @@
-"""The maths reward: math-verify's verdicts, the short cut that must equal them, and processes that die when they must."""
+"""The maths reward: math-verify's verdicts, the short cut that must equal them, and processes that
+die when they must."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ async def test_short_cut_needs_no_process():
 async def test_endless_check_is_killed_and_has_no_reward(reward, answer):
     child, _ = family(reward.pool)
     reward.pool.timeout_s = 0.3
-    with pytest.raises(RewardTimeout, match="killed after 0.3 s") as caught:
+    with pytest.raises(RewardTimeout, match=r"killed after 0\.3 s") as caught:
         await reward.score(answer, "5")
     assert failure_class(caught.value) == "reward_timeout"
     child.wait(timeout=10)

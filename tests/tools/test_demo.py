@@ -1,0 +1,151 @@
+"""The demo's own parts: processes end, numbers add up, curves are drawn. The whole of it is `make
+demo`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from arealite.api.config import ExperimentConfig
+from arealite.base import config as base_config
+from tools import demo
+
+AUDIT = SimpleNamespace(mixed_version_trajectories=5, interrupted=3, lost=0, repeated=0)
+
+
+def step(number, reward, **more):
+    line = {"step": number, "time": 100.0 + number, "reward/mean": reward, "time/step_s": 1.0}
+    return line | {"length/trained_mean": 7.0, "episode/trajectories": 512.0} | more
+
+
+LINES = [
+    {"step": 0, "time": 99.0, "eval/accuracy": 0.3},
+    step(0, 0.31, **{"publish/version": 1.0}),
+    step(1, 0.5, **{"publish/version": 2.0}),
+    {"step": 2, "time": 103.0, "eval/accuracy": 0.75},
+]
+
+
+def test_config_is_whole_and_learns_as_the_recipe_says():
+    config = base_config.load(ExperimentConfig, [demo.ROOT / "config/demo.yaml"], [], {})
+    ppo = config.trainer.ppo
+    assert (config.experiment_name, config.trainer.type) == ("demo", "async_ppo")
+    assert ppo.num_groups % ppo.updates == 0
+    assert ppo.max_staleness >= 2
+    assert ppo.publisher.pause_mode == "retract"
+    assert len((demo.ROOT / "config/demo.yaml").read_text().splitlines()) < 80
+
+
+def test_summary_condenses_metrics_and_audit():
+    assert demo.summarize(LINES, AUDIT) == {
+        "accuracy_before": 0.3,
+        "accuracy_after": 0.75,
+        "weight_updates": 2,
+        "mixed_version_trajectories": 5,
+        "interrupted_generations": 3,
+        "lost": 0,
+        "repeated": 0,
+        "rl_seconds": 2.0,
+        "trained_tokens_per_s": 3584.0,
+    }
+
+
+def test_summary_of_a_run_without_evaluation_says_none():
+    summary = demo.summarize([step(0, 0.1)], AUDIT)
+    assert summary["accuracy_before"] is None
+    assert summary["accuracy_after"] is None
+
+
+def test_plot_has_one_column_a_value():
+    rows = demo.plot([0.0, 0.5, 1.0], height=2).splitlines()
+    assert rows == ["1.00 │  █", "     │ ██", "     └─── 3 steps"]
+
+
+def test_picture_is_drawn_or_its_absence_explained(tmp_path):
+    said = demo.draw(tmp_path / "reward.png", LINES)
+    drawn = tmp_path / "reward.png"
+    assert said == str(drawn) if drawn.exists() else "pip install" in said
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_earlier_run_is_removed_or_moved_aside(tmp_path, capsys, keep):
+    root = tmp_path / "seed1"
+    demo.clear(root, keep=keep)
+    assert capsys.readouterr().out == ""
+    root.mkdir()
+    (root / "x").write_text("x")
+    demo.clear(root, keep=keep)
+    assert not root.exists()
+    assert [path.name[:6] for path in tmp_path.iterdir()] == (["seed1-"] if keep else [])
+    assert str(tmp_path) in capsys.readouterr().out
+
+
+FAKE_SERVER = r"""
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else signal.SIG_DFL)
+pid = os.fork()
+os.write(1, b"%d\n" % os.getpid())
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("mode", ["", "stubborn"])
+def test_the_servers_whole_group_ends(monkeypatch, mode):
+    monkeypatch.setattr(demo, "SERVER_GRACE_S", 0.2)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAKE_SERVER, mode], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    members = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    demo.end_group(process)
+    process.stdout.close()
+    _, alive = psutil.wait_procs(members, timeout=10)
+    assert all(member.status() == psutil.STATUS_ZOMBIE for member in alive)
+
+
+def test_server_that_ended_shows_its_log(monkeypatch, tmp_path, capsys):
+    shim = tmp_path / "arealite" / "launch_llm_server.py"
+    shim.parent.mkdir()
+    shim.write_text("import sys; sys.exit('no such model')")
+    monkeypatch.chdir(tmp_path)
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        demo.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[0]
+    )
+    with demo.server(["a=b"], log=Path("server.log")):
+        started[0].wait(timeout=20)
+    out = capsys.readouterr().out
+    assert "python3 arealite/launch_llm_server.py a=b" in out
+    assert "no such model" in out
+
+
+def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import pathlib, sys; pathlib.Path('argv').write_text(' '.join(sys.argv[1:])); sys.exit(3)"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert demo.train(Path("kit"), ["seed=4"], 2) == 3
+    assert (tmp_path / "argv").read_text() == (
+        "--config config/demo.yaml seed=4 dataset.train=kit/train.jsonl "
+        "dataset.eval=kit/eval.jsonl trainer.ppo.total_steps=2"
+    )
+
+
+def test_help_names_the_options():
+    shown = subprocess.run(
+        [sys.executable, "tools/demo.py", "--help"],
+        cwd=demo.ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert shown.returncode == 0
+    assert all(option in shown.stdout for option in ("--seed", "--steps", "--keep"))

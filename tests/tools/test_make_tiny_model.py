@@ -1,0 +1,92 @@
+"""Tiny models load like any Hugging Face folder, and their tokenizer gives back what it was
+given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.make_tiny_model import PRINTABLE, TinyModel, main, make_tiny_model, make_tokenizer
+
+SMALL = TinyModel(hidden=16, layers=1, heads=2, context=32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", SMALL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_model_loads_with_the_shape_asked_for(folder, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = model.config
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("qwen2", 16, 1)
+    assert config.vocab_size == len(tokenizer) == len(PRINTABLE) + 2
+    assert (config.eos_token_id, config.pad_token_id) == (1, 0)
+    assert model.generation_config.eos_token_id == 1
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_the_seed_decides_the_weights(folder, tmp_path):
+    state = torch.random.get_rng_state()
+    weights = folder / "model.safetensors"
+    again = make_tiny_model(tmp_path / "again", SMALL) / "model.safetensors"
+    other = make_tiny_model(tmp_path / "other", TinyModel(**{**SMALL.__dict__, "seed": 2}))
+    assert weights.read_bytes() == again.read_bytes()
+    assert weights.read_bytes() != (other / "model.safetensors").read_bytes()
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@given(st.text(alphabet=PRINTABLE))
+def test_tokenizer_round_trips_one_token_a_character(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_other_characters_vanish(tokenizer):
+    assert tokenizer("1é2")["input_ids"] == tokenizer("12")["input_ids"]
+
+
+def test_special_tokens_are_skipped_in_decoding(tokenizer):
+    ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
+
+
+def test_a_longer_chat_extends_a_shorter_one(tokenizer):
+    def ids(*messages):
+        chat = [{"role": role, "content": content} for role, content in messages]
+        made = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        return list(made)
+
+    question = ids(("user", "1+1="))
+    whole = ids(("user", "1+1="), ("assistant", "2"), ("user", "2+2="))
+    assert question == list(tokenizer("1+1=")["input_ids"])
+    assert whole[: len(question)] == question
+    assert whole[len(question) : len(question) + 2] == [*tokenizer("2")["input_ids"], 1]
+
+
+def test_command_line_and_wide_vocabulary(tmp_path, capsys):
+    path = tmp_path / "model"
+    options = ["--hidden", "8", "--layers", "1", "--heads", "2", "--kv-heads", "1"]
+    assert main([str(path), *options, "--vocab-size", "64", "--alphabet", "01"]) == 0
+    assert capsys.readouterr().out.strip().endswith(str(path))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.config.vocab_size == 64
+    assert model.config.num_key_value_heads == 1
+
+
+def test_too_small_a_vocabulary_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="below the tokenizer's 4 tokens"):
+        make_tiny_model(tmp_path, TinyModel(alphabet="01", vocab_size=3))
+
+
+def test_alphabet_is_deduplicated():
+    assert len(make_tokenizer("0011")) == 4

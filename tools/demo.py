@@ -1,0 +1,201 @@
+"""`make demo`: server, training and audit of a tiny run on this machine, from nothing, in minutes.
+
+Here so that anyone sees the whole system learn before reading any of it; it types the commands that
+a user would type and reads the files that a run leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from arealite.base.names import RunPaths  # noqa: E402
+
+OUT = Path("runs/demo")
+SERVER_GRACE_S = 10.0
+PLOT_HEIGHT = 8
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo once; return the trainer's exit code."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="batches to train; default: config/demo.yaml's")
+    parser.add_argument("--keep", action="store_true", help="move an earlier run aside")
+    options = parser.parse_args(argv)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(options.seed, options.steps, keep=options.keep)
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(seed: int, steps: int | None, *, keep: bool) -> int:
+    """Make the kit, train with real processes, and show what came of it."""
+    kit = make_kit(seed)
+    paths = RunPaths((OUT / f"seed{seed}").absolute())
+    clear(paths.root, keep=keep)
+    names = ["experiment_name=demo", f"trial_name=seed{seed}", f"seed={seed}"]
+    overrides = [f"model.path={kit / 'model'}", *names]
+    with server(overrides, log=OUT / f"seed{seed}-server.log"):
+        code = train(kit, overrides, steps)
+    if code != 0:
+        print(f"training ended with code {code}; logs are in {paths.logs}")
+        return code
+    report(paths, seed)
+    return 0
+
+
+def make_kit(seed: int) -> Path:
+    """Return the folder with the warm model and the data; make it in its own process if it is not
+    there."""
+    kit = OUT / f"kit-seed{seed}"
+    if (kit / "done").exists():
+        print(f"model and data: {kit} (made earlier)")
+        return kit
+    print(f"model and data: making {kit}: a tiny model, taught until 30 % of its answers are right")
+    command = [sys.executable, "tools/demo_task.py", str(kit), "--seed", str(seed)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return kit
+
+
+def clear(root: Path, *, keep: bool) -> None:
+    """Remove an earlier run's folder, or move it aside; say which."""
+    if not root.exists():
+        return
+    if keep:
+        aside = root.with_name(f"{root.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        root.rename(aside)
+        print(f"earlier run: moved to {aside}")
+    else:
+        shutil.rmtree(root)
+        print(f"earlier run: removed {root} (--keep would move it aside)")
+
+
+@contextlib.contextmanager
+def server(overrides: Sequence[str], *, log: Path) -> Iterator[None]:
+    """Run a language-model server in its own process group; end the group in every case."""
+    command = [sys.executable, "arealite/launch_llm_server.py", *overrides]
+    print(f"server: {' '.join(['python3', *command[1:]])}\n        log: {log}", flush=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield
+    finally:
+        if process.poll() not in (None, 0):
+            tail = log.read_text(errors="replace").splitlines()[-10:]
+            print("the server ended by itself:", *tail, sep="\n    ")
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the group to end, then make it end."""
+    for number, grace_s in ((signal.SIGTERM, SERVER_GRACE_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+
+
+def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
+    """Run train.py in this terminal; a Ctrl-C reaches it too, and it is given the time to stop."""
+    command = [sys.executable, "train.py", "--config", "config/demo.yaml", *overrides]
+    command += [f"dataset.train={kit / 'train.jsonl'}", f"dataset.eval={kit / 'eval.jsonl'}"]
+    if steps is not None:
+        command.append(f"trainer.ppo.total_steps={steps}")
+    print(f"training: {' '.join(['python3', *command[1:]])}", flush=True)
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+
+
+def report(paths: RunPaths, seed: int) -> None:
+    """Print accuracy, curve, audit and places; write summary.json."""
+    from arealite.system.audit import audit
+
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    audited = audit(paths.ledger)
+    summary = summarize(lines, audited) | {"seed": seed}
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (paths.root / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\nmean reward of each step's batch:")
+    print(plot(rewards))
+    print(f"\nheld-out accuracy: {summary['accuracy_before']} -> {summary['accuracy_after']}\n")
+    print(audited.table())
+    print(f"\nsummary  {OUT / 'summary.json'}\nmetrics  {paths.metrics}\nledger   {paths.ledger}")
+    print(f"model    {paths.export}\ncurve    {draw(paths.root / 'reward.png', lines)}")
+
+
+def summarize(lines: Sequence[dict[str, Any]], audited: Any) -> dict[str, Any]:
+    """Condense the metrics' lines and the audit into the numbers that matter."""
+    steps = [line for line in lines if "reward/mean" in line]
+    evals = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    seconds = steps[-1]["time"] - steps[0]["time"] + steps[0].get("time/step_s", 0.0)
+    tokens = sum(s["length/trained_mean"] * s["episode/trajectories"] for s in steps)
+    return {
+        "accuracy_before": round(evals[0], 4) if evals else None,
+        "accuracy_after": round(evals[-1], 4) if len(evals) > 1 else None,
+        "weight_updates": sum("publish/version" in step for step in steps),
+        "mixed_version_trajectories": audited.mixed_version_trajectories,
+        "interrupted_generations": audited.interrupted,
+        "lost": audited.lost,
+        "repeated": audited.repeated,
+        "rl_seconds": round(seconds, 2),
+        "trained_tokens_per_s": round(tokens / seconds, 1),
+    }
+
+
+def plot(values: Sequence[float], *, height: int = PLOT_HEIGHT) -> str:
+    """Draw values in [0, 1] as columns of block characters, one a value, with a scale."""
+    rows = []
+    for row in reversed(range(height)):
+        fills = [min(max(value * height - row, 0.0), 1.0) for value in values]
+        scale = f"{(row + 1) / height:4.2f}" if row % 2 else "    "
+        rows.append(f"{scale} │{''.join(BLOCKS[round(f * (len(BLOCKS) - 1))] for f in fills)}")
+    rows.append(f"     └{'─' * len(values)} {len(values)} steps")
+    return "\n".join(rows)
+
+
+def draw(file: Path, lines: Sequence[dict[str, Any]]) -> str:
+    """Write the curve as a picture; return where it is, or why there is none."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return "no picture: matplotlib is not installed (pip install -e '.[demo]')"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, style in (("reward/mean", "-"), ("eval/accuracy", "o")):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
+    axes.set(xlabel="step", ylim=(0, 1), title="sorting six digits")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+    return str(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
