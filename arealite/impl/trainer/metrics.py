@@ -162,6 +162,16 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return metrics
 
 
+def throughput(line: Mapping[str, float], *, before: float) -> dict[str, float]:
+    """Return tokens per second of the step; workers count generated ones since their start, and
+    `before` is where they stood at the last step."""
+    seconds = line["time/step_s"]
+    rates = {"throughput/trained_tokens_per_s": line["throughput/trained_tokens"] / seconds}
+    if (generated := line.get("rollout/tokens", 0.0) - before) > 0.0:
+        rates["throughput/generated_tokens_per_s"] = generated / seconds
+    return rates
+
+
 def publish_metrics(report: PublishReport) -> dict[str, float]:
     """Lay out what a publish cost."""
     numbers = {k: float(v) for k, v in asdict(report).items() if k != "quarantined"}

@@ -45,6 +45,8 @@ class PPOTrainer(Trainer):
         self.line: dict[str, float] = {}
         """Metrics of the step under way."""
         self.interruptions = 0
+        self.generated = 0.0
+        """Tokens that workers have generated, as of the last line."""
         self.saved_step: int | None = None
         self.evaluating: int | None = None
 
@@ -255,9 +257,8 @@ class PPOTrainer(Trainer):
         if not self.world.lead:
             return
         line = self.line | times
-        line["throughput/trained_tokens_per_s"] = (
-            line["throughput/trained_tokens"] / times["time/step_s"]
-        )
+        line |= metrics.throughput(line, before=self.generated)
+        self.generated = line.get("rollout/tokens", self.generated)
         with self.clock("time/log_s"):
             for sink in self.parts.loggers:
                 sink.log(step, line)

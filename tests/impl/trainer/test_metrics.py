@@ -95,6 +95,16 @@ def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
     assert got["update/pad_frac"] == pytest.approx(0.25)
 
 
+def test_throughput() -> None:
+    line = {"time/step_s": 2.0, "throughput/trained_tokens": 30.0, "rollout/tokens": 100.0}
+    assert metrics.throughput(line, before=60.0) == {
+        "throughput/trained_tokens_per_s": 15.0,
+        "throughput/generated_tokens_per_s": 20.0,
+    }
+    restarted = metrics.throughput(line, before=500.0)
+    assert "throughput/generated_tokens_per_s" not in restarted
+
+
 def test_publish_metrics_count_quarantined_servers() -> None:
     report = PublishReport(3, 0.1, 0.2, 0.3, 0.4, 0.5, 100, 2, ["s1"])
     got = metrics.publish_metrics(report)
