@@ -1,0 +1,87 @@
+"""A worker, the datapipe and a trainer's link in one process: the whole way of a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import zmq
+
+from arealite.api.config import ClusterConfig
+from arealite.api.task import Task
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import decode_segments
+from arealite.base.errors import EpisodeError
+from arealite.impl.rollout import worker as module
+from arealite.impl.rollout.worker import RolloutWorker
+from arealite.system.datapipe import Datapipe
+from arealite.system.trainer_link import TrainerLink
+from arealite.system.worker_link import WorkerLink
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import experiment, tokenizer
+from tests.impl.rollout import worlds  # registers the environments
+
+STEPS = 4
+
+
+async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
+    assert worlds is not None
+    monkeypatch.setattr(module, "DRAIN_GRACE_S", 0.1)
+    config = experiment("world", group_size=4, concurrency=32)
+    ppo = dataclasses.replace(config.trainer.ppo, batch_size=12, max_staleness=2)
+    config = dataclasses.replace(
+        config,
+        trainer=dataclasses.replace(config.trainer, ppo=ppo),
+        cluster=ClusterConfig(run_root=str(tmp_path), name_root=str(tmp_path / "names")),
+    )
+    tasks = [Task(f"train-{row}", "ok", None, {}) for row in range(7)]
+    version = 0
+
+    def script(request):
+        if hash(request.request_id) % 7 == 0:
+            return EpisodeError("now and then")
+        return response([10, 11, 12], version=max(version, request.min_version))
+
+    with zmq.Context() as context:
+        pipe = Datapipe(
+            config, train=tasks, eval=[], registry=None, address="inproc://pipe", context=context
+        )
+        link = WorkerLink(lambda: pipe.address, worker_id="w", capacity=32, context=context)
+        worker = RolloutWorker(
+            config, index=0, link=link, client=ScriptedClient(script), tokenizer=tokenizer()
+        )
+
+        def train() -> list[str]:
+            nonlocal version
+            rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
+            trained: list[str] = []
+            rank.start(0)
+            rank.published(0)
+            for step in range(STEPS):
+                got = rank.next_batch(step)
+                assert got is not None
+                batch, payloads = got
+                for header, payload in zip(batch.headers, payloads, strict=True):
+                    (segment,) = decode_segments(payload)
+                    assert len(segment.loss_mask) == header.num_tokens
+                    assert header.oldest_version >= step - 2
+                ids = [header.trajectory_id for header in batch.headers]
+                trained += ids
+                rank.report(StepReport(step, ids, {}))
+                version = step + 1
+                rank.published(version)
+            rank.checkpointed(STEPS, "nowhere")
+            rank.finish("done")
+            rank.close()
+            return trained
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as roles:
+            running = roles.create_task(pipe.run())
+            await pipe.ready.wait()
+            working = roles.create_task(worker.run())
+            trained = await asyncio.to_thread(train)
+        assert running.done()
+        assert working.done()
+    assert len(trained) == len(set(trained)) == STEPS * 12
+    assert worker.metrics()["episodes"] >= len(trained)
