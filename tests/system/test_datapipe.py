@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from arealite.api.trainer_messages import StepReport
+from arealite.api.trainer_messages import StepReport, Waiting
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.datapipe import Datapipe
 from arealite.system.trainer_link import TrainerLink
@@ -178,11 +178,17 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
         muted = asyncio.create_task(mute.run())
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
         waits: list[str] = []
+        loop, waited = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_wait(waiting: Waiting) -> bool:
+            waits.append(waiting.detail)
+            loop.call_soon_threadsafe(waited.set)
+            return False
 
         def body() -> list[str]:
             link.start(0)
             link.published(0)
-            answer = link.next_batch(0, on_wait=lambda w: bool(waits.append(w.detail)))
+            answer = link.next_batch(0, on_wait=on_wait)
             assert answer
             ids = [h.trajectory_id for h in answer[0].headers]
             link.report(StepReport(0, ids, {}))
@@ -191,8 +197,7 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
             return ids
 
         async def kill_and_replace() -> None:
-            while not waits:
-                await asyncio.sleep(0.05)
+            await waited.wait()
             muted.cancel()
             await asyncio.gather(muted, return_exceptions=True)
             await FakeWorker(lambda: pipe.address, worker_id="good").run()

@@ -1,0 +1,217 @@
+"""Holds a trial's ledger against its promises: nothing lost, nothing repeated, no token too old.
+
+Reads the file and nothing else, so it works on a run that lives, died or was copied elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arealite.base.errors import UserError
+from arealite.system.ledger import connect
+
+IN_STATE: dict[str, Sequence[str]] = {
+    "trained": ("trained", "durable"),
+    "filtered": ("filtered",),
+    "buffered": ("complete", "batched"),
+    "in_flight": ("offered", "leased"),
+}
+TOKENS = "SELECT COALESCE(SUM(t.tokens), 0) FROM trajectories t JOIN groups g USING (group_id) "
+SHOWN = 5
+"""Ids named in a line of problems."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """offered = trained + filtered + buffered + in_flight, in groups or in tokens received."""
+
+    offered: int
+    trained: int
+    filtered: int
+    buffered: int
+    in_flight: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether both sides are equal."""
+        return self.offered == self.trained + self.filtered + self.buffered + self.in_flight
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What the ledger holds, and what is wrong with it."""
+
+    groups: Balance
+    tokens: Balance
+    filtered_by_reason: dict[str, int]
+    failures_by_class: dict[str, int]
+    steps: int
+    checkpoints: int
+    trained_trajectories: int
+    mixed_version_trajectories: int
+    """Trained ones whose tokens are of more than one policy version."""
+    interrupted: int
+    """Generations of trained trajectories that a weight update cut."""
+    weight_versions: int
+    """Policy versions seen as oldest or newest of any trajectory."""
+    max_staleness: int
+    """Of a trained token: its step less its version."""
+    lost: list[str] = field(default_factory=list[str])
+    """What is missing although the ledger says it is there."""
+    repeated: list[str] = field(default_factory=list[str])
+    """What was used twice."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether both balances are even and nothing is lost or repeated."""
+        return self.groups.is_even and self.tokens.is_even and not (self.lost or self.repeated)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain numbers and lists, for JSON."""
+        numbers = {k: v for k, v in vars(self).items() if k not in ("groups", "tokens")}
+        return {**numbers, "groups": vars(self.groups), "tokens": vars(self.tokens), "ok": self.ok}
+
+    def table(self) -> str:
+        """Write the report for a reader."""
+        lines = [f"{'':<28}{'groups':>12}{'tokens':>16}"]
+        for name in ("offered", "trained", "filtered", "buffered", "in_flight"):
+            row = getattr(self.groups, name), getattr(self.tokens, name)
+            lines.append(f"{name.replace('_', ' '):<28}{row[0]:>12}{row[1]:>16}")
+        for title, counts in (
+            ("filtered", self.filtered_by_reason),
+            ("failed episodes", self.failures_by_class),
+        ):
+            lines += [f"{title + ': ' + name:<28}{n:>12}" for name, n in sorted(counts.items())]
+        for name in (
+            *("steps", "checkpoints", "trained_trajectories", "mixed_version_trajectories"),
+            *("interrupted", "weight_versions", "max_staleness"),
+        ):
+            lines.append(f"{name.replace('_', ' '):<28}{getattr(self, name):>12}")
+        for name, problems in (("lost", self.lost), ("repeated", self.repeated)):
+            lines.append(f"{name:<28}{len(problems):>12}")
+            lines += [f"  {problem}" for problem in problems]
+        verdict = "balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE"
+        return "\n".join([*lines, verdict])
+
+
+def audit(ledger_path: Path) -> AuditReport:
+    """Read a ledger, which may be in use, and check it.
+
+    Raises:
+        UserError: the file is not a ledger.
+    """
+    try:
+        db = connect(ledger_path, read_only=True)
+        try:
+            db.execute("BEGIN")  # one snapshot for all that follows
+            return _audit(db)
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise UserError(f"{ledger_path} cannot be read as a ledger: {error}.") from error
+
+
+def _audit(db: sqlite3.Connection) -> AuditReport:
+    def one(sql: str, *values: object) -> int:
+        return int(db.execute(sql, values).fetchone()[0] or 0)
+
+    by_state = Counter(dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")))
+    offered = one("SELECT COUNT(*) FROM groups")
+    groups = {name: sum(by_state[s] for s in states) for name, states in IN_STATE.items()}
+    tokens = {
+        name: one(TOKENS + f"WHERE g.state IN ({', '.join('?' * len(states))})", *states)
+        for name, states in IN_STATE.items()
+    }
+    trained = (
+        "FROM trajectories t JOIN groups g USING (group_id) WHERE g.state IN ('trained', 'durable')"
+    )
+    versions = "SELECT oldest AS v FROM trajectories UNION SELECT newest FROM trajectories"
+    count = "GROUP BY 1"
+    return AuditReport(
+        groups=Balance(offered, **groups),
+        tokens=Balance(one("SELECT COALESCE(SUM(tokens), 0) FROM trajectories"), **tokens),
+        filtered_by_reason=dict(
+            db.execute(f"SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' {count}")
+        ),
+        failures_by_class=dict(db.execute(f"SELECT class, COUNT(*) FROM failures {count}")),
+        steps=one("SELECT COUNT(*) FROM steps"),
+        checkpoints=one("SELECT COUNT(*) FROM checkpoints"),
+        trained_trajectories=one(f"SELECT COUNT(*) {trained}"),
+        mixed_version_trajectories=one(f"SELECT COUNT(*) {trained} AND t.oldest != t.newest"),
+        interrupted=one(f"SELECT SUM(t.interruptions) {trained}"),
+        weight_versions=one(f"SELECT COUNT(*) FROM ({versions})"),
+        max_staleness=one(f"SELECT MAX(g.step - t.oldest) {trained}"),
+        lost=_lost(db),
+        repeated=_repeated(db),
+    )
+
+
+def _lost(db: sqlite3.Connection) -> list[str]:
+    found: list[str] = []
+    cursor, top = db.execute("SELECT COUNT(*), COALESCE(MAX(seq), -1) + 1 FROM groups").fetchone()
+    if cursor != top:
+        found.append(f"{top - cursor} groups of the dataset's order are missing")
+    orphans = db.execute(
+        "SELECT trajectory_id FROM trajectories WHERE group_id NOT IN (SELECT group_id FROM groups)"
+    )
+    found += _named("trajectories without a group", [row[0] for row in orphans])
+    return found + _named("groups with missing members", _short_groups(db)) + _holes(db)
+
+
+def _short_groups(db: sqlite3.Connection) -> list[str]:
+    """Groups past completion that have a member neither finished nor failed."""
+    (size,) = db.execute("SELECT value FROM meta WHERE key = 'group_size'").fetchone()
+    rows = db.execute(
+        """SELECT g.group_id FROM groups g
+           WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
+             SELECT COUNT(*) FROM (
+               SELECT member FROM trajectories t WHERE t.group_id = g.group_id
+               UNION SELECT member FROM failures f WHERE f.group_id = g.group_id)) < ?""",
+        (int(size),),
+    )
+    return [row[0] for row in rows]
+
+
+def _holes(db: sqlite3.Connection) -> list[str]:
+    """Steps whose groups are trained although the trainer never said so, and the other way."""
+    reported = {row[0] for row in db.execute("SELECT step FROM steps")}
+    trained = {
+        row[0]
+        for row in db.execute(
+            "SELECT DISTINCT step FROM groups WHERE state IN ('trained', 'durable')"
+        )
+    }
+    return _named("steps reported or trained only", sorted(map(str, reported ^ trained)))
+
+
+def _repeated(db: sqlite3.Connection) -> list[str]:
+    found: list[str] = []
+    used: Counter[str] = Counter()
+    for step, text in db.execute("SELECT step, trained FROM steps").fetchall():
+        said: list[str] = json.loads(text)
+        used.update(said)
+        rows = db.execute(
+            "SELECT trajectory_id FROM trajectories JOIN groups USING (group_id) "
+            "WHERE step = ? AND state IN ('trained', 'durable')",
+            (step,),
+        )
+        if sorted(said) != sorted(row[0] for row in rows):
+            found.append(f"step {step}: the trainer's ids are not the batch's")
+    found += _named("trained twice", sorted(t for t, n in used.items() if n > 1))
+    twice = db.execute(
+        "SELECT group_id || '/' || member || '/' || seat FROM trajectories "
+        "GROUP BY group_id, member, seat HAVING COUNT(*) > 1"
+    )
+    return found + _named("kept twice", [row[0] for row in twice])
+
+
+def _named(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    return [f"{len(names)} {what}: {', '.join(names[:SHOWN])}{' …' if names[SHOWN:] else ''}"]

@@ -1,0 +1,94 @@
+"""kill -9 of a real datapipe process at random moments: the trainer gets each sample once."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.system.audit import audit
+from arealite.system.name_registry import NameRegistry
+from arealite.system.trainer_link import TrainerLink
+from tests.system.scenes import FakeWorker, episode, experiment, failed, in_thread
+from tests.system.test_datapipe import train
+
+SERVE = """
+import asyncio, pickle, sys
+from pathlib import Path
+from arealite.api.config import name_dir
+from arealite.system.datapipe import Datapipe
+from arealite.system.name_registry import NameRegistry
+from tests.system.scenes import tasks
+config = pickle.loads(Path(sys.argv[1]).read_bytes())
+names = NameRegistry(name_dir(config))
+asyncio.run(Datapipe(config, train=tasks(7), eval=[], registry=names).run())
+assert not {"torch", "numpy", "transformers", "aiohttp"} & sys.modules.keys()
+"""
+
+
+async def start(config: ExperimentConfig, root: Path) -> asyncio.subprocess.Process:
+    (root / "config").write_bytes(pickle.dumps(config))
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, str(root / "config"), stderr=asyncio.subprocess.DEVNULL
+    )
+
+
+@pytest.mark.processes
+async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    config = experiment(tmp_path, num_groups=4, group_size=2, filter_zero_variance=True)
+    names = NameRegistry(name_dir(config))
+
+    def resolve() -> str | None:
+        entries = names.list("datapipe")
+        return str(entries[0].value["address"]) if entries else None
+
+    dice = random.Random(3)
+
+    def script(lease, member):
+        if dice.random() < 0.1:
+            return failed(lease, member)
+        return episode(lease, member, reward=float(dice.random() < 0.7))
+
+    steps = 150
+    process = await start(config, tmp_path)
+    link = TrainerLink(resolve, rank=0, world_size=1, silence_s=15.0)
+    training = asyncio.create_task(in_thread(lambda: train(link, steps=steps)))
+    workers = [
+        asyncio.create_task(FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script).run())
+        for n in range(2)
+    ]
+    for _ in range(3):
+        await asyncio.wait([training], timeout=dice.uniform(1.2, 1.9))
+        assert not training.done(), training
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        process = await start(config, tmp_path)
+    seen = await training
+    await asyncio.gather(*workers)
+    assert await process.wait() == 0
+
+    report = audit(run_paths(config).ledger)
+    assert report.ok, report.table()
+    assert report.steps == steps == len(seen)
+    assert report.groups.trained == 4 * steps
+    assert report.max_staleness <= 2
+    assert report.filtered_by_reason["zero_variance"] > 0
+    assert report.trained_trajectories == sum(len(ids) for ids in seen)
+    boots = {key.split(".")[1] for key in _lease_ids(run_paths(config).ledger)}
+    assert len(boots) >= 3, "the kills did not happen in mid-stream"
+
+
+def _lease_ids(ledger: Path) -> list[str]:
+    from arealite.system.ledger import connect
+
+    db = connect(ledger, read_only=True)
+    try:
+        return [row[0] for row in db.execute("SELECT lease_id FROM leases")]
+    finally:
+        db.close()
