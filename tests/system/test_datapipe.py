@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,14 @@ from tests.system.scenes import (
 )
 
 
-def train(link: TrainerLink, *, steps: int, begin: int = 0, finish: bool = True) -> list[list[str]]:
+def train(
+    link: TrainerLink,
+    *,
+    steps: int,
+    begin: int = 0,
+    finish: bool = True,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> list[list[str]]:
     """A trainer of one rank; returns the trajectory ids of each step."""
     seen: list[list[str]] = []
     assert link.start(begin).step == begin
@@ -37,6 +45,7 @@ def train(link: TrainerLink, *, steps: int, begin: int = 0, finish: bool = True)
         assert [payload(ids[i]) for i in batch.mine] == payloads
         assert all(step - h.oldest_version <= 2 for h in batch.headers)
         seen.append(ids)
+        on_step(step)
         link.report(StepReport(step, ids, {}))
         link.published(step + 1)
     if finish:

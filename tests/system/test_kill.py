@@ -55,16 +55,24 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
             return failed(lease, member)
         return episode(lease, member, reward=float(dice.random() < 0.7))
 
-    steps = 150
+    steps = 90
+    loop = asyncio.get_running_loop()
+    reached: dict[int, asyncio.Event] = {step: asyncio.Event() for step in (10, 40, 70)}
+
+    def on_step(step: int) -> None:
+        if step in reached:
+            loop.call_soon_threadsafe(reached[step].set)
+
     process = await start(config, tmp_path)
     link = TrainerLink(resolve, rank=0, world_size=1, silence_s=15.0)
-    training = asyncio.create_task(in_thread(lambda: train(link, steps=steps)))
+    training = asyncio.create_task(in_thread(lambda: train(link, steps=steps, on_step=on_step)))
     workers = [
         asyncio.create_task(FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script).run())
         for n in range(2)
     ]
-    for _ in range(3):
-        await asyncio.wait([training], timeout=dice.uniform(1.2, 1.9))
+    for event in reached.values():
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.wait([training, waiting], return_when=asyncio.FIRST_COMPLETED)
         assert not training.done(), training
         process.send_signal(signal.SIGKILL)
         await process.wait()
@@ -81,7 +89,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     assert report.filtered_by_reason["zero_variance"] > 0
     assert report.trained_trajectories == sum(len(ids) for ids in seen)
     boots = {key.split(".")[1] for key in _lease_ids(run_paths(config).ledger)}
-    assert len(boots) >= 3, "the kills did not happen in mid-stream"
+    assert len(boots) == 4, "the kills did not happen in mid-stream"
 
 
 def _lease_ids(ledger: Path) -> list[str]:

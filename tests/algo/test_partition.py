@@ -1,0 +1,55 @@
+"""Groups stay whole, ranks get equal work, and everyone computes the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.algo.partition import balance, deal_groups, partition
+
+batches = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 500)), min_size=4, max_size=20)
+
+
+@given(batches, st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(0, 99))
+def test_partition(
+    shape: list[tuple[int, int]], updates: int, ranks: int, seed: int | None
+) -> None:
+    group_ids = [f"g{i}" for i, (size, _) in enumerate(shape) for _ in range(size)]
+    tokens = [length + 7 * k for size, length in shape for k in range(size)]
+    minibatches, rank_of = partition(group_ids, tokens, updates=updates, ranks=ranks, seed=seed)
+    assert (minibatches, rank_of) == partition(
+        group_ids, tokens, updates=updates, ranks=ranks, seed=seed
+    )
+    homes = {group: {m for g, m in zip(group_ids, minibatches, strict=True) if g == group}
+             for group in group_ids}  # fmt: skip
+    assert all(len(home) == 1 for home in homes.values())
+    sizes = Counter(next(iter(home)) for home in homes.values())
+    assert set(sizes) == set(range(updates))
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    for update in range(updates):
+        rows = [i for i, m in enumerate(minibatches) if m == update]
+        used = {rank_of[i] for i in rows}
+        assert len(used) == min(ranks, len(rows))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 5))
+def test_balance_is_near_the_optimum(tokens: list[int], ranks: int) -> None:
+    loads = Counter({rank: 0 for rank in range(ranks)})
+    for count, rank in zip(tokens, balance(tokens, ranks=ranks), strict=True):
+        loads[rank] += count
+    bound = max(sum(tokens) / ranks, max(tokens))
+    assert max(loads.values()) <= 4 / 3 * bound + max(tokens) / 3
+
+
+def test_order_without_a_seed_and_another_with_it() -> None:
+    ids = [f"g{i}" for i in range(16)]
+    assert deal_groups(ids, updates=2, seed=None) == [0] * 8 + [1] * 8
+    assert deal_groups(ids, updates=2, seed=1) != deal_groups(ids, updates=2, seed=2)
+
+
+def test_too_few_groups() -> None:
+    with pytest.raises(ValueError, match="2 groups cannot fill 3 updates"):
+        deal_groups(["a", "b"], updates=3, seed=None)

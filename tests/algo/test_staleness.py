@@ -1,0 +1,148 @@
+"""The staleness contract, simulated: random latencies, failures and filters, on every η."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.algo.staleness import Candidate, blocks, choose, fits, may_lease
+
+
+class Simulation:
+    """A trainer, a publisher that lags, and groups of random length; time is a heap of events."""
+
+    def __init__(self, seed: int, *, policy: str, eta: int, num_groups: int, steps: int) -> None:
+        self.dice = random.Random(seed)
+        self.policy, self.eta, self.num_groups, self.steps = policy, eta, num_groups, steps
+        self.running: dict[int, int] = {}
+        self.complete: dict[int, int] = {}
+        self.version, self.step, self.now = 0, 0, 0.0
+        self.filtered = 0
+        self.events: list[tuple[float, int, str]] = []
+        self.ages: list[int] = []
+        self.trainer_idle = True
+
+    def run(self) -> None:
+        seq = 0
+        while self.step < self.steps:
+            outstanding = len(self.ages) + len(self.running) + len(self.complete)
+            kwargs = {"eta": self.eta, "num_groups": self.num_groups}
+            while len(self.running) < 12 and may_lease(outstanding, self.version, **kwargs):
+                self.running[seq] = self.version
+                slow = 40.0 if self.dice.random() < 0.1 else 1.0
+                self.push(self.dice.expovariate(1.0) * slow, seq, "done")
+                seq, outstanding = seq + 1, outstanding + 1
+            self.try_batch()
+            assert self.events, "deadlock"
+            self.now, item, kind = heapq.heappop(self.events)
+            getattr(self, kind)(item)
+
+    def push(self, after: float, item: int, kind: str) -> None:
+        heapq.heappush(self.events, (self.now + after, item, kind))
+
+    def done(self, seq: int) -> None:
+        start = self.running.pop(seq)
+        draw = self.dice.random()
+        if draw < 0.05:  # its worker was lost: run again from the version of now
+            self.running[seq] = self.version
+            self.push(self.dice.random(), seq, "done")
+        elif draw < 0.2:
+            self.filtered += 1
+        else:
+            self.complete[seq] = start
+
+    def try_batch(self) -> None:
+        if not self.trainer_idle:
+            return
+        found = [Candidate(s, q, False) for q, s in self.running.items()]
+        found += [Candidate(s, q, True) for q, s in self.complete.items()]
+        chosen = choose(
+            found, self.step, policy=self.policy, eta=self.eta, num_groups=self.num_groups
+        )
+        if chosen is None:
+            return
+        for candidate in chosen:
+            self.ages.append(self.step - self.complete.pop(candidate.seq))
+        self.trainer_idle = False
+        self.push(self.dice.random() * 3, self.step, "trained")
+
+    def trained(self, step: int) -> None:
+        self.step, self.trainer_idle = step + 1, True
+        self.push(self.dice.random(), step + 1, "published")
+
+    def published(self, version: int) -> None:
+        self.version = max(self.version, version)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    eta=st.integers(0, 5),
+    num_groups=st.integers(1, 5),
+)
+def test_pace_bounds_every_age_and_never_deadlocks(seed: int, eta: int, num_groups: int) -> None:
+    run = Simulation(seed, policy="pace", eta=eta, num_groups=num_groups, steps=25)
+    run.run()
+    assert len(run.ages) == 25 * num_groups
+    assert max(run.ages) <= eta
+    assert min(run.ages) >= 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), eta=st.integers(0, 3))
+def test_mask_releases_full_batches(seed: int, eta: int) -> None:
+    run = Simulation(seed, policy="mask", eta=eta, num_groups=3, steps=25)
+    run.run()
+    assert len(run.ages) == 75
+
+
+def test_mask_alone_outruns_the_bound() -> None:
+    """The simulation is hard enough for the bound to mean something."""
+    ages: list[int] = []
+    for seed in range(20):
+        run = Simulation(seed, policy="mask", eta=2, num_groups=2, steps=25)
+        run.run()
+        ages += run.ages
+    assert max(ages) > 2
+
+
+def test_the_first_condition_alone_would_deadlock() -> None:
+    """b and c of start 0 would both be due in batch 2: d may not overtake them in batch 1."""
+    b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
+    assert choose([b, c, d], 1, policy="pace", eta=2, num_groups=1) is None
+    assert choose([b, c, d], 1, policy="mask", eta=2, num_groups=1) == [d]
+
+
+def test_zero_is_the_synchronous_trainer() -> None:
+    assert [may_lease(n, 0, eta=0, num_groups=2) for n in range(4)] == [True, True, False, False]
+    late = Candidate(0, 9, False)
+    full = [Candidate(0, seq, True) for seq in range(2)]
+    assert choose([*full, late], 0, policy="pace", eta=0, num_groups=2) is None
+    assert choose(full, 0, policy="pace", eta=0, num_groups=2) == full
+
+
+def test_no_lease_before_a_version_is_published() -> None:
+    assert not may_lease(0, None, eta=4, num_groups=64)
+
+
+def test_oldest_first_then_in_order() -> None:
+    found = [Candidate(1, 0, True), Candidate(0, 5, True), Candidate(0, 2, True)]
+    chosen = choose(found, 1, policy="pace", eta=3, num_groups=2)
+    assert chosen is not None
+    assert [c.seq for c in chosen] == [2, 5]
+
+
+def test_blocks_names_the_slow_ones() -> None:
+    slow, fine = Candidate(0, 3, False), Candidate(2, 4, False)
+    assert blocks([fine, slow, Candidate(0, 1, True)], 2, eta=2) == [slow]
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"), [([], True), ([1, 1, 2, 2], True), ([1, 1, 1], False), ([0], False)]
+)
+def test_fits(starts: list[int], expected: bool) -> None:
+    assert fits(starts, 3, eta=2, num_groups=2) is expected

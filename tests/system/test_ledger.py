@@ -1,0 +1,237 @@
+"""The ledger file: reopened at any point it holds what was committed, and tells what is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.api.trainer import PPOConfig
+from arealite.api.trainer_messages import StepReport
+from arealite.base.errors import InvariantError, UserError
+from arealite.system.audit import audit
+from arealite.system.datapipe_groups import GroupBook, permutation
+from arealite.system.ledger import Ledger, read_payloads
+from tests.system.scenes import episode, experiment, failed, payload, tasks
+
+POLICY = st.sampled_from(["retry", "min_size", "drop"])
+
+
+def open_book(folder: Path, ppo: PPOConfig) -> GroupBook:
+    ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
+    return GroupBook(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+
+
+def picture(book: GroupBook) -> dict[str, object]:
+    """What must be the same after reopening."""
+    return {
+        "offered": book.offered,
+        "step": book.next_step,
+        "version": book.version,
+        "counts": {k: v for k, v in book.counts.items() if v},
+        "groups": {
+            key: (g.task.task_id, g.state, g.step, g.start, [h.trajectory_id for h in g.headers],
+                  sorted(g.leases), sorted(g.failures), g.missing(book.ppo.max_attempts))
+            for key, g in book.groups.items()
+        },
+        "batches": {
+            step: [g.group_id for g in groups]
+            for step, groups in book.batches.items()
+            if groups[0].state == "batched"
+        },
+        "trained": book.trained,
+    }  # fmt: skip
+
+
+class Random:
+    """Random histories of a book, committed and reopened anywhere."""
+
+    def __init__(self, folder: Path, ppo: PPOConfig, data: st.DataObject) -> None:
+        self.folder, self.ppo, self.data = folder, ppo, data
+        self.book = open_book(folder, ppo)
+        self.trained: dict[int, list[str]] = {}
+        self.version = 0
+
+    def step(self) -> None:
+        verbs = [self.lease, self.finish, self.finish, self.fail, self.lose, self.compose,
+                 self.train, self.reopen, self.roll_back, self.checkpoint]  # fmt: skip
+        self.data.draw(st.sampled_from(verbs))()
+
+    def lease(self) -> None:
+        self.book.version = self.version
+        self.book.ledger.set_meta("version", str(self.version))
+        for _ in range(3):
+            group = self.book.next_offer()
+            if group is not None:
+                self.book.lease(group, worker_id="w", credit=self.data.draw(st.integers(1, 2)))
+
+    def pick(self):
+        leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]
+        if not leases:
+            return None, 0
+        lease = leases[self.data.draw(st.integers(0, len(leases) - 1))]
+        return lease, lease.members[self.data.draw(st.integers(0, len(lease.members) - 1))]
+
+    def finish(self) -> None:
+        lease, member = self.pick()
+        if lease is not None:
+            reward = float(self.data.draw(st.booleans()))
+            made = episode(lease, member, reward=reward)
+            for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
+                self.book.add(made, [payload(made.headers[0].trajectory_id)])
+
+    def fail(self) -> None:
+        lease, member = self.pick()
+        if lease is not None:
+            self.book.add(failed(lease, member), [])
+
+    def lose(self) -> None:
+        lease, _ = self.pick()
+        if lease is not None:
+            self.book.lose(lease)
+
+    def compose(self) -> None:
+        groups = self.book.compose()
+        if groups is not None:
+            ids = [h.trajectory_id for g in groups for h in g.headers]
+            step = self.book.next_step - 1
+            assert self.trained.get(step, ids) == ids, "a rolled-back batch is composed as it was"
+            ages = [step - h.oldest_version for g in groups for h in g.headers]
+            assert max(ages) <= self.ppo.max_staleness
+            self.trained[step] = ids
+
+    def train(self) -> None:
+        for step in sorted(self.book.batches):
+            if self.book.batches[step][0].state == "batched":
+                self.book.mark_trained(step)
+                self.book.ledger.train(StepReport(step, self.trained[step], {}))
+                self.version = step + 1
+                return
+
+    def checkpoint(self) -> None:
+        step = min(max([-1, *self.book.trained]) + 1, self.version)
+        self.book.mark_durable(step)
+        self.book.ledger.checkpoint(step, "/x")
+
+    def roll_back(self) -> None:
+        step = self.data.draw(st.integers(max(0, self.version - 2), self.version))
+        self.book.ledger.commit()
+        self.book.roll_back(step)
+        self.version = min(step, self.version)
+
+    def reopen(self) -> None:
+        """As after kill -9 just after a commit; what was queued later never happened."""
+        self.book.ledger.commit()
+        before = picture(self.book)
+        boot = self.book.ledger.boot
+        self.book.ledger.close()
+        self.book = open_book(self.folder, self.ppo)
+        assert self.book.ledger.boot == boot + 1
+        assert picture(self.book) == before
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), policy=POLICY, zero=st.booleans(), eta=st.integers(0, 2))
+def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ppo = experiment(folder, partial_group=policy, filter_zero_variance=zero).trainer.ppo
+        history = Random(folder, replace(ppo, max_staleness=eta, max_attempts=2), data)
+        for _ in range(data.draw(st.integers(5, 40))):
+            history.step()
+        history.reopen()
+        history.book.ledger.close()
+        report = audit(folder / "ledger.sqlite")
+        assert report.ok, report.table()
+        assert report.max_staleness <= eta
+
+
+def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
+    """kill -9 leaves the files as they are: database and write-ahead log, with no farewell."""
+    ppo = experiment(tmp_path).trainer.ppo
+    book = open_book(tmp_path / "live", ppo)
+    book.version = 0
+    for number in range(6):
+        group = book.next_offer()
+        assert group
+        lease = book.lease(group, worker_id="w", credit=2)
+        book.add(episode(lease, 0), [b"x" * 5000])
+        book.ledger.commit()
+        book.add(episode(lease, 1), [b"y"])  # queued, never committed
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(tmp_path / "live", copy)
+        seen = open_book(copy, ppo)
+        assert seen.offered == number + 1
+        assert seen.groups[group.group_id].state == "leased"
+        assert seen.groups[group.group_id].missing(3) == []
+        seen.lose(lease)
+        assert seen.groups[group.group_id].missing(3) == [1]
+        assert audit(copy / "ledger.sqlite").ok
+        seen.ledger.close()
+    book.ledger.close()
+
+
+def test_the_order_is_a_new_one_each_epoch() -> None:
+    first, second = permutation(1, 0, 50), permutation(1, 1, 50)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first == permutation(1, 0, 50)
+
+
+def test_unshuffled_order(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l", fingerprint={})
+    ppo = experiment(tmp_path).trainer.ppo
+    book = GroupBook(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
+    assert [book.task_of(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    ledger.close()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"Cannot use the ledger .*/file/ledger"):
+        Ledger(tmp_path / "file" / "ledger.sqlite", fingerprint={})
+    (tmp_path / "junk").write_text("this is not a database, and long enough to tell " * 20)
+    with pytest.raises(UserError, match="not a database"):
+        Ledger(tmp_path / "junk", fingerprint={})
+
+
+def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path: Path) -> None:
+    ppo = experiment(tmp_path).trainer.ppo
+    book = open_book(tmp_path, ppo)
+    book.version = 0
+    group = book.next_offer()
+    assert group
+    lease = book.lease(group, worker_id="w", credit=2)
+    book.ledger.commit()
+    pages = book.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
+    book.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
+    book.add(episode(lease, 0), [os.urandom(1_000_000)])
+    with pytest.raises(InvariantError, match=r"cannot write the ledger .*full"):
+        book.ledger.commit()
+    book.ledger.close()
+    again = open_book(tmp_path, ppo)
+    assert again.groups["g0"].finished == {}
+    again.ledger.close()
+
+
+def test_payloads_come_back_in_order(tmp_path: Path) -> None:
+    ppo = experiment(tmp_path).trainer.ppo
+    book = open_book(tmp_path, ppo)
+    book.version = 0
+    group = book.next_offer()
+    assert group
+    lease = book.lease(group, worker_id="w", credit=2)
+    for member in range(2):
+        book.add(episode(lease, member), [b"payload %d" % member])
+    book.ledger.commit()
+    found = read_payloads(book.ledger.path, ["g0/1/agent", "g0/0/agent"])
+    assert found == [b"payload 1", b"payload 0"]
+    with pytest.raises(InvariantError, match="g9/0/agent is in a batch"):
+        read_payloads(book.ledger.path, ["g9/0/agent"])
+    book.ledger.close()
