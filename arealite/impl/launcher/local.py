@@ -124,11 +124,12 @@ class LocalLauncher(Launcher):
                 )
                 self.progress.poll()
                 for child in [exits.pop(task) for task in done]:
-                    if self._died(child):
+                    if child.process.returncode != 0:
                         return self._report_death(child)
                 if self._stops > 1:
                     return 130
-                if deadline is None and (self._stops or not self._training()):
+                # After its last step the trainer lets the others go, so any of them may end first.
+                if deadline is None and (self._stops or len(exits) < len(self.children)):
                     deadline = loop.time() + self.options.drain_timeout_s
                 if deadline is not None and loop.time() > deadline:
                     return self._report_late([c.name for c in exits.values()])
@@ -136,14 +137,6 @@ class LocalLauncher(Launcher):
             for task in exits:
                 task.cancel()
         return 130 if self._stops else 0
-
-    def _training(self) -> bool:
-        return any(c.running for c in self.children if c.name.startswith("trainer"))
-
-    def _died(self, child: Child) -> bool:
-        """A child died if it failed, or left while a trainer still needs it."""
-        leaves_early = not child.name.startswith("trainer") and self._training()
-        return child.process.returncode != 0 or leaves_early
 
     def _report_late(self, names: list[str]) -> int:
         seconds = self.options.drain_timeout_s

@@ -119,10 +119,11 @@ def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
     assert_nothing_survives(launcher)
 
 
-def test_a_datapipe_that_leaves_before_the_trainer_is_a_death(tmp_path: Path):
-    code, shown, launcher = run(tmp_path, datapipe="pass", rollout=UNTIL_TERM, trainer=UNTIL_TERM)
+def test_roles_that_stay_when_the_datapipe_has_left_are_named(tmp_path: Path):
+    scripts = {"datapipe": "pass", "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
+    code, shown, launcher = run(tmp_path, drain_s=1.0, **scripts)
     assert code == 1
-    assert "datapipe-0 died (exit code 0)" in shown
+    assert "rollout-0, trainer-0, trainer-1 did not end within 1 s" in shown
     assert_nothing_survives(launcher)
 
 
