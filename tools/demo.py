@@ -28,6 +28,8 @@ from arealite.base.names import RunPaths  # noqa: E402
 OUT = Path("runs/demo")
 SERVER_GRACE_S = 10.0
 PLOT_HEIGHT = 8
+VERSIONS = "publish/version", "eval/newest_version"
+"""Metrics that tell which version the servers hold; version n is there after n updates."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -150,16 +152,17 @@ def summarize(lines: Sequence[dict[str, Any]], audited: Any) -> dict[str, Any]:
     """Condense the metrics' lines and the audit into the numbers that matter."""
     steps = [line for line in lines if "reward/mean" in line]
     evals = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    versions = [line[key] for line in lines for key in VERSIONS if key in line]
     seconds = steps[-1]["time"] - steps[0]["time"] + steps[0].get("time/step_s", 0.0)
     tokens = sum(s["length/trained_mean"] * s["episode/trajectories"] for s in steps)
     return {
         "accuracy_before": round(evals[0], 4) if evals else None,
         "accuracy_after": round(evals[-1], 4) if len(evals) > 1 else None,
-        "weight_updates": sum("publish/version" in step for step in steps),
+        "weight_updates": int(max(versions, default=0)),
         "mixed_version_trajectories": audited.mixed_version_trajectories,
         "interrupted_generations": audited.interrupted,
-        "lost": audited.lost,
-        "repeated": audited.repeated,
+        "lost": len(audited.lost),
+        "repeated": len(audited.repeated),
         "rl_seconds": round(seconds, 2),
         "trained_tokens_per_s": round(tokens / seconds, 1),
     }

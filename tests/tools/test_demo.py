@@ -16,7 +16,9 @@ from arealite.api.config import ExperimentConfig
 from arealite.base import config as base_config
 from tools import demo
 
-AUDIT = SimpleNamespace(mixed_version_trajectories=5, interrupted=3, lost=0, repeated=0)
+AUDIT = SimpleNamespace(
+    mixed_version_trajectories=5, interrupted=3, lost=[], repeated=["trajectory t"]
+)
 
 
 def step(number, reward, **more):
@@ -50,7 +52,7 @@ def test_summary_condenses_metrics_and_audit():
         "mixed_version_trajectories": 5,
         "interrupted_generations": 3,
         "lost": 0,
-        "repeated": 0,
+        "repeated": 1,
         "rl_seconds": 2.0,
         "trained_tokens_per_s": 3584.0,
     }
