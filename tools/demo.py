@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -50,8 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(seed: int, steps: int | None, *, keep: bool) -> int:
     """Make the kit, train with real processes, and show what came of it."""
-    kit = make_kit(seed)
+    OUT.mkdir(parents=True, exist_ok=True)
     paths = RunPaths((OUT / f"seed{seed}").absolute())
+    with (OUT / f"seed{seed}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"a demo with seed {seed} is running in {paths.root}; take another --seed")
+            return 2
+        return run_locked(paths, seed, steps, keep=keep)
+
+
+def run_locked(paths: RunPaths, seed: int, steps: int | None, *, keep: bool) -> int:
+    """Run the demo while no other uses this folder and these names."""
+    kit = make_kit(seed)
     clear(paths.root, keep=keep)
     names = ["experiment_name=demo", f"trial_name=seed{seed}", f"seed={seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]

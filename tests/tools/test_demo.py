@@ -140,6 +140,17 @@ def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
     )
 
 
+def test_a_second_demo_of_one_seed_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    monkeypatch.setattr(
+        demo, "run_locked", lambda *_, **__: codes.append(demo.run(1, None, keep=False)) or 0
+    )
+    assert demo.run(1, None, keep=False) == 0
+    assert codes == [2]
+    assert "seed 1 is running" in capsys.readouterr().out
+
+
 def test_help_names_the_options():
     shown = subprocess.run(
         [sys.executable, "tools/demo.py", "--help"],
