@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -23,20 +24,10 @@ from arealite.api.rollout_messages import Ack, Drain, Lease, Result, WorkerState
 from arealite.api.task import Task
 from arealite.api.trainer_messages import (
     BatchRequest,
-    Checkpointed,
-    Done,
-    EvalRequest,
-    EvalResult,
     Finish,
-    Finished,
-    Published,
     Refused,
     Status,
     StatusRequest,
-    StepReport,
-    TrainerReady,
-    TrainerStart,
-    Waiting,
 )
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
@@ -44,6 +35,7 @@ from arealite.system import wire
 from arealite.system.datapipe_batches import Batches
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
+from arealite.system.datapipe_trainer import TrainerDesk
 from arealite.system.datapipe_workers import Workers
 from arealite.system.ledger import Ledger, read_payloads
 from arealite.system.ledger_writer import LedgerWriter
@@ -108,17 +100,10 @@ class Datapipe:
             self.evals.results[eval_id] = msgspec.json.decode(metrics)
         self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
         self.batches = Batches(self.book, seed=config.seed)
-        self._batch_requests: dict[int, tuple[bytes, BatchRequest]] = {}
-        """By rank: what is asked for and not answered."""
-        self._eval_requests: dict[int, bytes] = {}
-        self._finish: Finish | None = None
-        now = time.monotonic()
-        self._finished_at = self._progress = self._told = self._trainer_heard = now
+        self._stopped_at = self._progress = self._told = time.monotonic()
         self._fatal: InvariantError | None = None
         self._lag_max = 0.0
         self._done = asyncio.Event()
-        self._changed = True
-        """Something happened since the last attempt to compose a batch."""
 
     # ------------------------------------------------------------ life
 
@@ -132,6 +117,7 @@ class Datapipe:
         server.bind(self.address)
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
+        self.desk = TrainerDesk(self.book, self.evals, send=self._send, writer=self.writer)
         self._restore()
         self._channel = wire.Channel(server, self._receive)
         try:
@@ -178,11 +164,8 @@ class Datapipe:
     def _stop(self, error: InvariantError) -> None:
         if self._fatal is None:
             logger.error("datapipe stops", reason=str(error))
-            self._fatal, self._finished_at = error, time.monotonic()
-            for route, request in self._batch_requests.values():
-                self._send(route, Refused(wire.request_name(request), str(error)))
-            for eval_id, route in self._eval_requests.items():
-                self._send(route, Refused(f"EvalRequest {eval_id}", str(error)))
+            self._fatal, self._stopped_at = error, time.monotonic()
+            self.desk.refuse(str(error))
 
     # ------------------------------------------------------------ messages
 
@@ -210,6 +193,10 @@ class Datapipe:
                     self._take_request(route, message)
         except InvariantError as error:
             self._stop(error)
+        except Exception as error:  # noqa: BLE001  (a socket's callback: nobody above catches)
+            self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
+        if isinstance(message, Finish):
+            self._drain_workers(message)
         self._pump()
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
@@ -217,8 +204,8 @@ class Datapipe:
         self._lose(given_up)
         for lease in again:
             self._send(route, lease)
-        if self._finish is not None:
-            self._send(route, Drain(self._finish.reason))
+        if self.desk.finish is not None:
+            self._send(route, Drain(self.desk.finish.reason))
         self._send(route, Ack(""))
 
     def _take_result(self, route: bytes, result: Result, payloads: list[bytes]) -> None:
@@ -236,8 +223,8 @@ class Datapipe:
                 self.book.add(episode, payloads[first:last])
             first = last
         self._progress = time.monotonic()
-        self._changed = True
-        self.writer.after_commit(lambda: self._send(route, Ack(result.result_id)))
+        self.desk.changed = True
+        self.writer.after_commit(partial(self._send, route, Ack(result.result_id)))
         self._check_failures()
 
     def _check_failures(self) -> None:
@@ -251,116 +238,19 @@ class Datapipe:
             )
 
     def _take_request(self, route: bytes, request: wire.TrainerRequest) -> None:
-        self._trainer_heard = time.monotonic()
-        if self._fatal is not None:
-            self._send(route, Refused(wire.request_name(request), str(self._fatal)))
-            return
-        match request:
-            case BatchRequest():
-                self._take_batch_request(route, request)
-            case EvalRequest():
-                self._take_eval_request(route, request)
-            case TrainerStart():
-                self.writer.after_commit(lambda: self._begin(route, request))
-            case _:
-                self._note(request)
-                self._changed = True
-                done = Done(wire.request_name(request))
-                self.writer.after_commit(lambda: self._send(route, done))
+        try:
+            if self._fatal is not None:
+                raise self._fatal
+            self.desk.take(route, request)
+        except InvariantError as error:
+            self._send(route, Refused(wire.request_name(request), str(error)))
+            raise
 
-    def _note(self, request: StepReport | Published | Checkpointed | Finish) -> None:
-        match request:
-            case StepReport():
-                self._note_step(request)
-            case Published():
-                self.book.version = request.version
-                self.ledger.set_meta("version", str(request.version))
-            case Checkpointed():
-                self.book.mark_durable(request.step)
-                self.ledger.checkpoint(request.step, request.path)
-            case Finish():
-                self._note_finish(request)
-
-    def _note_step(self, report: StepReport) -> None:
-        groups = self.book.batches.get(report.step)
-        if groups is None or groups[0].state != "batched":
-            if report.step in self.book.trained or report.step < self.book.next_step - 1:
-                return  # the answer to the first report was lost
-            raise InvariantError(
-                f"step {report.step} is reported, but its batch was never composed"
-            )
-        expected = sorted(h.trajectory_id for group in groups for h in group.headers)
-        if sorted(report.trained) != expected:
-            wrong = set(report.trained) ^ set(expected)
-            raise InvariantError(
-                f"step {report.step}: the trainer trained {len(report.trained)} trajectories, the "
-                f"batch has {len(expected)}; they differ in {sorted(wrong)[:3]}"
-            )
-        self.book.mark_trained(report.step)
-        self.ledger.train(report)
-
-    def _note_finish(self, finish: Finish) -> None:
-        if self._finish is None:
-            logger.info("finishing", reason=finish.reason)
-            self._finished_at = time.monotonic()
-            for worker in self.workers.by_id.values():
-                if worker.route is not None:
-                    self._send(worker.route, Drain(finish.reason))
-        if self._finish is None or self._finish.reason == wire.STOP_WAITING:
-            self._finish = finish
-        for route, _ in self._batch_requests.values():
-            self._send(route, Finished(finish.reason))
-        self._batch_requests.clear()
-
-    def _begin(self, route: bytes, start: TrainerStart) -> None:
-        """Roll the ledger back to where the trainer begins. Between two commits, so that nobody
-        else uses the connection."""
-        trained = max([-1, *self.book.trained]) + 1
-        (durable,) = self.ledger.connection.execute(
-            "SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('trained', 'durable')"
-        ).fetchone()
-        if start.step > max(trained, durable):
-            self._stop(
-                InvariantError(
-                    f"the trainer begins at step {start.step}, but {self.ledger.path} knows only "
-                    f"{durable} trained steps: checkpoint and ledger are not of one trial"
-                )
-            )
-            assert self._fatal is not None
-            self._send(route, Refused(wire.request_name(start), str(self._fatal)))
-            return
-        rolled = self.book.roll_back(start.step)
-        self._batch_requests.clear()
-        self._eval_requests.clear()
-        self.evals.forget(after=start.step)
-        logger.info("training begins", step=start.step, rolled_back_groups=rolled)
-        self._send(route, TrainerReady(start.step, rolled))
-        self._changed = True
-        self._pump()
-
-    def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
-        eval_id = request.eval_id
-        if eval_id in self.evals.results:
-            self._send(route, EvalResult(eval_id, self.evals.results[eval_id]))
-            return
-        if eval_id not in self.evals.runs:
-            self._progress = time.monotonic()
-            self.evals.begin(eval_id)
-        self._eval_requests[eval_id] = route
-
-    def _take_batch_request(self, route: bytes, request: BatchRequest) -> None:
-        if self._finish is not None:
-            self._send(route, Finished(self._finish.reason))
-        elif request.step > self.book.next_step:
-            raise InvariantError(
-                f"rank {request.rank} asks for batch {request.step}, but the next one is "
-                f"{self.book.next_step}"
-            )
-        elif request.step == self.book.next_step or request.step in self.book.batches:
-            if not self._batch_requests:
-                self._progress = time.monotonic()
-            self._changed = True
-            self._batch_requests[request.rank] = (route, request)
+    def _drain_workers(self, finish: Finish) -> None:
+        self._stopped_at = time.monotonic()
+        for worker in self.workers.by_id.values():
+            if worker.route is not None:
+                self._send(worker.route, Drain(finish.reason))
 
     # ------------------------------------------------------------ what follows from them
 
@@ -368,15 +258,11 @@ class Datapipe:
         """Give leases, compose the next batch, answer who can be answered."""
         if self._fatal is not None:
             return
-        if self._finish is None:
+        if self.desk.finish is None:
             self._give_leases()
-        for eval_id, metrics in self.evals.take_finished():
-            self.ledger.add_eval(eval_id, metrics)
-            route = self._eval_requests.pop(eval_id)
-            result = EvalResult(eval_id, metrics)
-            self.writer.after_commit(lambda route=route, result=result: self._send(route, result))
-        if self._batch_requests and self._changed:
-            self._changed = False
+        self.desk.answer_evals()
+        if self.desk.batch_requests and self.desk.changed:
+            self.desk.changed = False
             self._answer_batches()
 
     def _give_leases(self) -> None:
@@ -395,19 +281,14 @@ class Datapipe:
             self.writer.after_commit(lambda route=route, lease=lease: self._send(route, lease))
 
     def _answer_batches(self) -> None:
-        wanted = any(r.step == self.book.next_step for _, r in self._batch_requests.values())
-        if wanted:
+        if any(r.step == self.book.next_step for _, r in self.desk.batch_requests.values()):
             extra = {"loop_lag_max_s": self._lag_max, **self.workers.metrics()}
             if self.batches.compose(extra) is None:
                 self.batches.mark(self.batches.cause())
             else:
                 self._lag_max = 0.0
-        for rank, (route, request) in list(self._batch_requests.items()):
-            if request.step in self.book.batches:
-                del self._batch_requests[rank]
-                self.writer.after_commit(
-                    lambda route=route, request=request: self._begin_sending(route, request)
-                )
+        for route, request in self.desk.take_ready():
+            self.writer.after_commit(partial(self._begin_sending, route, request))
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
         self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))
@@ -423,7 +304,7 @@ class Datapipe:
         for lease in leases:
             self.evals.lose(lease)
             self.book.lose(lease)
-        self._changed = True
+        self.desk.changed = True
 
     # ------------------------------------------------------------ the clock
 
@@ -440,17 +321,17 @@ class Datapipe:
             logger.warning("worker silent", worker=worker.worker_id, leases=len(leases))
             self._lose(leases)
         self._check_stall(now)
-        if now - self._told >= WAITING_S:
+        if now - self._told >= WAITING_S and self._fatal is None:
             self._told = now
-            self._tell_waiting()
+            self.desk.tell_waiting(self.batches.describe, self.workers.describe())
         self._pump()
         if self._is_over(now):
             self._done.set()
 
     def _check_stall(self, now: float) -> None:
         limit = self.config.datapipe.stall_timeout_s
-        is_due = bool(self._batch_requests or self._eval_requests)
-        if is_due and now - self._progress > limit and self._fatal is None:
+        since = max(self._progress, self.desk.asked)
+        if self.desk.is_waiting and now - since > limit and self._fatal is None:
             self._stop(
                 InvariantError(
                     f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
@@ -458,24 +339,11 @@ class Datapipe:
                 )
             )
 
-    def _tell_waiting(self) -> None:
-        if self._fatal is not None:
-            return
-        flight = self.workers.describe()
-        for route, request in self._batch_requests.values():
-            detail = f"{self.batches.describe(request.step)}, {flight}"
-            self._send(route, Waiting(wire.request_name(request), detail))
-        for eval_id, route in self._eval_requests.items():
-            run = self.evals.runs.get(eval_id)
-            detail = f"evaluation {eval_id}: {run.left if run else 0} samples left, {flight}"
-            self._send(route, Waiting(f"EvalRequest {eval_id}", detail))
-
     def _is_over(self, now: float) -> bool:
-        waited = now - self._finished_at
         if self._fatal is not None:
-            return waited > REFUSE_S
-        if self._finish is None or (self.workers.by_id and waited < DRAIN_S):
+            return now - self._stopped_at > REFUSE_S
+        if self.desk.finish is None or (self.workers.by_id and now - self._stopped_at < DRAIN_S):
             return False
-        if self._finish.reason == wire.STOP_WAITING:
-            return waited > SAVE_S
-        return not self.book.trained or now - self._trainer_heard > FAREWELL_S
+        if self.desk.finish.reason == wire.STOP_WAITING:
+            return now - self._stopped_at > SAVE_S
+        return not self.book.trained or now - self.desk.heard > FAREWELL_S

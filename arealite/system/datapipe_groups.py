@@ -243,6 +243,11 @@ class GroupBook:
             self.counts["trained"] -= groups
             self.counts["durable"] += groups
 
+    def known_steps(self) -> int:
+        """Return the number of steps that were trained."""
+        batched = (s for s, groups in self.batches.items() if groups[0].state == "batched")
+        return min(batched, default=self.next_step)
+
     def roll_back(self, step: int) -> int:
         """Make the groups of batches from `step` on complete again; return how many."""
         self.ledger.roll_back(step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 import zmq
@@ -200,7 +201,8 @@ class TrainerLink:
 
     def _send(self, message: wire.TrainerRequest) -> None:
         if self._socket is not None:
-            self._socket.send(wire.encode(message))
+            with suppress(zmq.Again):  # nobody there: it is sent again after a look-up
+                self._socket.send(wire.encode(message), zmq.NOBLOCK)
 
     def _connect(self) -> None:
         self._address = self._resolve()
@@ -215,7 +217,8 @@ class TrainerLink:
             self._socket.close(linger=0)
             self._socket = None
         self._connect()
-        logger.info("datapipe looked up again", address=self._address, before=before)
+        if self._address != before:
+            logger.info("datapipe moved", address=self._address, before=before)
         self._send(request)
         for other in self._evals.values():
             if other is not request:

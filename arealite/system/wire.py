@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import msgspec
@@ -95,8 +96,9 @@ class Channel:
         self._soon()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Hand frames to ZeroMQ; those without a peer are dropped or queued, as is its way."""
-        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        """Hand frames to ZeroMQ; those without a peer are lost (who needs them sends again)."""
+        with suppress(zmq.Again):
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self._soon()  # sending may swallow the edge that tells of messages to read
 
     def close(self, *, linger_ms: int = 0) -> None:

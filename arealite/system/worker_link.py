@@ -137,7 +137,8 @@ class WorkerLink:
         if self._channel is not None:
             self._channel.close()
             self._counters["reconnects"] += 1
-            logger.info("datapipe looked up again", address=address, before=self._address)
+            if address != self._address:
+                logger.info("datapipe moved", address=address, before=self._address)
         socket = wire.open_socket(self._context, zmq.DEALER)
         socket.connect(address)
         self._address = address

@@ -11,6 +11,7 @@ import zmq
 
 from arealite.api.trainer_messages import StepReport, Waiting
 from arealite.base.errors import InvariantError, UserError
+from arealite.system import datapipe
 from arealite.system.datapipe import Datapipe
 from arealite.system.trainer_link import TrainerLink
 from tests.system.scenes import (
@@ -53,6 +54,11 @@ def train(
         link.finish("test over")
     link.close()
     return seen
+
+
+@pytest.fixture(autouse=True)
+def short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datapipe, "REFUSE_S", 0.5)
 
 
 async def test_a_run_over_inproc(tmp_path: Path) -> None:
