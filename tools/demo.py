@@ -144,7 +144,7 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
 
 
 def report(paths: RunPaths, seed: int) -> None:
-    """Print accuracy, curve, audit and places; write summary.json."""
+    """Print accuracy, curve and places, below the audit that train.py printed; write summary.json."""
     from arealite.system.audit import audit
 
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
@@ -156,8 +156,7 @@ def report(paths: RunPaths, seed: int) -> None:
     print("\nmean reward of each step's batch:")
     print(plot(rewards))
     print(f"\nheld-out accuracy: {summary['accuracy_before']} -> {summary['accuracy_after']}\n")
-    print(audited.table())
-    print(f"\nsummary  {OUT / 'summary.json'}\nmetrics  {paths.metrics}\nledger   {paths.ledger}")
+    print(f"summary  {OUT / 'summary.json'}\nmetrics  {paths.metrics}\nledger   {paths.ledger}")
     print(f"model    {paths.export}\ncurve    {draw(paths.root / 'reward.png', lines)}")
 
 
