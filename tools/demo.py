@@ -144,7 +144,7 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
 
 
 def report(paths: RunPaths, seed: int) -> None:
-    """Print accuracy, curve and places, below the audit that train.py printed; write summary.json."""
+    """Print curve, accuracy and places, below train.py's audit; write summary.json."""
     from arealite.system.audit import audit
 
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
