@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from arealite.api.fields import opt, sub
 from arealite.api.llm import LLMServerConfig
@@ -100,7 +101,9 @@ class ExperimentConfig:
     trial_name: str = opt("trial", "second part")
     seed: int = opt(1, "of everything random")
     imports: list[str] = sub(list, "modules to import first: they register your own parts")
-    resume: str = opt("auto", "auto (newest checkpoint if any), never (refuse a used folder), must")
+    resume: Literal["auto", "never", "must"] = opt(
+        "auto", "go on from the newest checkpoint if there is one; never; must"
+    )
     server_wait_s: float = opt(60.0, "how long to look for a server before giving up")
     cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
@@ -28,7 +28,7 @@ class OptimizerConfig:
     eps: float = opt(1e-8, "AdamW")
     weight_decay: float = opt(0.0, "AdamW, on matrices only")
     clip_grad_norm: float = opt(1.0, "global norm; 0 leaves gradients as they are")
-    schedule: str = opt("constant", "constant, linear or cosine, after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = opt("constant", "after the warm-up")
     warmup_steps: int = opt(10, "optimizer updates of linear warm-up")
     min_lr_ratio: float = opt(0.0, "end of the decay, as a share of lr")
 
@@ -40,7 +40,7 @@ class FSDPConfig:
     max_tokens_per_microbatch: int = opt(
         8192, "padded tokens of a micro-batch; one longer row is allowed"
     )
-    dtype: str = opt("float32", "parameters and activations in compute: float32 or bfloat16")
+    dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; masters are float32")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     logprob_chunk_tokens: int = opt(4096, "tokens whose logits exist at one time")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
@@ -28,8 +28,8 @@ class PublisherConfig:
     """How new weights reach the servers."""
 
     type: str = opt("disk", "name in the table of weight publishers")
-    pause_mode: str = opt(
-        "retract", "retract (recompute prefixes), in_place (keep old KV) or abort"
+    pause_mode: Literal["retract", "in_place", "abort"] = opt(
+        "retract", "recompute prefixes, keep the old KV, or abort and resubmit"
     )
     timeout_s: float = opt(60.0, "for one server to take a version; it is quarantined after that")
     disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")

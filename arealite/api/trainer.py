@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 from arealite.api.agent import AgentConfig
 from arealite.api.engine import OptimizerConfig, TrainEngineConfig
@@ -39,14 +40,18 @@ class LossConfig:
     )
     behav_weight_cap: float | None = opt(5.0, "upper bound of that weight; null leaves it")
     dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages, c > 1")
-    reduction: str = opt("token_mean", "token_mean, seq_mean_token_mean or seq_mean_token_sum")
+    reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = opt(
+        "token_mean", "how token losses add up to a batch's loss"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     """Group-relative advantages."""
 
-    type: str = opt("grpo", "grpo (divide by the group's std) or dr_grpo (do not)")
+    type: Literal["grpo", "dr_grpo"] = opt(
+        "grpo", "grpo (divide by the group's std) or dr_grpo (do not)"
+    )
     eps: float = opt(1e-6, "added to the std")
 
 
@@ -80,11 +85,15 @@ class PPOConfig:
     max_staleness: int = opt(
         4, "eta: a token is trained at most this many versions after it was sampled"
     )
-    staleness_policy: str = opt("pace", "pace (wait for slow episodes), mask (no loss) or drop")
+    staleness_policy: Literal["pace", "mask", "drop"] = opt(
+        "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
+    )
     filter_zero_variance: bool = opt(
         False, "leave out groups whose rewards are all equal, and refill"
     )
-    partial_group: str = opt("retry", "a group with failed episodes: retry, min_size or drop")
+    partial_group: Literal["retry", "min_size", "drop"] = opt(
+        "retry", "what becomes of a group with failed episodes"
+    )
     max_attempts: int = opt(3, "times an episode is offered before it has failed for good")
     optimizer: OptimizerConfig = sub(OptimizerConfig, "AdamW and schedule")
     loss: LossConfig = sub(LossConfig, "policy loss")

@@ -36,6 +36,8 @@ class Progress:
         """Show what was written since the last call."""
         if not self._file.exists():
             return
+        if self._file.stat().st_size < self._offset:  # a resumed run dropped rolled-back lines
+            self._offset = 0
         with self._file.open("rb") as file:
             file.seek(self._offset)
             lines = file.read().split(b"\n")
