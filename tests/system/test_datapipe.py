@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from arealite.api.trainer_messages import StepReport, Waiting
-from arealite.base.errors import InvariantError, UserError
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.system import datapipe
 from arealite.system.datapipe import Datapipe
 from arealite.system.trainer_link import TrainerLink
@@ -286,3 +286,45 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         await running
     assert len(seen) == 4
     assert pipe.book.too_late == 1
+
+
+async def test_a_stall_names_its_culprit(tmp_path: Path) -> None:
+    config = experiment(tmp_path, pipe={"stall_timeout_s": 0.3})
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
+    working = asyncio.create_task(mute.run())
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+    def body() -> None:
+        link.start(0)
+        link.published(0)
+        link.next_batch(0)
+
+    with pytest.raises(InvariantError, match=r"stall_timeout_s.*8 on mute.*oldest g0"):
+        await in_thread(body)
+    with pytest.raises(InvariantError):
+        await running
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    link.close()
+
+
+async def test_a_silent_datapipe_is_named(tmp_path: Path) -> None:
+    link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
+    with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
+        await in_thread(lambda: link.finish("x"))
+    link.close()
+
+
+async def test_a_later_checkpoint_than_the_ledger_is_refused(tmp_path: Path) -> None:
+    pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+    with pytest.raises(InvariantError, match=r"begins at step 4, but .* knows only 0"):
+        await in_thread(lambda: link.start(4))
+    with pytest.raises(InvariantError):
+        await running
+    link.close()
