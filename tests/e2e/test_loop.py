@@ -23,13 +23,13 @@ MY_AGENT = """
 from dataclasses import dataclass
 from pathlib import Path
 
-from arealite.api.agent import agents
+from arealite.api.agent import MathCodeSingleStepConfig, agents
 from arealite.api.fields import opt
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
 
 
 @dataclass(frozen=True, kw_only=True)
-class MyAgentConfig:
+class MyAgentConfig(MathCodeSingleStepConfig):
     my_param: str = opt("unset", "written down by every episode")
 
 
@@ -60,8 +60,8 @@ def test_a_run_from_start_to_export(site: Site, tmp_path: Path):
     assert len(evals) == 2, "before the first step and after the last"
     report = audit(done.paths.ledger)
     assert report.ok
-    assert report.lost == report.repeated == 0
-    assert report.groups["trained"] == 4 * 4
+    assert not report.lost and not report.repeated
+    assert report.groups.trained == 4 * 4
     assert server_version(site) == "4"
     exported = AutoModelForCausalLM.from_pretrained(done.paths.export)
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
@@ -77,7 +77,7 @@ def test_resume_goes_on_where_the_checkpoint_stands(site: Site, tmp_path: Path):
     assert steps_of(again.metrics()) == [0, 1, 2, 3]
     report = audit(again.paths.ledger)
     assert report.ok
-    assert report.groups["trained"] == 4 * 4
+    assert report.groups.trained == 4 * 4
     refused = site.train(tmp_path, "resume=never")
     assert refused.code == 2
     assert "already holds a run" in refused.shown
@@ -133,7 +133,7 @@ def test_a_killed_role_stops_the_run_by_name(site: Site, tmp_path: Path, role: s
     assert f"{role} died (killed by SIGKILL)" in shown
     assert not psutil.wait_procs(children, timeout=5)[1]
     report = audit(paths.ledger)
-    assert report.lost == report.repeated == 0
+    assert not report.lost and not report.repeated
     again = site.train(tmp_path, "trainer.ppo.total_steps=3")
     assert again.code == 0, again.shown + again.logs()
     assert audit(paths.ledger).ok

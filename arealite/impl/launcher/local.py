@@ -105,9 +105,7 @@ class LocalLauncher(Launcher):
     def _on_signal(self) -> None:
         self._stops += 1
         if self._stops == 1:
-            self.progress.say(
-                "stopping: finishing the step and writing a checkpoint (again: stop now)"
-            )
+            self.progress.say("stopping after this step, with a checkpoint (again: stop now)")
             for child in self.children:
                 if child.name.startswith("trainer") and child.running:
                     child.process.terminate()
