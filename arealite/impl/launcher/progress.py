@@ -6,6 +6,7 @@ Apart from the launcher, because what a person sees is not what a process does.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,8 @@ class Progress:
 
     def __init__(self, metrics: Path, total_steps: int, *, every: int = 5) -> None:
         self._file = metrics
-        self._offset = metrics.stat().st_size if metrics.exists() else 0
+        self._inode = self._offset = 0
+        self._begin = time.time()
         self._total = total_steps
         self._every = every
         self._console = Console(highlight=False, soft_wrap=True)
@@ -36,14 +38,16 @@ class Progress:
         """Show what was written since the last call."""
         if not self._file.exists():
             return
-        if self._file.stat().st_size < self._offset:  # a resumed run dropped rolled-back lines
-            self._offset = 0
+        if (inode := self._file.stat().st_ino) != self._inode:  # a resumed run writes it anew
+            self._inode, self._offset = inode, 0
         with self._file.open("rb") as file:
             file.seek(self._offset)
             lines = file.read().split(b"\n")
         for line in lines[:-1]:
             self._offset += len(line) + 1
-            self.show(json.loads(line))
+            metrics = json.loads(line)
+            if metrics["time"] >= self._begin:
+                self.show(metrics)
 
     def show(self, metrics: dict[str, float]) -> None:
         """Show one line of metrics."""

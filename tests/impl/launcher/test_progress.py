@@ -1,0 +1,49 @@
+"""The progress line: new lines once each, also when a resumed run writes its metrics anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.impl.launcher.progress import Progress
+
+
+def line(step: int, *, at: float, **metrics: float) -> str:
+    return json.dumps({"step": step, "time": at, "reward/mean": 0.5, **metrics}) + "\n"
+
+
+def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(0, at=time.time() - 60))
+    progress = Progress(file, total_steps=3, every=1)
+    progress.poll()
+    assert capsys.readouterr().out == "", "an earlier run's line"
+    with file.open("a") as output:
+        output.write(line(1, at=time.time()) + line(2, at=time.time())[:10])
+    progress.poll()
+    assert capsys.readouterr().out.startswith("step 2/3  reward 0.500")
+    progress.poll()
+    assert capsys.readouterr().out == "", "a torn line is not shown yet"
+
+
+def test_a_rewritten_file_is_read_from_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, now = tmp_path / "metrics.jsonl", time.time()
+    file.write_text("".join(line(step, at=now - 60, note=1.5) for step in range(9)))
+    progress = Progress(file, total_steps=9, every=1)
+    progress.poll()
+    shorter = tmp_path / "new"
+    shorter.write_text(line(0, at=now - 60) + line(1, at=time.time()))
+    os.replace(shorter, file)
+    progress.poll()
+    assert capsys.readouterr().out.splitlines() == ["step 2/9  reward 0.500"]
+
+
+def test_evaluations_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/accuracy": 0.25})
+    assert capsys.readouterr().out == "eval at step 2: held-out accuracy 0.250\n"
