@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from arealite.system.audit import audit
 from transformers import AutoModelForCausalLM
 
 from arealite.base.names import RunPaths
+from arealite.system.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, Site, strays
 from tests.waiting import until
 
