@@ -1,7 +1,7 @@
 """Group-relative advantages, one number a trajectory.
 
-Here, without torch, because they need only headers: groups are found by id, so that a missing or
-reordered sample can never mix two prompts.
+Here, without torch, because they need only headers. Groups are found by id, so that a missing or
+reordered sample never mixes two prompts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Logprob and entropy of given next tokens from hidden states, without ever holding all logits.
 
-Here as one autograd function, because plain autograd would keep [N, V] logits and probabilities
-for the backward pass; this keeps two numbers a token and recomputes a chunk of logits at a time. N
-= tokens, H = hidden, V = vocabulary.
+Here as one autograd function, because plain autograd would keep [N, V] logits and probabilities for
+the backward pass; this keeps one number a token and recomputes a chunk of logits at a time.
+N = tokens, H = hidden, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ def token_logprobs(
     temperature_N: torch.Tensor,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logprobs_N, entropy_N), float32 and differentiable.
+    """Return (logprobs_N, entropy_N) of softmax(hidden · weightᵀ / temperature), differentiable.
 
-    Of softmax(hidden · weightᵀ / temperature). Logits are float32 from the matrix product on,
-    `chunk` tokens at a time, in both passes.
+    Logits are float32 from the matrix product on, `chunk` tokens at a time, in both passes.
     """
     apply: Callable[..., Any] = _TokenLogprobs.apply  # pyright: ignore
     return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
@@ -61,14 +60,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Push back gradients: with z the scaled logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p
-        (log p + entropy)."""
+        # With z the scaled logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy).
         hidden, weight, targets, temperature, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        if grad_logp is None and grad_entropy is None:
-            return grad_hidden.zero_(), grad_weight.to(weight.dtype), None, None, None
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logp = _log_softmax(hidden[part], weight, temperature[part])

@@ -1,7 +1,6 @@
 """The policy loss: decoupled PPO with its clips, as a weighted sum over loss tokens.
 
-Here as a pure function of logprobs and fields, so that it can be checked against hand-computed
-tables. N = loss tokens.
+Here as a pure function, so that it can be checked against hand-made tables. N = loss tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from arealite.api.engine import LossFn, LossInput
 from arealite.api.trainer import LossConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here: exp of more overflows to inf, and inf · 0 would make a gradient
-NaN."""
+"""Log-ratios are clamped here: exp of more is inf, and inf · 0 would make a gradient NaN."""
 
 
 def make_policy_loss(config: LossConfig) -> LossFn:
-    """Return the loss −w · min(uA, clip(u, 1 − eps_low, 1 + eps_high) A), summed with
-    `loss_weight`.
+    """Return −w · min(uA, clip(u, 1 − eps_low, 1 + eps_high) A), summed with `loss_weight`.
 
     Decoupled (arXiv 2505.24298 eq. 5): u = π_θ/π_prox, w = min(π_prox/π_behav, cap), no gradient
     through w. Coupled (arXiv 1707.06347): u = π_θ/π_behav, w = 1. Dual clip (arXiv 1912.09729):
@@ -60,8 +57,7 @@ def make_policy_loss(config: LossConfig) -> LossFn:
 
 
 def effective_sample_share(stats: dict[str, float]) -> float:
-    """Return the effective sample size of the behaviour weights as a share of the tokens, in (0,
-    1].
+    """Return the effective sample size of the behaviour weights per token, in (0, 1].
 
     ESS/N = (Σw)² / (N Σw²), from summed stats of a make_policy_loss function.
     """

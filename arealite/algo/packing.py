@@ -1,7 +1,6 @@
 """Cut rows of unequal length into micro-batches of right-padded rows, by a budget of padded tokens.
 
-Here, without torch, because every rank must know from lengths alone how many micro-batches every
-other rank runs.
+Here because every rank must know from lengths alone how many micro-batches the others run.
 """
 
 from __future__ import annotations
@@ -36,4 +35,4 @@ def num_microbatches(all_lengths: Sequence[Sequence[int]], budget: int) -> int:
 
 def padded_tokens(lengths: Sequence[int], plan: Sequence[Sequence[int]]) -> int:
     """Return how many tokens are computed, padding included."""
-    return sum(len(rows) * max(lengths[i] for i in rows) for rows in plan)
+    return sum(len(rows) * max((lengths[i] for i in rows), default=0) for rows in plan)

@@ -1,7 +1,6 @@
 """Per-token loss weights that make a plain sum the wanted mean over the global minibatch.
 
-Here because a mean taken inside a micro-batch makes the gradient depend on how the batch was cut;
-weights from the counts of the whole minibatch do not.
+Here because a mean inside a micro-batch would make the gradient depend on how the batch was cut.
 """
 
 from __future__ import annotations
@@ -35,7 +34,5 @@ def token_weights(
     if kind == "seq_mean_token_mean":
         return [1.0 / (rows * n) if n > 0 else 0.0 for n in lengths]
     if divisor is None or divisor <= 0:
-        raise UserError(
-            "loss reduction seq_mean_token_sum needs a divisor above 0 (max_new_tokens)."
-        )
+        raise UserError("seq_mean_token_sum needs a divisor above 0 (max_new_tokens).")
     return [1.0 / (rows * divisor) if n > 0 else 0.0 for n in lengths]

@@ -1,5 +1,4 @@
-"""Turn ragged training rows into one right-padded micro-batch of tensors, and results back into
-rows.
+"""Turn ragged training rows into one right-padded micro-batch of tensors, and results into rows.
 
 Here apart from the engine, because off-by-one errors live here: the token at t is predicted by the
 hidden state at t − 1. Shape letters: B = rows, T = tokens of a row, W = padded input width, N =
@@ -25,8 +24,7 @@ class MicroBatch:
     input_ids_BW: torch.Tensor
     """int64, right-padded with 0; the last token of a row is no input."""
     index_N: torch.Tensor
-    """int64: where in the flattened [B · W] hidden states the predictor of each loss token
-    stands."""
+    """int64: which of the flattened [B · W] hidden states predicts each loss token."""
     targets_N: torch.Tensor
     """int64: the loss tokens."""
     temperature_N: torch.Tensor
@@ -40,9 +38,7 @@ def collate(rows: Seq[Sequence], device: torch.device) -> MicroBatch:
     Raises:
         UserError: a row with temperature 0, under which no token has a logprob to train.
     """
-    if not rows:
-        empty = Sequence(np.zeros(2, np.int32), np.zeros(2, bool), 1.0)
-        return collate([empty], device)
+    rows = rows or [Sequence(np.zeros(2, np.int32), np.zeros(2, bool), 1.0)]
     if any(row.temperature <= 0 for row in rows):
         raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
     lengths = np.array([len(row.tokens) for row in rows])

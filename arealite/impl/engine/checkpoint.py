@@ -1,8 +1,7 @@
 """Checkpoint folders that are whole or not there at all.
 
-Here apart from what is in them: a folder is written under a temporary name, synced, described by a
-manifest and renamed, so that a kill at any moment leaves the older ones good, and a broken one is
-recognised and refused.
+Here apart from what is in them: a folder is written under a temporary name, described, synced and
+renamed, so that a kill at any moment leaves the older ones good, and a broken one is refused.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ MANIFEST = "manifest.json"
 
 
 def temporary(path: Path) -> Path:
-    """Return where the checkpoint `path` is written before it is renamed: `.<name>.tmp` beside."""
+    """Return where the checkpoint `path` is written before it is renamed."""
     return path.parent / f".{path.name}.tmp"
 
 
@@ -38,16 +36,14 @@ def begin(path: Path) -> Path:
 def commit(path: Path, facts: dict[str, Any]) -> None:
     """Describe, sync and rename the temporary folder of `path`; `facts` go into the manifest.
 
-    A checkpoint already at `path` is replaced; if the process dies in between, `list_good` brings
-    the old one back.
+    A checkpoint already at `path` is replaced; `list_good` brings it back if we die in between.
     """
     temp = temporary(path)
-    files = {str(f.relative_to(temp)): f.stat().st_size for f in _files(temp)}
+    (temp / MANIFEST).unlink(missing_ok=True)
+    files = {str(f.relative_to(temp)): f.stat().st_size for f in temp.rglob("*") if f.is_file()}
     (temp / MANIFEST).write_text(json.dumps({"files": files, **facts}, indent=2, sort_keys=True))
-    for file in _files(temp):
-        _sync(file)
-    for folder in [temp, *(d for d in temp.rglob("*") if d.is_dir())]:
-        _sync(folder)
+    for written in [*temp.rglob("*"), temp]:
+        _sync(written)
     replaced = path.parent / f".{path.name}.old"
     if path.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -55,13 +51,6 @@ def commit(path: Path, facts: dict[str, Any]) -> None:
     os.rename(temp, path)
     _sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextmanager
-def atomic_folder(path: Path, **facts: Any) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `path` when the block ends without an error."""
-    yield begin(path)
-    commit(path, facts)
 
 
 def manifest(path: Path) -> dict[str, Any] | None:
@@ -80,12 +69,10 @@ def list_good(root: Path) -> list[Path]:
     for old in root.glob(".*.old"):
         path = root / old.name[1 : -len(".old")]
         if not path.exists() and manifest(old):
-            os.rename(old, path)
-    found = []
-    for path in root.iterdir() if root.is_dir() else []:
-        if path.is_dir() and not path.name.startswith(".") and (facts := manifest(path)):
-            found.append((facts.get("step") or 0, path.name, path))
-    return [path for _, _, path in sorted(found)]
+            with suppress(FileNotFoundError):  # another rank was faster
+                os.rename(old, path)
+    steps = {path: found.get("step", 0) for path in root.glob("[!.]*") if (found := manifest(path))}
+    return sorted(steps, key=lambda path: (steps[path], path.name))
 
 
 def latest(root: Path) -> Path | None:
@@ -95,8 +82,7 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints, and what interrupted saves left
-    behind."""
+    """Delete all but the `keep` newest whole checkpoints, and what interrupted saves left."""
     leftovers = [*root.glob(".*.tmp"), *root.glob(".*.old")]
     for path in [*list_good(root)[: -max(1, keep)], *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
@@ -115,10 +101,6 @@ def require(path: Path) -> dict[str, Any]:
         state = "is broken (a file is missing or cut short)" if path.exists() else "does not exist"
         raise UserError(f"Checkpoint '{path}' {state}. Good ones in '{path.parent}': {good}.")
     return found
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def _sync(path: Path) -> None:

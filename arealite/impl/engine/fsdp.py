@@ -1,13 +1,11 @@
 """The train engine over FSDP2: one Hugging Face causal model, sharded over all ranks.
 
-Here are the collective verbs and nothing else; the model, its batches, optimizer and files are in
-the modules beside.
+Here are the collective verbs only; model, batches, optimizer and files are in the modules beside.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,22 +33,17 @@ from arealite.base.errors import UserError
 from arealite.base.log import get
 from arealite.impl.engine import checkpoint, loading, rng
 from arealite.impl.engine.batch import collate, scatter
-from arealite.impl.engine.model import (
-    LogprobModel,
-    fsdp_modules,
-    recompute_activations,
-    reshard,
-    shard,
-)
+from arealite.impl.engine.hf_folder import copy_small_files, write_weights
+from arealite.impl.engine.model import LogprobModel, fsdp_modules, reshard, shard
 from arealite.impl.engine.optimizer import Optimizer
 
 log = get(__name__)
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FSDPEngine(TrainEngine):
-    """See TrainEngine. torch.distributed must be initialised: nccl trains on CUDA, gloo on the
-    CPU."""
+    """See TrainEngine. torch.distributed is initialised: nccl trains on this rank's CUDA device."""
 
     def __init__(
         self,
@@ -65,25 +58,23 @@ class FSDPEngine(TrainEngine):
         if config.dtype not in DTYPES:
             raise UserError(f"Unknown dtype '{config.dtype}'. Known: {', '.join(DTYPES)}.")
         self.config = config
-        self.device = _device()
+        cuda = "nccl" in dist.get_backend()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
         self.dtype = DTYPES[config.dtype]
         self._source = Path(model_path).expanduser()
         torch.manual_seed(seed + dist.get_rank())
         causal_lm = loading.empty_model(self._source)
-        causal_lm.eval()
         self._model = LogprobModel(causal_lm, chunk=config.logprob_chunk_tokens)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        if config.gradient_checkpointing:
-            recompute_activations(self._model)
-        shard(self._model, mesh, dtype=self.dtype)
-        loading.load_weights(self._model.causal_lm, self._source, self.device)
+        shard(self._model, mesh, dtype=self.dtype, recompute=config.gradient_checkpointing)
+        loading.load_weights(causal_lm, self._source, self.device)
         self._optimizer = Optimizer(causal_lm, optimizer, lr=lr, total=total_updates)
 
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """See TrainEngine.forward."""
-        results: list[list[np.ndarray]] = [[np.empty(0)] * len(rows) for _ in range(2)]
+        results = [np.empty(0)] * len(rows), [np.empty(0)] * len(rows)
         with torch.no_grad():
             for indices in self._plan(rows, all_lengths):
                 part = [rows[i] for i in indices]
@@ -95,26 +86,26 @@ class FSDPEngine(TrainEngine):
                         result[i] = row
         # Without a backward pass nothing frees what was gathered, and a load would not reach it.
         reshard(self._model)
-        return results[0], results[1]
+        return results
 
     def train_batch(
         self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: LossFn
     ) -> dict[str, float]:
         """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
         plan = self._plan(rows, all_lengths)
-        units = fsdp_modules(self._model)
-        totals: dict[str, torch.Tensor] = {}
+        root = fsdp_modules(self._model)[0]
+        totals: dict[str, torch.Tensor | float] = {}
         for number, indices in enumerate(plan):
             last = number == len(plan) - 1
-            units[0].set_requires_gradient_sync(last)
-            units[0].set_is_last_backward(last)
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
             for name, value in self._backward([rows[i] for i in indices], loss_fn).items():
-                totals[name] = totals[name] + value if name in totals else value
+                totals[name] = totals.get(name, 0.0) + value
         lengths = [len(row.tokens) for row in rows]
         stats = {name: float(value) for name, value in totals.items()} | {
             "microbatches": float(len(plan)),
             "tokens": float(sum(lengths)),
-            "padded_tokens": float(padded_tokens(lengths, [part for part in plan if part])),
+            "padded_tokens": float(padded_tokens(lengths, plan)),
         }
         outcome = self._optimizer.step()
         if outcome["skipped_update"]:
@@ -158,8 +149,14 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine.export; weights in the compute dtype."""
         weights = self.stream_weights()
         if dist.get_rank() == 0:
-            with checkpoint.atomic_folder(path, **self._facts()) as temp:
-                loading.export_folder(temp, self._source, weights=weights, dtype=self.dtype)
+            temp = checkpoint.begin(path)
+            copy_small_files(self._source, temp)
+            config = json.loads((temp / "config.json").read_text())
+            config.pop("torch_dtype", None)
+            config["dtype"] = self.config.dtype
+            (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            write_weights(temp, weights)
+            checkpoint.commit(path, self._facts())
             log.info("model exported", path=str(path))
         else:
             list(weights)
@@ -199,13 +196,6 @@ class FSDPEngine(TrainEngine):
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-
-
-def _device() -> torch.device:
-    if "nccl" not in dist.get_backend():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _sum_over_ranks(stats: dict[str, float]) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """A Hugging Face causal model behind FSDP2, whose forward pass ends in logprobs of loss tokens.
 
-Here as a module of its own, because FSDP2 gathers the head's weight only inside the root module's
-forward: so base model and head both run inside one root.
+Here as one module, because FSDP2 gathers the head's weight only inside the root's forward: so base
+model and head both run inside one root.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,26 +45,25 @@ class LogprobModel(nn.Module):
         )
 
 
-def recompute_activations(model: LogprobModel) -> None:
-    """Keep only the inputs of each layer for the backward pass; call before `shard`."""
-    for layer in _layers(model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def shard(model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+def shard(
+    model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool = False
+) -> None:
     """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
 
     Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
+    `recompute`: keep only the inputs of each layer for the backward pass.
     """
+    layers = getattr(model.causal_lm.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"{type(model.causal_lm).__name__} has no `layers`; FSDP shards by layer.")
     low = None if dtype == torch.float32 else dtype
-    many = mesh.size() > 1
-    for layer in _layers(model):
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=many)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    for layer in layers:
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
     # The root's inputs are ids and float32 temperatures: casting them would round.
-    policy = MixedPrecisionPolicy(
-        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = replace(policy, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Loss weights are shares of the global minibatch already; gloo has no averaging reduction.
@@ -80,10 +80,3 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that none outlives a change of its shards."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def _layers(model: LogprobModel) -> nn.ModuleList:
-    layers = getattr(model.causal_lm.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"{type(model.causal_lm).__name__} has no `layers`; FSDP shards by layer.")
-    return layers

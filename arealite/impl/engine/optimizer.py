@@ -1,7 +1,6 @@
 """AdamW over sharded float32 parameters, with a global-norm clip that refuses non-finite gradients.
 
-Here so that every rank takes the same decision: the norm is reduced over all ranks before anyone
-looks at it.
+Here so that every rank decides alike: the norm is reduced over all ranks before anyone looks at it.
 """
 
 from __future__ import annotations
@@ -27,16 +26,12 @@ class Optimizer:
         self._named = dict(model.named_parameters())
         matrices = [p for p in self._named.values() if p.ndim > 1]
         others = [p for p in self._named.values() if p.ndim <= 1]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        betas = config.beta1, config.beta2
+        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
         for param in self._named.values():
             # Made now and not at the first step: a checkpoint always finds the same tensors.
             self._adamw.state[param] = {
@@ -51,12 +46,13 @@ class Optimizer:
         A norm that is not finite leaves parameters, moments and schedule as they are.
         """
         lr = learning_rate(self.updates, lr=self._lr, total=self._total, config=self._config)
-        norm = self._grad_norm()
+        gradients = self._gradients()
+        norm = _global_norm(gradients)
         finite = math.isfinite(norm)
         if finite:
             limit = self._config.clip_grad_norm
             if limit > 0 and norm > limit:
-                for gradient in self._gradients():
+                for gradient in gradients:
                     gradient.mul_(limit / norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
@@ -66,8 +62,7 @@ class Optimizer:
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
     def state(self) -> dict[str, Any]:
-        """Return the live moments and step counts by `<parameter>.<key>`, to be saved or loaded
-        into in place."""
+        """Return the live moments and step counts by `<parameter>.<key>`, to be loaded in place."""
         return {
             f"{name}.{key}": tensor
             for name, param in self._named.items()
@@ -75,12 +70,13 @@ class Optimizer:
         }
 
     def _gradients(self) -> list[torch.Tensor]:
-        grads = [p.grad for p in self._named.values() if p.grad is not None]
-        return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        """List this rank's shards of the gradients."""
+        return [g.to_local() for p in self._named.values() if isinstance(g := p.grad, DTensor)]
 
-    def _grad_norm(self) -> float:
-        squares = [gradient.float().square().sum() for gradient in self._gradients()]
-        square = torch.stack(squares).sum(dtype=torch.float64)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(square)
-        return math.sqrt(float(square)) if torch.isfinite(square) else math.inf
+
+def _global_norm(shards: list[torch.Tensor]) -> float:
+    square = torch.stack([shard.float().square().sum() for shard in shards])
+    square = square.sum(dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(square)
+    return math.sqrt(float(square)) if torch.isfinite(square) else math.inf

@@ -14,10 +14,11 @@ from arealite.impl.engine import checkpoint
 
 def write(root: Path, step: int, text: str = "weights") -> Path:
     path = root / f"step-{step:06d}"
-    with checkpoint.atomic_folder(path, step=step, world_size=1) as temp:
-        (temp / "inner").mkdir()
-        (temp / "inner" / "data.bin").write_text(text)
-        assert not path.exists() or manifest_text(path) != ""
+    temp = checkpoint.begin(path)
+    (temp / "inner").mkdir()
+    (temp / "inner" / "data.bin").write_text(text)
+    assert not path.exists() or manifest_text(path) != ""
+    checkpoint.commit(path, {"step": step, "world_size": 1})
     return path
 
 
@@ -66,16 +67,11 @@ def test_prune_keeps_the_newest_and_clears_leftovers(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003"]
 
 
-def test_an_error_or_an_interrupted_rename_leaves_the_old_one(
+def test_a_half_written_one_or_an_interrupted_rename_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = write(tmp_path, 1)
-    with (
-        pytest.raises(RuntimeError, match="full"),
-        checkpoint.atomic_folder(tmp_path / "step-000002", step=2) as temp,
-    ):
-        (temp / "data.bin").write_text("half")
-        raise RuntimeError("disk full")
+    (checkpoint.begin(tmp_path / "step-000002") / "data.bin").write_text("half")
     assert checkpoint.list_good(tmp_path) == [old]
 
     def die(*_: object) -> None:
@@ -85,6 +81,26 @@ def test_an_error_or_an_interrupted_rename_leaves_the_old_one(
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, 2)
     assert checkpoint.list_good(tmp_path) == [old]
+
+
+def fast_and_slow_rank(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """List as a rank whose renames another rank has just done."""
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        rename(source, target)
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", late)
+        return checkpoint.list_good(root)
+
+
+def test_a_stale_manifest_is_not_listed(tmp_path: Path) -> None:
+    path = tmp_path / "export"
+    (checkpoint.begin(path) / checkpoint.MANIFEST).write_text("copied from the source model")
+    checkpoint.commit(path, {})
+    assert checkpoint.require(path) == {"files": {}}
 
 
 def test_dying_between_the_two_renames_of_a_replacement_loses_nothing(
@@ -103,6 +119,7 @@ def test_dying_between_the_two_renames_of_a_replacement_loses_nothing(
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path, 1, "newer")
     assert not path.exists()
+    assert fast_and_slow_rank(tmp_path, monkeypatch) == [path]
     assert checkpoint.latest(tmp_path) == path
     assert (path / "inner" / "data.bin").read_text() == "old"
     checkpoint.prune(tmp_path, keep=1)

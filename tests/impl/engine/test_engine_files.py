@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.base.errors import UserError
-from arealite.impl.engine import checkpoint, loading, rng
+from arealite.impl.engine import checkpoint, hf_folder, rng
 from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -88,7 +88,7 @@ def test_streamed_tensors_do_not_change_under_the_reader(model: Path) -> None:
 def test_large_models_are_written_and_read_in_several_files(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(hf_folder, "FILE_BYTES", 20_000)
     engine = make_engine(model)
     engine.export(tmp_path / "export")
     files = list((tmp_path / "export").glob("model-*.safetensors"))

@@ -63,8 +63,8 @@ class ScriptedEngine(TrainEngine):
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         self.events.add(f"save {path.name}")
-        with checkpoint.atomic_folder(path, step=extra["step"]) as folder:
-            (folder / "extra").write_text(f"{extra['step']} {self.updates}")
+        (checkpoint.begin(path) / "extra").write_text(f"{extra['step']} {self.updates}")
+        checkpoint.commit(path, {"step": extra["step"]})
         self.extra = extra
 
     def load(self, path: Path) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Write the files of a Hugging Face folder, a few gigabytes of weights at a time.
+
+Here for exports and for versions published to servers alike, so that they hold the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+FILE_BYTES = 4 << 30
+"""Weights are written in files of about this size; no more is held in memory at a time."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Copy config, tokenizer and all else but the weights of the Hugging Face folder `source`."""
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHTS):
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Write model.safetensors, or numbered files with their index; return the tensors' bytes."""
+    total, weight_map = 0, dict[str, str]()
+    for number, part in enumerate(_parts(weights), 1):
+        file = f"model-{number:05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+        total += sum(tensor.nbytes for tensor in part.values())
+    if len(files := set(weight_map.values())) == 1:
+        (folder / files.pop()).rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return total
+
+
+def _parts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    part, held = dict[str, torch.Tensor](), 0
+    for name, tensor in weights:
+        if part and held + tensor.nbytes > FILE_BYTES:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor.detach().contiguous()
+        held += tensor.nbytes
+    yield part
