@@ -8,20 +8,14 @@ Shape letters: S = rows held, T = positions held, L = prompt length, H = key hea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicLayer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 BLOCK = 64
 """Rows and positions are held in multiples of this, so that growing is rare."""
-
-
-def _round_up(count: int, block: int) -> int:
-    return -(-count // block) * block
 
 
 class SlotCache(Cache):
@@ -44,8 +38,9 @@ class SlotCache(Cache):
         held_rows, held_length = self._shape
         if rows <= held_rows and length <= held_length:
             return
-        rows = max(held_rows, _round_up(rows, min(BLOCK, max(held_rows, 8))))
-        length = max(held_length, _round_up(length, BLOCK))
+        block = min(BLOCK, max(held_rows, 8))
+        rows = max(held_rows, -(-rows // block) * block)
+        length = max(held_length, -(-length // BLOCK) * BLOCK)
         self._shape = (rows, length)
         for tensors in (self._keys_STHD, self._values_STHD):
             for layer, old in enumerate(tensors):
@@ -85,27 +80,17 @@ class SlotCache(Cache):
         assert self._index is not None
         keys.index_put_(self._index, key_states[:, :, 0])
         values.index_put_(self._index, value_states[:, :, 0])
-        rows = slice(0, key_states.shape[0])
-        return (
-            keys[rows, : self._width].transpose(1, 2),
-            values[rows, : self._width].transpose(1, 2),
-        )
+        read = (slice(0, key_states.shape[0]), slice(0, self._width))
+        return keys[read].transpose(1, 2), values[read].transpose(1, 2)
 
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of each source row to its target row."""
-        if not targets:
-            return
-        for tensors in (self._keys_STHD, self._values_STHD):
-            for tensor in tensors:
-                tensor[list(targets), :length] = tensor[list(sources), :length]
+    def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        for tensor in (*self._keys_STHD, *self._values_STHD) if moves else ():
+            tensor[targets, :length] = tensor[sources, :length]
 
     def drop(self) -> None:
         """Forget everything and give the memory back."""
         self._keys_STHD.clear()
         self._values_STHD.clear()
         self._shape = (0, 0)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are always given to the model, never counted by the cache."""
-        del layer_idx
-        return 0

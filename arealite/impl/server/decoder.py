@@ -35,8 +35,6 @@ class Decoder:
         self.max_rows = max_rows
         self.running: list[Generation] = []
         """Row r of the cache belongs to running[r]."""
-        self.tokens = 0
-        """Sampled since the start."""
         self._device = str(next(model.parameters()).device)
         self._vocab_size: int = config.vocab_size
         self._cache = SlotCache(config.num_hidden_layers)
@@ -52,29 +50,24 @@ class Decoder:
 
         Returns those that made progress.
         """
-        prompts, fresh = self._admit(waiting)
-        first, lengths = len(self.running), [len(prompt) for prompt in prompts]
-        longest = max(lengths)
-        generations = [generation for generation, _ in fresh]
-        sources = [source for _, source in fresh]
+        prompts, generations, sources = self._admit(waiting)
+        first, longest = len(self.running), max(map(len, prompts))
         self.running += generations
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
         self._cache.start_prefill(first)
-        whole = generations[0].wants_prompt
-        positions = sorted({length - 1 for length in lengths})
-        logits = self._forward_prompts(prompts, [] if whole else positions)
-        if whole:
-            self._note_prompt(generations[0], logits[0])
-        index = {p: p if whole else i for i, p in enumerate(positions)}
-        last = [index[lengths[source] - 1] for source in sources]
-        self._spread(first, sources, longest)
+        positions = sorted({len(prompt) - 1 for prompt in prompts})
+        logits = self._forward_prompts(prompts, positions)
+        moves = [(first + s, first + row) for row, s in enumerate(sources) if s != row]
+        self._cache.copy_rows(moves, longest)
+        index = {position: i for i, position in enumerate(positions)}
+        last = [index[len(prompts[source]) - 1] for source in sources]
         return self._sample(generations, logits[sources, last], self._settings_of(generations))
 
     def _forward_prompts(
         self, prompts: Sequence[tuple[int, ...]], positions: Sequence[int]
     ) -> torch.Tensor:
-        """Return logits [B, len(positions), V] of right-padded prompts; no positions: of all."""
+        """Return logits [B, len(positions), V] of right-padded prompts."""
         longest = max(map(len, prompts))
         tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -86,14 +79,12 @@ class Decoder:
             position_ids=torch.arange(longest, device=self._device).expand(len(prompts), -1),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(positions, device=self._device) if positions else 0,
+            logits_to_keep=torch.tensor(positions, device=self._device),
         ).logits
 
     def decode(self) -> list[Generation]:
         """Sample one token of every running request; return those that made progress."""
-        if self._settings is None:
-            self._rebuild()
-        assert self._settings is not None
+        settings = self._settings or self._rebuild()
         count = len(self.running)
         width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
         self._cache.reserve(count, width)
@@ -110,57 +101,48 @@ class Decoder:
         ).logits
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
-        return self._sample(self.running, logits[:, -1], self._settings)
+        return self._sample(self.running, logits[:, -1], settings)
 
     # ------------------------------------------------------------ rows
 
     def _admit(
         self, waiting: deque[Generation]
-    ) -> tuple[list[tuple[int, ...]], list[tuple[Generation, int]]]:
-        """Take waiting requests: the distinct prompts, and (request, index of its prompt)."""
+    ) -> tuple[list[tuple[int, ...]], list[Generation], list[int]]:
+        """Take waiting requests: the distinct prompts, the requests, the index of each's prompt."""
         rows: dict[tuple[int, ...], int] = {}
-        fresh: list[tuple[Generation, int]] = []
+        fresh: list[Generation] = []
+        sources: list[int] = []
         lengths: set[int] = set()
         while waiting and len(self.running) + len(fresh) < self.max_rows:
             generation = waiting[0]
-            if fresh and (generation.wants_prompt or fresh[0][0].wants_prompt):
-                break  # its logits are needed at every position: it goes alone
             prompt = (*generation.prompt, *generation.output)
             if prompt in rows:
                 generation.cached_tokens = len(prompt) - 1
             elif rows and not self._fits(len(rows) + 1, lengths | {len(prompt)}):
                 break
             lengths.add(len(prompt))
-            fresh.append((waiting.popleft(), rows.setdefault(prompt, len(rows))))
-        return list(rows), fresh
+            fresh.append(waiting.popleft())
+            sources.append(rows.setdefault(prompt, len(rows)))
+        return list(rows), fresh, sources
 
     def _fits(self, count: int, lengths: set[int]) -> bool:
         """Whether `count` prompts can be computed at once, with logits at each length."""
         num_logits = count * len(lengths) * self._vocab_size
         return count * max(lengths) <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
 
-    def _spread(self, first: int, sources: Sequence[int], length: int) -> None:
-        """Give every fresh request a row: prompt i was computed in row first + i."""
-        wanted = [(first + source, first + row) for row, source in enumerate(sources)]
-        moves = [(source, target) for source, target in wanted if source != target]
-        self._cache.copy_rows([s for s, _ in moves], [t for _, t in moves], length)
-
     def remove_ended(self) -> list[Generation]:
         """Free the rows of ended requests and return these; rows from the end fill the holes."""
         ended = [generation for generation in self.running if generation.ended]
         if not ended:
             return []
-        alive = [row for row, generation in enumerate(self.running) if not generation.ended]
-        count = len(alive)
-        sources = [row for row in alive if row >= count]
-        holes = sorted(set(range(count)) - set(alive))
-        if sources:
-            longest = max(len(g.prompt) + len(g.output) for g in self.running)
-            self._cache.copy_rows(sources, holes, longest)
-        order = list(range(count))
-        for source, hole in zip(sources, holes, strict=True):
-            order[hole] = source
-        self.running = [self.running[row] for row in order]
+        running, count = self.running, len(self.running) - len(ended)
+        sources = [row for row in range(count, len(running)) if not running[row].ended]
+        holes = [row for row in range(count) if running[row].ended]
+        moves = list(zip(sources, holes, strict=True))
+        self._cache.copy_rows(moves, max(len(g.prompt) + len(g.output) for g in running))
+        for source, hole in moves:
+            running[hole] = running[source]
+        del running[count:]
         self._settings = None
         return ended
 
@@ -171,7 +153,7 @@ class Decoder:
         self._settings = None
         return out
 
-    def _rebuild(self) -> None:
+    def _rebuild(self) -> Settings:
         """Make the batch's tensors after requests came or went."""
         lengths = [len(g.prompt) + len(g.output) - 1 for g in self.running]
         self._longest = max(lengths)
@@ -179,6 +161,7 @@ class Decoder:
         self._tokens_B = torch.tensor([g.output[-1] for g in self.running], device=self._device)
         self._rows_B = torch.arange(len(self.running), device=self._device)
         self._settings = self._settings_of(self.running)
+        return self._settings
 
     # ------------------------------------------------------------ sampling
 
@@ -197,12 +180,4 @@ class Decoder:
         for generation, token, logprob in drawn:
             if not generation.append(token, logprob) and generation.stream:
                 told.append(generation)
-        self.tokens += len(generations)
         return told
-
-    def _note_prompt(self, generation: Generation, logits_LV: torch.Tensor) -> None:
-        """Keep the log-probabilities of the prompt's own tokens, from `logprob_start` on."""
-        prompt = torch.tensor(generation.prompt[1:], device=self._device, dtype=torch.long)
-        logprobs = torch.log_softmax(logits_LV[: len(prompt)].float(), dim=-1)
-        picked = logprobs.gather(-1, prompt[:, None])[:, 0]
-        generation.input_logprobs = [None, *picked.tolist()][generation.logprob_start :]

@@ -9,7 +9,9 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -18,11 +20,11 @@ from arealite.api.config import ServerConfig, name_dir
 from arealite.api.llm import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.impl.server.app import App, Identity
+from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
-from arealite.impl.server.protocol import Limits
+from arealite.impl.server.protocol import ServedModel
 from arealite.impl.server.weights import load_model
 from arealite.system.name_registry import NameRegistry
 
@@ -40,7 +42,8 @@ class EmbeddedServer(LLMServer):
         self.address = ""
         """Where it listens; set before `ready`."""
         self.ready = asyncio.Event()
-        self._died: asyncio.Future[BaseException] | None = None
+        self._stopped: asyncio.Future[BaseException | None]
+        """None: told to terminate; else why the engine died."""
 
     async def serve(self) -> None:
         """Serve until cancelled or told to terminate; requests in flight then get what they have.
@@ -49,32 +52,36 @@ class EmbeddedServer(LLMServer):
             UserError: the model or the port cannot be used.
             RoleError: the engine died.
         """
-        config = self.config
+        config, loop = self.config, asyncio.get_running_loop()
         model, tokenizer = await asyncio.to_thread(
             load_model,
             config.model.path,
             dtype=config.model.dtype,
             device=config.llm_server.embedded.device,
         )
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
-            loop.add_signal_handler(signal.SIGTERM, stop.set)
-        engine = self._engine(model)
-        app = App(engine, self._limits(model, tokenizer), self._identity(model))
+        self._stopped = loop.create_future()
+        engine = self._engine(model, loop)
+        app = App(engine, self._describe(model, tokenizer))
         runner = web.AppRunner(
             app.make(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
         await runner.setup()
         engine.start()
         try:
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+                loop.add_signal_handler(signal.SIGTERM, self.stop, None)
             await self._listen(runner)
-            await self._until_stopped(app, stop)
+            await self._until_stopped(app)
         finally:
             with suppress(NotImplementedError, RuntimeError, ValueError):
                 loop.remove_signal_handler(signal.SIGTERM)
             await asyncio.to_thread(engine.close)
             await runner.cleanup()
+
+    def stop(self, error: BaseException | None) -> None:
+        """Make `serve` return, or raise: a server whose engine died must not look alive."""
+        if not self._stopped.done():
+            self._stopped.set_result(error)
 
     async def _listen(self, runner: web.AppRunner) -> None:
         server = self.config.llm_server
@@ -91,52 +98,34 @@ class EmbeddedServer(LLMServer):
             host = self.config.cluster.host
         self.address = f"http://{host}:{runner.addresses[0][1]}"
 
-    async def _until_stopped(self, app: App, stop: asyncio.Event) -> None:
+    async def _until_stopped(self, app: App) -> None:
         """Hold the server's name until told to stop or the engine dies."""
-        config = self.config
-        registry = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+        cluster = self.config.cluster
+        registry = NameRegistry(name_dir(self.config), ttl_s=cluster.ttl_s)
         entry_id = self.address.removeprefix("http://").replace(":", "-")
-        self._died = asyncio.get_running_loop().create_future()
         async with registry.registered(
-            "llm_server",
-            entry_id,
-            lambda: self._entry(app),
-            heartbeat_s=config.cluster.heartbeat_s,
+            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
         ):
-            logger.info("server ready", address=self.address, model=app.identity.model_path)
+            logger.info("server ready", address=self.address, model=app.model.folder)
             self.ready.set()
-            stopping = asyncio.ensure_future(stop.wait())
-            try:
-                await asyncio.wait((stopping, self._died), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stopping.cancel()
-        if self._died.done():
-            raise RoleError(f"llm_server {self.address}: the engine died: {self._died.result()}")
+            error = await self._stopped
+        if error is not None:
+            raise RoleError(f"llm_server {self.address}: the engine died: {error}")
 
-    def _engine(self, model: Any) -> Engine:
-        loop = asyncio.get_running_loop()
-
-        def deliver(generations: list[Generation]) -> None:
+    def _engine(self, model: Any, loop: asyncio.AbstractEventLoop) -> Engine:
+        def tell(call: Callable[[Any], None], news: Any) -> None:
             with suppress(RuntimeError):  # the loop is gone: nobody waits any more
-                loop.call_soon_threadsafe(_notify, generations)
-
-        def died(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self.on_engine_death, error)
+                loop.call_soon_threadsafe(call, news)
 
         options = self.config.llm_server.embedded
         return Engine(
             Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
-            deliver=deliver,
-            on_death=died,
+            deliver=partial(tell, _notify),
+            on_death=partial(tell, self.stop),
         )
 
-    def on_engine_death(self, error: BaseException) -> None:
-        """Make `serve` raise: a server that cannot generate must not look alive."""
-        if self._died is not None and not self._died.done():
-            self._died.set_result(error)
-
-    def _limits(self, model: Any, tokenizer: Any) -> Limits:
+    def _describe(self, model: Any, tokenizer: Any) -> ServedModel:
         config = model.config.get_text_config()
         own = getattr(config, "max_position_embeddings", None) or 2**20
         wanted = self.config.llm_server.context_length
@@ -145,37 +134,33 @@ class EmbeddedServer(LLMServer):
                 f"llm_server.context_length={wanted} is more than the model's own {own}."
             )
         eos = model.generation_config.eos_token_id
-        ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-        lock = threading.Lock()  # tokenizers must not be encoding and decoding at one time
-
-        def encode(text: str) -> list[int]:
-            with lock:
-                return tokenizer(text)["input_ids"]
+        eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+        lock = threading.Lock()  # the engine looks for stop strings while answers are made
 
         def decode(ids: list[int], skip_special: bool) -> str:
             with lock:
                 return tokenizer.decode(ids, skip_special_tokens=skip_special)
 
-        return Limits(
+        folder = os.path.abspath(os.path.expanduser(self.config.model.path))
+        return ServedModel(
+            folder=folder,
+            weights=folder,
+            model_type=model.config.model_type,
+            architectures=list(model.config.architectures or [type(model).__name__]),
             vocab_size=config.vocab_size,
             context_length=wanted or own,
-            eos_token_ids=frozenset(ids - {None}),
-            encode=encode,
+            eos_token_ids=frozenset(eos_ids - {None}),
             decode=decode,
         )
-
-    def _identity(self, model: Any) -> Identity:
-        path = os.path.abspath(os.path.expanduser(self.config.model.path))
-        architectures = model.config.architectures or [type(model).__name__]
-        return Identity(path, path, model.config.model_type, list(architectures))
 
     def _entry(self, app: App) -> dict[str, Any]:
         """Return what stands in the name registry."""
         about = app.describe()
-        names = ("model_path", "model_type", "architectures", "vocab_size", "context_length")
+        names = ("model_type", "architectures", "vocab_size", "context_length")
         return {
             "address": self.address,
             "type": "embedded",
+            "model_path": app.model.folder,  # not the last weights: their folder goes away
             **{name: about[name] for name in names},
             "version": about["weight_version"],
             "host": self.config.cluster.host,
@@ -185,4 +170,4 @@ class EmbeddedServer(LLMServer):
 
 def _notify(generations: list[Generation]) -> None:
     for generation in generations:
-        generation.notify()
+        generation.progress.set()

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,16 +42,15 @@ class Engine:
         self.version = "default"
         self.paused: str | None = None
         self.waiting: deque[Generation] = deque()
-        self.stats: dict[str, float] = {"tokens": 0, "steps": 0, "updates": 0}
-        """Counters, and the seconds of the last weight update; read by /server_info."""
+        self.stats: dict[str, float] = {"updates": 0}
+        """Of weight updates, and the seconds of the last one; read by /server_info."""
         self._num_threads = num_threads
         self._deliver = deliver
         self._on_death = on_death
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._updates: deque[Callable[[], None]] = deque()
-        self._held: deque[Generation] = deque()
-        """Arrived while a weight update waits for the requests before it."""
+        """Each waits for a pause, or for the running requests to end; none is admitted then."""
         self._outbox: list[Generation] = []
         self._closing = False
         self._paused_at = 0.0
@@ -74,7 +74,7 @@ class Engine:
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Queue generations."""
-        self._post(lambda: (self._held if self._updates else self.waiting).extend(generations))
+        self._post(lambda: self.waiting.extend(generations))
 
     def abort(self, rid: str | None) -> None:
         """End the generations whose id starts with `rid` (None: all) with what there is."""
@@ -105,25 +105,26 @@ class Engine:
         flush: bool,
         abort_all: bool,
     ) -> Future[bool]:
-        """Change the weights when paused or when the present requests have ended.
+        """Change the weights when paused or when the running requests have ended.
 
         `stage` checks them and may refuse by raising; what it returns writes them, and cannot fail.
         Both run in the engine's thread: a change of thread costs as much as a small model's copy.
         Returns False when `flush` was asked for while requests hold KV of the old weights.
         """
         future: Future[bool] = Future()
+        command = partial(_settle, future, partial(self._update, stage, version, flush))
 
         def ask() -> None:
             if abort_all:
                 self._abort(lambda generation: True)
-            self._updates.append(_settling(future, lambda: self._update(stage, version, flush)))
+            self._updates.append(command)
 
         self._post(ask)
         return future
 
     def _call(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self._post(_settling(future, command))
+        self._post(partial(_settle, future, command))
         return future
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -150,11 +151,8 @@ class Engine:
             inbox, self._inbox = self._inbox, []
         for command in inbox:
             command()
-        while self._updates and (self.paused or not (self.decoder.running or self.waiting)):
+        while self._updates and (self.paused or not self.decoder.running):
             self._updates.popleft()()
-        if not self._updates and self._held:
-            self.waiting.extend(self._held)
-            self._held.clear()
         if not self.paused and not self._closing:
             self._step()
         if self._outbox:
@@ -162,13 +160,13 @@ class Engine:
             self._deliver(outbox)
 
     def _has_work(self) -> bool:
-        work = self.decoder.running or self.waiting or self._held or self._updates
+        work = self.decoder.running or self.waiting or self._updates
         return self.paused is None and bool(work)
 
     def _step(self) -> None:
         decoder = self.decoder
         try:
-            if self.waiting and len(decoder.running) < decoder.max_rows:
+            if self.waiting and not self._updates and len(decoder.running) < decoder.max_rows:
                 self._outbox += decoder.prefill(self.waiting)
                 self._let_go()
             if decoder.running:
@@ -180,8 +178,6 @@ class Engine:
             for generation in failed:
                 generation.error = f"{type(error).__name__}: {error}"
             self._outbox += failed
-        self.stats["steps"] += 1
-        self.stats["tokens"] = decoder.tokens
 
     def _let_go(self) -> None:
         """Hand ended requests out."""
@@ -194,16 +190,12 @@ class Engine:
         for generation in filter(chosen, self.decoder.running):
             generation.abort("Aborted")
         self._let_go()
-        for queue in (self.waiting, self._held):
-            everyone = list(queue)
-            queue.clear()
-            for generation in everyone:
-                if not chosen(generation):
-                    queue.append(generation)
-                    continue
-                generation.abort("Abort in waiting queue")
-                generation.close_span(self.version)
-                self._outbox.append(generation)
+        gone = list(filter(chosen, self.waiting))
+        self.waiting = deque(g for g in self.waiting if not chosen(g))
+        for generation in gone:
+            generation.abort("Abort in waiting queue")
+            generation.close_span(self.version)
+        self._outbox += gone
 
     # ------------------------------------------------------------ pauses and weights
 
@@ -244,19 +236,17 @@ class Engine:
         self.stats["last_load_s"] = time.perf_counter() - started
         self.stats["updates"] += 1
         if version is not None and version != self.version:
-            for generation in (*self.decoder.running, *self.waiting, *self._held):
+            for generation in (*self.decoder.running, *self.waiting):
                 generation.close_span(self.version)
             self.version = version
         return not flush or self._flush()
 
 
-def _settling(future: Future[Any], command: Callable[[], Any]) -> Callable[[], None]:
-    """Return `command` with its outcome put into `future`."""
-
-    def run() -> None:
-        try:
-            future.set_result(command())
-        except Exception as error:  # noqa: BLE001  (crosses to the thread that waits)
-            future.set_exception(error)
-
-    return run
+def _settle(future: Future[Any], command: Callable[[], Any]) -> None:
+    """Run a command and put its outcome into `future`, unless its client went away."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(command())
+    except Exception as error:  # noqa: BLE001  (crosses to the thread that waits)
+        future.set_exception(error)

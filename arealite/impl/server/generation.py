@@ -5,7 +5,7 @@ The decode loop writes it, the HTTP side reads it; the lists only grow, so snaps
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """SGLang's sampling parameters. The last group is accepted only at its neutral value."""
+    """SGLang's sampling parameters, those that are served here."""
 
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
@@ -26,22 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     n: int = 1
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
-    sampling_seed: int | None = None
-    stream_interval: int | None = None
-
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_regex: str | list[str] | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-    custom_params: dict[str, Any] | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 @dataclass(eq=False)
@@ -56,16 +41,12 @@ class Generation:
     stops: frozenset[int]
     """Token ids that end it."""
     stop_strings: tuple[str, ...] = ()
-    decode: Callable[[list[int]], str] | None = None
-    """Set when there are stop strings."""
-    logprob_start: int = -1
-    """First prompt position whose log-probability is wanted; -1 for none."""
+    decode: Callable[[list[int]], str] = str
     stream: bool = False
-    notify: Callable[[], None] = lambda: None
-    """Called in the HTTP thread after progress (streams) and at the end."""
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set in the HTTP thread when tokens came (streams) and at the end."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    input_logprobs: list[float | None] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight version, start, end) over `output`, closed spans only."""
     retractions: int = 0
@@ -73,17 +54,11 @@ class Generation:
     finish: dict[str, Any] | None = None
     error: str | None = None
     """Why the server failed it (status 500)."""
-    created: float = field(default_factory=time.time)
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""
         return self.finish is not None or self.error is not None
-
-    @property
-    def wants_prompt(self) -> bool:
-        """Whether the prompt's log-probabilities are wanted and not there yet."""
-        return self.logprob_start >= 0 and not self.input_logprobs
 
     def close_span(self, version: str) -> None:
         """Attribute the tokens since the last span to `version`."""
@@ -125,12 +100,9 @@ class Generation:
 
     def abort(self, message: str) -> None:
         """End it with what there is."""
-        self.finish = {
-            "type": "abort", "message": message, "status_code": None, "err_type": None
-        }  # fmt: skip
+        self.finish = {"type": "abort", "message": message}
 
     def _stop_string(self) -> str | None:
-        assert self.decode is not None
-        longest = max(map(len, self.stop_strings))
+        longest = max(len(stop.encode()) for stop in self.stop_strings)  # a token may be one byte
         tail = self.decode(self.output[-longest - 8 :])
         return next((stop for stop in self.stop_strings if stop in tail), None)

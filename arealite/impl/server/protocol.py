@@ -7,7 +7,6 @@ SGLang (a token outside the vocabulary) is refused here.
 from __future__ import annotations
 
 import math
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from arealite.impl.server.generation import Generation, SamplingParams
+
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still "
+    "running or queued. Retract or finish them, then call /flush_cache."
+)
 
 
 class Refusal(Exception):
@@ -26,7 +30,6 @@ class GenerateBody(msgspec.Struct, frozen=True):
     """POST /generate. Unknown fields are ignored, as SGLang does."""
 
     input_ids: list[int | list[int]] | None = None
-    text: str | list[str] | None = None
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     rid: str | list[str] | None = None
     return_logprob: bool = False
@@ -58,10 +61,6 @@ class UpdateBody(msgspec.Struct, frozen=True):
     abort_all_requests: bool = False
 
 
-class EmptyBody(msgspec.Struct, frozen=True):
-    """A body nothing is read from."""
-
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -82,58 +81,57 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise Refusal(text) from error
 
 
-def wants_stream(raw: bytes) -> bool:
-    """Tell whether a body that was refused asked for a stream: errors then come as events."""
-    return b'"stream":true' in raw.replace(b" ", b"")
+@dataclass
+class ServedModel:
+    """What requests are checked against, and what the server says about its model."""
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What requests are checked against."""
-
+    folder: str
+    """Config and tokenizer."""
+    weights: str
+    """Where the present weights came from."""
+    model_type: str
+    architectures: list[str]
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
-    encode: Callable[[str], list[int]]
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
 
 
-def generations_of(body: GenerateBody, limits: Limits) -> tuple[list[Generation], bool]:
+def generations_of(body: GenerateBody, model: ServedModel) -> tuple[list[Generation], bool]:
     """Return a body's generations, and whether the answer is a list.
 
     Raises:
         Refusal: the request is wrong.
     """
-    prompts, batched = _prompts(body, limits)
+    prompts, batched = _prompts(body.input_ids)
     rids = body.rid if isinstance(body.rid, list) else [body.rid] * len(prompts)
     params = body.sampling_params or SamplingParams()
     each = params if isinstance(params, list) else [params] * len(prompts)
     if len(rids) != len(prompts) or len(each) != len(prompts):
         raise Refusal("rid and sampling_params must have one item for each prompt.")
-    if body.top_logprobs_num:
-        raise Refusal("top_logprobs_num is not supported by the embedded server.")
+    if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
+        raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
     if isinstance(params, list) and not batched:
         raise Refusal("sampling_params must be one object for a single prompt.")
     generations: list[Generation] = []
     for prompt, sampling, rid in zip(prompts, each, rids, strict=True):
         _check_sampling(sampling)
         for copy in range(sampling.n):
-            own = rid if rid is None or copy == 0 else f"{rid}-{copy}"
-            generations.append(_generation(body, prompt, sampling=sampling, rid=own, limits=limits))
+            own = f"{rid}-{copy}" if rid and copy else rid or uuid.uuid4().hex
+            generations.append(_generation(prompt, sampling, rid=own, model=model))
     if body.stream and len(generations) != 1:
         raise Refusal("stream takes one prompt and n=1 on the embedded server.")
+    generations[0].stream = body.stream
     return generations, batched or len(generations) > 1
 
 
-def _prompts(body: GenerateBody, limits: Limits) -> tuple[list[list[int]], bool]:
-    ids = body.input_ids
-    if ids is None and body.text is not None:
-        if isinstance(body.text, str):
-            return [limits.encode(body.text)], False
-        return [limits.encode(text) for text in body.text], True
+def _prompts(ids: list[int | list[int]] | None) -> tuple[list[list[int]], bool]:
     if not ids:
-        raise Refusal("Either text, input_ids or input_embeds should be provided.")
+        raise Refusal(
+            "Either text, input_ids or input_embeds should be provided. "
+            "The embedded server takes input_ids only."
+        )
     if all(isinstance(item, int) for item in ids):
         return [ids], False  # type: ignore[list-item]
     if all(isinstance(item, list) for item in ids):
@@ -142,51 +140,29 @@ def _prompts(body: GenerateBody, limits: Limits) -> tuple[list[list[int]], bool]
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    """Refuse values outside their range, and what this server does not do."""
+    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
     new, least = sampling.max_new_tokens, sampling.min_new_tokens
-    wrong = [
-        (
-            not math.isfinite(sampling.temperature) or sampling.temperature < 0,
-            f"temperature must be a non-negative finite number, got {sampling.temperature}.",
+    checks = {
+        f"temperature must be a non-negative finite number, got {temperature}.": (
+            math.isfinite(temperature) and temperature >= 0
         ),
-        (not 0 < sampling.top_p <= 1, f"top_p must be in (0, 1], got {sampling.top_p}."),
-        (
-            sampling.top_k < 1 and sampling.top_k != -1,
-            f"top_k must be -1 (disable) or at least 1, got {sampling.top_k}.",
+        f"top_p must be in (0, 1], got {top_p}.": 0 < top_p <= 1,
+        f"top_k must be -1 (disable) or at least 1, got {top_k}.": top_k >= 1 or top_k == -1,
+        f"max_new_tokens must be at least 0, got {new}.": new is None or new >= 0,
+        f"min_new_tokens must be in [0, max_new_tokens({new})], got {least}.": (
+            least >= 0 and (new is None or least <= new)
         ),
-        (new is not None and new < 0, f"max_new_tokens must be at least 0, got {new}."),
-        (
-            least < 0 or (new is not None and least > new),
-            f"min_new_tokens must be in [0, max_new_tokens({new})], got {least}.",
-        ),
-        (not 1 <= sampling.n <= 1024, f"n must be in [1, 1024], got {sampling.n}."),
-    ]
-    for is_wrong, text in wrong:
-        if is_wrong:
+        f"n must be in [1, 1024], got {sampling.n}.": 1 <= sampling.n <= 1024,
+    }
+    for text, holds in checks.items():
+        if not holds:
             raise Refusal(text)
-    for name in _NEUTRAL:
-        if getattr(sampling, name) != _NEUTRAL[name]:
-            raise Refusal(f"{name} is not supported by the embedded server.")
-
-
-_NEUTRAL = {
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")),
-}
 
 
 def _generation(
-    body: GenerateBody,
-    prompt: list[int],
-    *,
-    sampling: SamplingParams,
-    rid: str | None,
-    limits: Limits,
+    prompt: list[int], sampling: SamplingParams, *, rid: str, model: ServedModel
 ) -> Generation:
-    length, context = len(prompt), limits.context_length
+    length, context = len(prompt), model.context_length
     if not prompt:
         raise Refusal("The prompt is empty.")
     if length >= context:
@@ -203,32 +179,25 @@ def _generation(
         )
     stop_ids = sampling.stop_token_ids or []
     for name, ids in (("input_ids", prompt), ("stop_token_ids", stop_ids)):
-        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
-            raise Refusal(f"{name} must lie in [0, {limits.vocab_size}), the model's vocabulary.")
-    eos = frozenset() if sampling.ignore_eos else limits.eos_token_ids
+        if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
+            raise Refusal(f"{name} must lie in [0, {model.vocab_size}), the model's vocabulary.")
+    eos = frozenset() if sampling.ignore_eos else model.eos_token_ids
     stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
-    start = -1 if body.logprob_start_len is None else body.logprob_start_len
-    if not -1 <= start < length:
-        raise Refusal(f"logprob_start_len must be in [-1, {length}), got {start}.")
     return Generation(
-        rid=rid or uuid.uuid4().hex,
+        rid=rid,
         prompt=prompt,
         sampling=sampling,
         limit=limit,
         stops=eos | frozenset(stop_ids),
         stop_strings=tuple(filter(None, stop)),
-        decode=lambda ids: limits.decode(ids, sampling.skip_special_tokens),
-        logprob_start=start if body.return_logprob else -1,
-        stream=body.stream,
+        decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
     )
 
 
-def answer(
-    generation: Generation, *, version: str, logprobs: bool, limits: Limits
-) -> dict[str, Any]:
-    """Make SGLang's answer of what a generation has so far."""
+def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, Any]:
+    """Make SGLang's answer of what a generation has so far; `version`: the engine's present one."""
     finish = generation.finish  # read first: what follows is then at least as new
-    length = min(len(generation.output), len(generation.logprobs))
+    length = len(generation.logprobs)  # these are appended after the tokens
     output = generation.output[:length]
     spans = generation.versions(version, length)
     meta: dict[str, Any] = {
@@ -237,42 +206,20 @@ def answer(
         "prompt_tokens": len(generation.prompt),
         "weight_version": spans[-1]["version"] if spans else version,
         "num_retractions": generation.retractions,
-        "reasoning_tokens": 0,
         "completion_tokens": length,
         "cached_tokens": generation.cached_tokens,
         "weight_versions": spans,
-        "cached_tokens_details": None,
-        "dp_rank": None,
     }
     if logprobs:
         pairs = zip(generation.logprobs[:length], output, strict=True)
-        start = max(0, generation.logprob_start)
-        prompt = generation.prompt[start : start + len(generation.input_logprobs)]
-        meta["input_token_logprobs"] = [
-            [logprob, token, None]
-            for logprob, token in zip(generation.input_logprobs, prompt, strict=True)
-        ]
+        meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         meta["output_token_logprobs_length"] = length
-    if finish is not None:
-        now = time.time()
-        meta["e2e_latency"] = now - generation.created
-        meta["response_sent_to_client_ts"] = now
-    return {
-        "text": _text(generation.sampling, output, finish, limits),
-        "output_ids": output,
-        "meta_info": meta,
-    }
+    return {"text": _text(generation, output, finish), "output_ids": output, "meta_info": meta}
 
 
-def _text(
-    sampling: SamplingParams, output: list[int], finish: dict[str, Any] | None, limits: Limits
-) -> str:
+def _text(generation: Generation, output: list[int], finish: dict[str, Any] | None) -> str:
     """Decode the output; what ended it is cut off, unless `no_stop_trim`."""
-    matched = (finish or {}).get("matched")
-    if isinstance(matched, int) and not sampling.no_stop_trim:
-        output = output[:-1]
-    text = limits.decode(output, sampling.skip_special_tokens)
-    if isinstance(matched, str) and not sampling.no_stop_trim:
-        text = text[: text.find(matched)] if matched in text else text
-    return text
+    matched = None if generation.sampling.no_stop_trim else (finish or {}).get("matched")
+    text = generation.decode(output[:-1] if isinstance(matched, int) else output)
+    return text.partition(matched)[0] if isinstance(matched, str) else text

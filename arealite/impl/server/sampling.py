@@ -8,15 +8,12 @@ Shape letters: B = rows, V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from arealite.impl.server.generation import Generation
+from arealite.impl.server.generation import Generation
 
 GREEDY_BELOW = 1e-6
 

@@ -6,9 +6,10 @@ success would poison the training data.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,77 +17,60 @@ from safetensors import SafetensorError, safe_open
 from arealite.base.errors import UserError
 from arealite.impl.server.protocol import Refusal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
-class StagedWeights:
-    """A folder of safetensors, opened and checked against a model; `load` only copies."""
+def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[], None]:
+    """Open a folder of safetensors and check it against the tensors of a model.
 
-    def __init__(self, targets: Mapping[str, torch.Tensor], path: str) -> None:
-        """Open the files and compare names, shapes and types with the `live_tensors` of a model.
+    Returns the function that copies everything into the model and closes the files.
 
-        Raises:
-            Refusal: the folder or a tensor does not fit the model; the model is untouched.
-        """
-        self._files = ExitStack()
-        self._copies: list[tuple[torch.Tensor, Any, str]] = []
-        try:
-            self._stage(targets, path)
-        except BaseException:
-            self._files.close()
-            raise
-
-    def _stage(self, targets: Mapping[str, torch.Tensor], path: str) -> None:
-        seen: set[str] = set()
-        for name, file in self._open(path):
-            target = targets.get(name)
-            if target is None:
-                raise Refusal(f"Failed to update weights: {path} has '{name}', the model has not.")
-            held = file.get_slice(name)
-            shape, dtype = list(held.get_shape()), held.get_dtype()
-            if shape != list(target.shape):
-                raise Refusal(
-                    f"Failed to update weights: '{name}' has shape {shape}, the model "
-                    f"{list(target.shape)}."
-                )
-            if target.is_floating_point() != (dtype in FLOATS):
-                raise Refusal(
-                    f"Failed to update weights: '{name}' has dtype {dtype}, the model "
-                    f"{target.dtype}."
-                )
-            seen.add(name)
-            self._copies.append((target, file, name))
-        covered = {targets[name].data_ptr() for name in seen}
+    Raises:
+        Refusal: the folder or a tensor does not fit; the model is untouched.
+    """
+    with ExitStack() as stack:
+        copies = [_match(targets, name, file, path) for name, file in _open(path, stack)]
+        covered = {target.data_ptr() for target, _, _ in copies}
         missing = [name for name, t in targets.items() if t.data_ptr() not in covered]
         if missing:
             raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
+        files = stack.pop_all()
 
-    def _open(self, path: str) -> Iterator[tuple[str, Any]]:
-        files = sorted(Path(path).glob("*.safetensors"))
-        if not files:
-            raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
-        for file in files:
-            try:
-                handle = self._files.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
-            for name in handle.keys():  # noqa: SIM118  (not a dict)
-                yield name, handle
-
-    def load(self) -> None:
-        """Copy everything into the model, and close the files."""
-        with self._files, torch.no_grad():
-            for target, file, name in self._copies:
+    def load() -> None:
+        with files, torch.no_grad():
+            for target, file, name in copies:
                 target.copy_(file.get_tensor(name))
 
+    return load
 
-def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's own parameters and buffers by name, tied ones under each of their names."""
-    return model.state_dict(keep_vars=True)
+
+def _match(
+    targets: Mapping[str, torch.Tensor], name: str, file: Any, path: str
+) -> tuple[torch.Tensor, Any, str]:
+    target, held = targets.get(name), file.get_slice(name)
+    if target is None:
+        raise Refusal(f"Failed to update weights: {path} has '{name}', the model has not.")
+    shape, dtype = held.get_shape(), held.get_dtype()
+    wrong = f"Failed to update weights: '{name}' has "
+    if shape != list(target.shape):
+        raise Refusal(f"{wrong}shape {shape}, the model {list(target.shape)}.")
+    if target.is_floating_point() != (dtype in FLOATS):
+        raise Refusal(f"{wrong}dtype {dtype}, the model {target.dtype}.")
+    return target, file, name
+
+
+def _open(path: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
+    for file in files:
+        try:
+            handle = stack.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
+        for name in handle.keys():  # noqa: SIM118  (not a dict)
+            yield name, handle
 
 
 def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
@@ -111,25 +95,24 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], attn_implementation="sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        line = str(error).strip().splitlines()[0]
+        line = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"model.path={path}: cannot be loaded: {line}") from error
-    _check_attention(model, path)
-    return model.to(pick_device(device)).eval().requires_grad_(False), tokenizer
-
-
-def _check_attention(model: Any, path: str) -> None:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    model, info = loaded
+    if info["missing_keys"]:  # transformers fills these with random numbers
+        names = ", ".join(sorted(info["missing_keys"])[:5])
+        raise UserError(f"model.path={path}: cannot be loaded: its files lack {names}.")
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    if layers - {"full_attention"}:
         raise UserError(
-            f"model.path={path}: has layers of {', '.join(sorted(kinds))}; the embedded server "
+            f"model.path={path}: has layers of {', '.join(sorted(layers))}; the embedded server "
             "runs models with full attention only. Use SGLang for this one."
         )
+    return model.to(pick_device(device)).eval().requires_grad_(False), tokenizer
 
 
 def pick_device(device: str) -> str:

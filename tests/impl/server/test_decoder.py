@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from arealite.impl.server import decoder as decoder_module
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.weights import StagedWeights, live_tensors, load_model
+from arealite.impl.server.weights import load_model, stage_weights
 from tests.models import tiny_model
 
 FAMILIES = {
@@ -44,14 +45,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def wish(prompt: list[int], new: int, **sampling: Any) -> Generation:
     stops = sampling.pop("stops", ())
-    start = sampling.pop("logprob_start", -1)
     return Generation(
         rid=f"{prompt}",
         prompt=prompt,
         sampling=SamplingParams(**sampling),
         limit=new,
         stops=frozenset(stops),
-        logprob_start=start,
     )
 
 
@@ -155,21 +154,6 @@ def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: A
         check_logprobs(qwen, generation)
 
 
-def test_input_logprobs_equal_a_plain_forward_pass(qwen: Any) -> None:
-    scored = wish([5, 6, 7, 8], 3, logprob_start=0)
-    only_scored = wish([5, 9, 7, 8], 0, logprob_start=2)
-    single = wish([5], 2, logprob_start=0)
-    run(Decoder(qwen, max_rows=4, seed=0), [wish([4], 5), scored, only_scored, single])
-    assert scored.input_logprobs[0] is None
-    expected = reference(qwen, scored.prompt)[torch.arange(3), scored.prompt[1:]]
-    torch.testing.assert_close(
-        torch.tensor(scored.input_logprobs[1:]).double(), expected, atol=1e-5, rtol=0
-    )
-    check_logprobs(qwen, scored)
-    assert only_scored.output == [] and len(only_scored.input_logprobs) == 2
-    assert single.input_logprobs == [None]
-
-
 def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
     allowed = wish([5], 40, stops=range(32))
     banned = wish([5], 40, stops=range(32), min_new_tokens=6)
@@ -236,6 +220,12 @@ class Running:
         with self.progress:
             self.progress.notify_all()
 
+    def start(self, generation: Generation) -> None:
+        """Submit; return when its first tokens are there."""
+        generation.stream = True
+        self.engine.submit([generation])
+        self.until(lambda: len(generation.output) > 2)
+
     def until(self, condition: Any) -> None:
         with self.progress:
             assert self.progress.wait_for(condition, timeout=20)
@@ -247,10 +237,19 @@ class Running:
         self.engine.close()
 
 
+def ask_update(
+    running: Running, model: Any, folder: Path, version: str, *, flush: bool = True
+) -> Future[bool]:
+    return running.engine.update(
+        lambda: stage_weights(model.state_dict(keep_vars=True), str(folder)),
+        version=version,
+        flush=flush,
+        abort_all=False,
+    )
+
+
 def update(running: Running, model: Any, folder: Path, version: str, *, flush: bool = True) -> bool:
-    stage = lambda: StagedWeights(live_tensors(model), str(folder)).load  # noqa: E731
-    future = running.engine.update(stage, version=version, flush=flush, abort_all=False)
-    return future.result(timeout=20)
+    return ask_update(running, model, folder, version, flush=flush).result(timeout=20)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -292,13 +291,39 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
 def test_in_place_with_flush_is_updated_but_dirty(folders: list[Path]) -> None:
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
     generation = wish([5], 300)
-    generation.stream = True
     with Running(model) as running:
-        running.engine.submit([generation])
-        running.until(lambda: len(generation.output) > 2)
+        running.start(generation)
         running.engine.pause("in_place").result(timeout=20)
         assert not update(running, model, folders[1], "1", flush=True)
         assert running.engine.version == "1"
+
+
+def test_a_command_nobody_waits_for_any_more_is_dropped(folders: list[Path]) -> None:
+    """A publisher that gives up must neither end the engine nor change the weights later."""
+    model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+    busy, queued = wish([5], 10**6), wish([6], 4)
+    with Running(model) as running:
+        running.start(busy)
+        assert ask_update(running, model, folders[1], "1").cancel()
+        running.engine.submit([queued])
+        running.engine.abort(busy.rid)
+        running.until(lambda: queued.ended)
+        assert running.engine.flush().result(timeout=20)
+        assert running.engine.version == "default"
+    check_logprobs(model, queued)
+
+
+def test_requests_behind_a_waiting_update_get_the_new_weights(folders: list[Path]) -> None:
+    model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+    first, second = wish([5], 100), wish([6], 4)
+    with Running(model) as running:
+        running.start(first)
+        future = ask_update(running, model, folders[1], "1")
+        running.engine.submit([second])
+        running.until(lambda: second.ended)
+        assert future.result(timeout=20)
+    assert first.spans == [("default", 0, 100)]
+    assert second.spans == [("1", 0, 4)]
 
 
 def test_a_failing_step_fails_its_requests_and_the_loop_goes_on(

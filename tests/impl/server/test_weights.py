@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from arealite.base.errors import UserError
 from arealite.impl.server.protocol import Refusal
-from arealite.impl.server.weights import StagedWeights, live_tensors, load_model, pick_device
+from arealite.impl.server.weights import load_model, pick_device, stage_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -21,6 +21,10 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture
 def model(folders: list[Path]) -> Any:
     return load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+
+
+def stage(model: Any, folder: Path) -> Callable[[], None]:
+    return stage_weights(model.state_dict(keep_vars=True), str(folder))
 
 
 def snapshot(model: Any) -> Tensors:
@@ -32,7 +36,7 @@ def same(one: Tensors, other: Tensors) -> bool:
 
 
 def test_load_takes_every_tensor(model: Any, folders: list[Path]) -> None:
-    StagedWeights(live_tensors(model), str(folders[1])).load()
+    stage(model, folders[1])()
     other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
     assert same(model.state_dict(), other.state_dict())
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
@@ -71,17 +75,17 @@ def test_what_does_not_fit_is_refused_untouched(
     save_file(tensors, tmp_path / "model.safetensors")
     before = snapshot(model)
     with pytest.raises(Refusal, match=text):
-        StagedWeights(live_tensors(model), str(tmp_path))
+        stage(model, tmp_path)
     assert same(before, model.state_dict())
 
 
 def test_broken_files_are_refused(model: Any, folders: list[Path], tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="Failed to get weights iterator"):
-        StagedWeights(live_tensors(model), str(tmp_path / "nowhere"))
+        stage(model, tmp_path / "nowhere")
     whole = (folders[1] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match="Failed to get weights iterator"):
-        StagedWeights(live_tensors(model), str(tmp_path))
+        stage(model, tmp_path)
 
 
 def test_bfloat16_and_several_files_are_taken(
@@ -92,8 +96,14 @@ def test_bfloat16_and_several_files_are_taken(
     names = sorted(halves)
     save_file({n: halves[n] for n in names[:5]}, tmp_path / "model-1.safetensors")
     save_file({n: halves[n] for n in names[5:]}, tmp_path / "model-2.safetensors")
-    StagedWeights(live_tensors(model), str(tmp_path)).load()
+    stage(model, tmp_path)()
     assert same({n: t.float() for n, t in halves.items()}, model.state_dict())
+
+
+def lose_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    drop(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,7 @@ def test_bfloat16_and_several_files_are_taken(
         (lambda folder: (folder / "model.safetensors").unlink(), "no \\*.safetensors"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 9), "cannot be loaded"),
+        (lose_a_tensor, "its files lack model.norm.weight"),
     ],
 )
 def test_load_model_says_what_is_wrong(
