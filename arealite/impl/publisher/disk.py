@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -32,8 +33,7 @@ logger = log.get(__name__)
 WATCH_S = 1.0
 """How often registered servers are compared with the newest version."""
 RETRY_S = 0.25
-"""Pause between attempts while no server at all has taken a version (the only one may be
-restarting)."""
+"""Pause between attempts while no server has taken a version (the only one may be restarting)."""
 
 
 class DiskPublisher(WeightPublisher):
@@ -45,19 +45,17 @@ class DiskPublisher(WeightPublisher):
         *,
         registry: NameRegistry,
         fallback_dir: Path,
-        model_path: Path | None = None,
+        model_path: Path,
     ) -> None:
-        """Start the watching thread. `model_path`: whose config and tokenizer files go into each
-        version."""
-        self.config = config
-        self.registry = registry
-        self.fallback_dir = fallback_dir
-        self.model_path = model_path
+        """Start watching. `model_path`: whose config and tokenizer files go into each version."""
+        self.config, self.registry = config, registry
+        self.fallback_dir, self.model_path = fallback_dir, model_path
         self._staging: Staging | None = None
         self._newest: tuple[int, Path] | None = None
         self._servers: dict[tuple[str, Any], Server] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self._closed, self._closing = False, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
         self._thread.start()
@@ -70,26 +68,27 @@ class DiskPublisher(WeightPublisher):
         folder, num_bytes = self._staging.write(version, weights)
         stage_s = time.perf_counter() - begin
         self._newest = (version, folder)
-        pushed = asyncio.run_coroutine_threadsafe(self._push_all(version), self._loop)
+        with self._closing:
+            if self._closed:
+                raise RoleError(f"the publisher was closed before version {version} was pushed")
+            pushed = asyncio.run_coroutine_threadsafe(self._push_all(version), self._loop)
         confirmed, quarantined = pushed.result()
         self._staging.keep_only(version)
         report = PublishReport(
             version=version,
             stage_s=stage_s,
-            pause_s=max(times.pause_s for times in confirmed),
-            load_s=max(times.load_s for times in confirmed),
-            continue_s=max(times.continue_s for times in confirmed),
-            stall_s=max(times.stall_s for times in confirmed),
             num_bytes=num_bytes,
             servers=len(confirmed),
             quarantined=quarantined,
+            **{f.name: max(getattr(t, f.name) for t in confirmed) for f in fields(PushTimes)},
         )
-        logger.info(
-            "weights published", version=version, servers=report.servers, stall_s=report.stall_s
-        )
+        stall_s = report.stall_s
+        logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)
         return report
 
     def close(self) -> None:
+        with self._closing:
+            self._closed = True
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(self.config.timeout_s + 10.0)
@@ -107,10 +106,16 @@ class DiskPublisher(WeightPublisher):
         timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
             self._ready.set()
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._watch(), name="watch servers")
-                await self._stop.wait()
-                watch.cancel()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    watch = tasks.create_task(self._watch(), name="watch servers")
+                    await self._stop.wait()
+                    watch.cancel()
+            finally:  # a push that is cut off continues its servers, for which it needs the session
+                pushes = asyncio.all_tasks() - {asyncio.current_task()}
+                for push in pushes:
+                    push.cancel()
+                await asyncio.gather(*pushes, return_exceptions=True)
 
     async def _push_all(self, version: int) -> tuple[list[PushTimes], list[str]]:
         """Bring every server in traffic to `version`; try again until one has it or time is up.
@@ -135,8 +140,7 @@ class DiskPublisher(WeightPublisher):
         )
 
     async def _bring(self, server: Server, *, ask: bool = False) -> PushTimes | None:
-        """Bring one server to the newest version; None: it failed. `ask`: do not trust what we
-        remember of it."""
+        """Bring one server to the newest version; None: it failed. `ask`: trust no memory of it."""
         async with server.lock:
             if self._newest is None:
                 return None
@@ -155,8 +159,7 @@ class DiskPublisher(WeightPublisher):
             return times
 
     async def _watch(self) -> None:
-        """Heal servers. Waits for: the clock. Unblocks: servers that joined late, restarted or
-        failed."""
+        """Heal servers. Waits for: the clock. Unblocks: late, restarted and failed servers."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(WATCH_S)
@@ -165,8 +168,7 @@ class DiskPublisher(WeightPublisher):
                         tasks.create_task(self._bring(server, ask=True), name=f"heal {server.id}")
 
     async def _find_servers(self) -> list[Server]:
-        """Return the registered servers; one that restarted is a new one, of which nothing is
-        known."""
+        """Return the registered servers; one that restarted is new, and nothing is known of it."""
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
         found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
         for key in self._servers.keys() - found.keys():
@@ -186,8 +188,7 @@ class DiskPublisher(WeightPublisher):
 
 
 def _is_here(entry: Entry) -> bool:
-    """Say whether a server runs on this host, and so sees its tmpfs: only own addresses can be
-    bound."""
+    """Say whether a server shares this host's tmpfs: only own addresses can be bound."""
     host = urlsplit(str(entry.value["address"])).hostname
     family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

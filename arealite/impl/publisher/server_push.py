@@ -20,8 +20,7 @@ from arealite.system.deadlines import deadline
 logger = log.get(__name__)
 
 CONTINUE_S = 5.0
-"""For the continue call; it gets its own time, so that a load that ran out of time still ends the
-pause."""
+"""For the continue call: time of its own, so that also a load that ran out of it is continued."""
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
 """What a server may do to us; each quarantines it."""
 
@@ -44,8 +43,7 @@ class Server:
     address: str
     session: aiohttp.ClientSession
     held: int | None = None
-    """Newest version that this publisher saw it confirm; None before the first and after a
-    failure."""
+    """Version this publisher saw it confirm last; None before the first and after a failure."""
     times: PushTimes = PushTimes(0.0, 0.0, 0.0, 0.0)
     """What the newest version cost, whoever asked for it."""
     error: str | None = None
@@ -107,13 +105,11 @@ class Server:
 
     async def _pause(self, mode: str) -> str:
         """Pause in `mode`, or by aborting where the server does not know the mode."""
-        status, text = await self._post("/pause_generation", {"mode": mode})
-        if status != 200 and mode != "abort":
-            logger.warning("pause refused", server=self.address, mode=mode, status=status)
-            status, text = await self._post("/pause_generation", {"mode": "abort"})
-            mode = "abort"
+        status, _ = await self._post("/pause_generation", {"mode": mode})
         if status != 200:
-            raise RoleError(f"{self.address}/pause_generation answered {status}: {text[:300]}")
+            logger.warning("pause refused", server=self.address, mode=mode, status=status)
+            mode = "abort"
+            await self._demand("/pause_generation", {"mode": mode})
         return mode
 
     async def _load(self, version: int, folder: Path, *, flush: bool) -> None:
@@ -126,18 +122,13 @@ class Server:
         }
         status, text = await self._post("/update_weights_from_disk", body)
         if status == 400 and "not flushed" in text:
-            # The weights are new, their version and the prefix cache old: flush, then load again
-            # for the version.
+            # The weights are new, version and prefix cache old: flush, load again for the version.
             await self._flush()
             status, text = await self._post("/update_weights_from_disk", body)
-        if status != 200:
-            raise RoleError(
-                f"{self.address}/update_weights_from_disk answered {status}: {text[:300]}"
-            )
+        self._check("/update_weights_from_disk", status, text)
 
     async def _flush(self) -> None:
-        """Empty the cache while paused; requests that stand in its way are retracted, then
-        aborted."""
+        """Empty the cache while paused; requests in its way are retracted, then aborted."""
         for mode in ("retract", "abort"):
             await self._demand("/pause_generation", {"mode": mode})
             status, _ = await self._post("/flush_cache", {})
@@ -146,7 +137,9 @@ class Server:
         raise RoleError(f"{self.address} holds new weights and an old cache, and does not flush it")
 
     async def _demand(self, path: str, body: dict[str, Any]) -> None:
-        status, text = await self._post(path, body)
+        self._check(path, *await self._post(path, body))
+
+    def _check(self, path: str, status: int, text: str) -> None:
         if status != 200:
             raise RoleError(f"{self.address}{path} answered {status}: {text[:300]}")
 

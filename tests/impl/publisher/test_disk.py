@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import stat
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 
 from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
 from arealite.base.errors import RoleError
+from arealite.impl.engine import hf_folder
 from arealite.impl.publisher import disk, staging
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.system.name_registry import NameRegistry
@@ -141,7 +141,7 @@ async def test_only_the_newest_version_stays_staged_and_none_after_close(site: S
 async def test_large_weights_become_shards_with_an_index(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "SHARD_BYTES", 30)
+    monkeypatch.setattr(hf_folder, "FILE_BYTES", 30)
     async with servers(site, 1) as (server,):
         await site.publish(1)
         folder = Path(server.model_path)
@@ -174,6 +174,29 @@ async def test_a_hanging_server_is_continued_and_quarantined(site: Site) -> None
         report = await site.publish(1, timeout_s=0.3)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
         await until(lambda: slow.version == "1" and slow.paused is None)
+
+
+async def test_closing_during_a_push_leaves_no_server_paused(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(0)
+        server.fail_next("hang", path="/update_weights_from_disk")
+        pushing = asyncio.ensure_future(site.publish(1))
+        await until(lambda: server.paused is not None)
+        assert site.publisher is not None
+        await asyncio.to_thread(site.publisher.close)
+        assert server.paused is None
+        with pytest.raises((RoleError, asyncio.CancelledError)):
+            await pushing
+
+
+async def test_a_closed_publisher_publishes_no_more(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(0)
+        assert site.publisher is not None
+        await asyncio.to_thread(site.publisher.close)
+        with pytest.raises(RoleError, match="closed before version 1 was pushed"):
+            await site.publish(1)
+        assert server.version == "0"
 
 
 async def test_a_late_joiner_is_brought_up(site: Site) -> None:
@@ -282,7 +305,7 @@ async def test_a_full_disk_ends_the_publish_before_any_pause(
         def full(*args: Any, **kwargs: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("safetensors.torch.save_file", full)
+        monkeypatch.setattr(hf_folder, "save_file", full)
         with pytest.raises(RoleError, match=r"version 1 could not be staged in .*No space left"):
             await site.publish(1)
         assert len(server.calls) == before
@@ -312,8 +335,8 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (dead / "v3").mkdir()
     other_user = tmp_path / f"arealite-{os.getuid() + 1}-1-old"
     other_user.mkdir()
-    alive = staging.Staging(tmp_path, None)
-    second = staging.Staging(tmp_path, None)
+    alive = staging.Staging(tmp_path, tmp_path)
+    second = staging.Staging(tmp_path, tmp_path)
     assert not dead.exists()
     assert alive.folder.exists() and other_user.exists()
     alive.close()
@@ -323,9 +346,10 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
 def test_tmpfs_serves_one_host_and_the_run_folder_serves_many(site: Site) -> None:
     local = {"address": "http://127.0.0.1:1", "host": "x"}
     publisher = DiskPublisher(
-        dataclasses.replace(PublisherConfig()),
+        PublisherConfig(),
         registry=site.names,
         fallback_dir=site.tmp_path / "fallback",
+        model_path=site.tmp_path,
     )
     try:
         site.names.put("llm_server", "a", local)
