@@ -26,8 +26,7 @@ class Minibatch:
     """What one optimizer update needs of this rank."""
 
     rows: list[Sequence]
-    """Rows with a gradient; where a trajectory's advantage is 0 so is its loss, and it is left out
-    on all ranks."""
+    """Rows with a gradient: a trajectory whose advantage is 0 is left out on all ranks."""
     all_lengths: list[list[int]]
     """Lengths of the rows of every rank."""
 
@@ -57,9 +56,14 @@ def make_train_batch(
     """Decode, check and weigh batch `batch.step` for one rank.
 
     Raises:
-        InvariantError: a payload is missing or differs from its header, or a token is older than
-        the bound allows.
+        InvariantError: a payload is missing or differs from its header, or a token is too old.
     """
+    owned = [i for i, owner in enumerate(batch.ranks) if owner == rank]
+    if sorted(batch.mine) != owned or len(payloads) != len(owned):
+        raise InvariantError(
+            f"batch {batch.step} brought rank {rank} the {len(payloads)} payloads of trajectories "
+            f"{batch.mine}, but it owns {owned}"
+        )
     advantages = group_advantages(
         batch.headers, kind=config.advantage.type, eps=config.advantage.eps
     )
@@ -69,14 +73,10 @@ def make_train_batch(
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
         header = batch.headers[index]
         for segment in _segments(header, payload):
-            row, row_versions = _row(
-                segment, header, advantage=advantages[index], weight=weights[index]
-            )
-            _bound_staleness(row, row_versions, header, step=batch.step, config=config)
+            row = _row(segment, header, advantage=advantages[index], weight=weights[index])
+            versions.append(np.frombuffer(segment.versions, "<i4"))
+            _bound_staleness(row, versions[-1], header, step=batch.step, config=config)
             rows.append((index, row))
-            versions.append(row_versions)
-    if sorted(batch.mine) != [i for i, owner in enumerate(batch.ranks) if owner == rank]:
-        raise InvariantError(f"batch {batch.step} brought rank {rank} the payloads of another rank")
     every = set(range(len(batch.headers)))
     minibatches: list[Minibatch] = []
     for update in sorted(set(batch.minibatches)):
@@ -97,13 +97,12 @@ def make_train_batch(
 
 
 def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
-    """Return each trajectory's weight of a token; a sequence is a whole trajectory, a batch its
-    whole minibatch."""
+    """Return each trajectory's weight of a token; a sequence is a trajectory of the minibatch."""
     weights = [0.0] * len(batch.headers)
+    divisor = float(config.collector.sampling.max_new_tokens)
     for update in set(batch.minibatches):
         members = [i for i, owner in enumerate(batch.minibatches) if owner == update]
         lengths = [batch.headers[i].trained_tokens for i in members]
-        divisor = float(config.collector.sampling.max_new_tokens)
         found = token_weights(config.loss.reduction, lengths, divisor=divisor)
         for i, weight in zip(members, found, strict=True):
             weights[i] = weight
@@ -133,24 +132,22 @@ def _segments(header: TrajectoryHeader, payload: bytes) -> list[Segment]:
 
 def _row(
     segment: Segment, header: TrajectoryHeader, *, advantage: float, weight: float
-) -> tuple[Sequence, np.ndarray]:
+) -> Sequence:
     tokens_T = np.frombuffer(segment.tokens, "<i4")
     mask_T = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     behav_T = np.frombuffer(segment.logprobs, "<f4")
-    versions_T = np.frombuffer(segment.versions, "<i4")
-    if not len(tokens_T) == len(mask_T) == len(behav_T) == len(versions_T):
+    if not len(tokens_T) == len(mask_T) == len(behav_T) == len(segment.versions) // 4:
         raise InvariantError(f"trajectory {header.trajectory_id}: its arrays differ in length")
     if mask_T[:1].any() or not np.isfinite(behav_T[mask_T]).all():
         raise InvariantError(
-            f"trajectory {header.trajectory_id}: a sampled token has no prefix, or no "
-            "finite logprob"
+            f"trajectory {header.trajectory_id}: a sampled token has no prefix or finite logprob"
         )
     fields = {
         "behav_logprobs": behav_T,
         "advantages": np.full(len(tokens_T), advantage, np.float32),
         "loss_weight": np.full(len(tokens_T), weight, np.float32),
     }
-    return Sequence(tokens_T, mask_T, segment.temperature, fields), versions_T
+    return Sequence(tokens_T, mask_T, segment.temperature, fields)
 
 
 def _bound_staleness(
@@ -161,8 +158,7 @@ def _bound_staleness(
     step: int,
     config: PPOConfig,
 ) -> None:
-    """Take tokens older than `max_staleness` out of the loss under `mask`; under `pace` and `drop`
-    there are none."""
+    """Mask tokens older than `max_staleness`; under `pace` and `drop` there are none."""
     old_T = row.loss_mask & (versions_T < step - config.max_staleness)
     if not old_T.any():
         return

@@ -1,12 +1,12 @@
 """What a training step logs: names, and how numbers of tokens, trajectories and ranks become one.
 
-All metric names are made here (waits excepted, which are named where they are measured), as
-`group/name`.
+Metrics are named here, as `group/name`; waits excepted, which are named where they are measured.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,8 +19,6 @@ from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.trainer.batch import TrainBatch
 
-NAMES = {"loss": "policy"}
-"""Stats of a loss function whose metric has a better name."""
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not means over its tokens."""
 ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded_tokens")
@@ -55,11 +53,17 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
     """Describe the whole batch from its headers."""
     count = len(headers)
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
-    metrics = {
-        **spread("reward", [h.reward for h in headers]),
-        **spread("length/tokens", [h.num_tokens for h in headers]),
-        **spread("length/trained", [h.trained_tokens for h in headers]),
-        **spread("staleness", [step - h.oldest_version for h in headers]),
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for h in headers:
+        for name, value in h.reward_parts.items():
+            parts[f"reward/parts/{name}"].append(value)
+        for name, value in h.waits.items():
+            parts[f"episode/wait/{name}"].append(value)
+    return {
+        **spread("reward/", [h.reward for h in headers]),
+        **spread("length/tokens_", [h.num_tokens for h in headers]),
+        **spread("length/trained_", [h.trained_tokens for h in headers]),
+        **spread("staleness/", [step - h.oldest_version for h in headers]),
         "episode/trajectories": float(count),
         "episode/turns_mean": sum(h.turns for h in headers) / count,
         "episode/truncated_frac": sum(h.truncated for h in headers) / count,
@@ -69,26 +73,20 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         "staleness/versions_per_trajectory_mean": sum(spans) / count,
         "staleness/versions_per_trajectory_max": float(max(spans)),
         "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
+        **{name: sum(values) / len(values) for name, values in sorted(parts.items())},
+        **{f"episode/{name}": value for name, value in group_counts(headers).items()},
     }
-    for kind in ("reward_parts", "waits"):
-        prefix = "reward/parts" if kind == "reward_parts" else "episode/wait"
-        for name in sorted({name for h in headers for name in getattr(h, kind)}):
-            held = [getattr(h, kind)[name] for h in headers if name in getattr(h, kind)]
-            metrics[f"{prefix}/{name}"] = sum(held) / len(held)
-    return metrics | {f"episode/{k}": v for k, v in group_counts(headers).items()}
 
 
 def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    """Return mean, min, max and std (population) of `values` under `prefix`."""
+    """Return mean, min, max and std (population) of `values`, their names behind `prefix`."""
     array = np.asarray(values, np.float64)
     numbers = {"mean": array.mean(), "min": array.min(), "max": array.max(), "std": array.std()}
-    join = "/" if "/" not in prefix else "_"
-    return {f"{prefix}{join}{name}": float(value) for name, value in numbers.items()}
+    return {prefix + name: float(value) for name, value in numbers.items()}
 
 
 def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
-    """Return this rank's (sums, maxima) over its loss tokens; `World.sum` and `World.max` make them
-    global."""
+    """Return this rank's (sums, maxima) over its loss tokens; the world makes them global."""
     masks = [row.loss_mask for row in batch.rows]
 
     def gather(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -121,8 +119,7 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Compare sampler and trainer: log π_prox against log π_behav, over all tokens and over current
-    ones.
+    """Compare trainer and sampler, log π_prox and log π_behav, over all and over current tokens.
 
     `mismatch/kl` estimates KL(π_behav ‖ π_prox) with k3 = ρ − 1 − log ρ, ρ = π_prox / π_behav.
     """
@@ -142,38 +139,39 @@ def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dic
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average the updates of a step; a loss function's sums become means over the tokens that have
-    a gradient."""
-    metrics: dict[str, float] = {"update/count": float(len(stats))}
-    columns: dict[str, list[float]] = {}
+    """Average the updates of a step; a loss's sums become means over tokens with a gradient."""
+    columns: defaultdict[str, list[float]] = defaultdict(list)
     for update in stats:
         weight = update.get("weight", 1.0) or 1.0
         for name, value in update.items():
-            plain = name in PLAIN or name in ENGINE
-            group = "update" if name in ENGINE else "loss"
-            key = f"{group}/{NAMES.get(name, name)}"
-            columns.setdefault(key, []).append(value if plain else value / weight)
+            if name in ENGINE:
+                columns[f"update/{name}"].append(value)
+            else:
+                key = "loss/policy" if name == "loss" else f"loss/{name}"
+                columns[key].append(value if name in PLAIN else value / weight)
         if "behav_weight_sq" in update:
-            ess = effective_sample_share(dict(update))
-            columns.setdefault("loss/behav_weight_ess", []).append(ess)
-    metrics |= {name: sum(values) / len(values) for name, values in columns.items()}
+            columns["loss/behav_weight_ess"].append(effective_sample_share(dict(update)))
+    metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     if padded := metrics.get("update/padded_tokens"):
         metrics["update/pad_frac"] = 1.0 - metrics["update/tokens"] / padded
-    return metrics
+    return {"update/count": float(len(stats)), **metrics}
 
 
-def throughput(line: Mapping[str, float], *, before: float) -> dict[str, float]:
-    """Return tokens per second of the step; workers count generated ones since their start, and
-    `before` is where they stood at the last step."""
+def throughput(line: Mapping[str, float], *, before: float | None) -> dict[str, float]:
+    """Return the step's tokens per second.
+
+    Workers count generated tokens since their start; `before` is where they stood at the last
+    line, None where that is not known.
+    """
     seconds = line["time/step_s"]
     rates = {"throughput/trained_tokens_per_s": line["throughput/trained_tokens"] / seconds}
-    if (generated := line.get("rollout/tokens", 0.0) - before) > 0.0:
-        rates["throughput/generated_tokens_per_s"] = generated / seconds
+    generated = line.get("rollout/tokens", 0.0)
+    if before is not None and generated > before:
+        rates["throughput/generated_tokens_per_s"] = (generated - before) / seconds
     return rates
 
 
 def publish_metrics(report: PublishReport) -> dict[str, float]:
     """Lay out what a publish cost."""
-    numbers = {k: float(v) for k, v in asdict(report).items() if k != "quarantined"}
-    numbers["quarantined"] = float(len(report.quarantined))
-    return {f"publish/{name}": value for name, value in numbers.items()}
+    numbers = asdict(report) | {"quarantined": len(report.quarantined)}
+    return {f"publish/{name}": float(value) for name, value in numbers.items()}

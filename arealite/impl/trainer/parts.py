@@ -85,12 +85,10 @@ def find_checkpoint(config: ExperimentConfig) -> Path | None:
     """Return the checkpoint to resume from, by `resume`.
 
     Raises:
-        UserError: `must` and there is none, `never` and there are some, or an unknown word.
+        UserError: `must` and there is none, or `never` and there are some.
     """
     folder = run_paths(config).checkpoints
     newest = checkpoint.latest(folder)
-    if config.resume not in ("auto", "never", "must"):
-        raise UserError(f"resume={config.resume} is unknown. Known: auto, never, must.")
     if config.resume == "must" and newest is None:
         raise UserError(f"resume=must, but {folder} holds no good checkpoint. Use resume=auto.")
     if config.resume == "never" and newest is not None:
@@ -102,8 +100,7 @@ def find_checkpoint(config: ExperimentConfig) -> Path | None:
 
 
 class StopRequest:
-    """Turns the first SIGTERM (or SIGINT) into a wish that the loop reads; the second ends the
-    process at once."""
+    """Makes the first SIGTERM or SIGINT a wish that the loop reads; the second ends the process."""
 
     def __init__(self) -> None:
         self.asked = False

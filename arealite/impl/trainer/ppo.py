@@ -6,8 +6,7 @@ modules beside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,12 +29,17 @@ logger = log.get(__name__)
 
 
 class PPOTrainer(Trainer):
-    """One rank. Version k is the policy before batch k is trained; version k + 1 comes out of
-    it."""
+    """One rank. Version k is the policy before batch k is trained; version k + 1 comes out."""
+
+    is_synchronous = True
 
     def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
         self.config, self.ppo = config, config.trainer.ppo
-        self.check(config)
+        if self.is_synchronous and (staleness := self.ppo.max_staleness) != 0:
+            raise UserError(
+                f"trainer.type=ppo is synchronous, but max_staleness is {staleness}. Set "
+                "trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
+            )
         self.stop = StopRequest()
         self.parts = parts or assemble(config)
         self.world, self.engine = self.parts.world, self.parts.engine
@@ -45,23 +49,13 @@ class PPOTrainer(Trainer):
         self.line: dict[str, float] = {}
         """Metrics of the step under way."""
         self.interruptions = 0
-        self.generated = 0.0
-        """Tokens that workers have generated, as of the last line."""
+        self.generated: float | None = None
+        """Tokens that workers have generated, as of the last line; None before the first."""
         self.saved_step: int | None = None
         self.evaluating: int | None = None
 
-    @staticmethod
-    def check(config: ExperimentConfig) -> None:
-        """Refuse what a synchronous trainer cannot be."""
-        if (staleness := config.trainer.ppo.max_staleness) != 0:
-            raise UserError(
-                f"trainer.type=ppo is synchronous, but max_staleness is {staleness}. Set "
-                "trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
-            )
-
     def train(self) -> None:
-        """Train until `total_steps`, or to the next step's boundary once asked to stop; leave a
-        checkpoint."""
+        """Train until `total_steps`, or until asked to stop; leave a checkpoint."""
         try:
             step = self.begin()
             while (batch := self.next_batch(step)) is not None:
@@ -100,8 +94,7 @@ class PPOTrainer(Trainer):
         return self.link.next_batch(step, on_wait=self.while_waiting)
 
     def recompute_proximal(self, batch: TrainBatch) -> TrainBatch:
-        """Give each row the logprobs of the policy before this batch's first update, under the
-        trainer's numerics."""
+        """Give rows the logprobs of the policy before the first update, by the trainer's maths."""
         with self.clock("time/forward_s"):
             logprobs, entropies = self.engine.forward(batch.rows, batch.all_lengths)
         for row, logprobs_T in zip(batch.rows, logprobs, strict=True):
@@ -142,7 +135,7 @@ class PPOTrainer(Trainer):
                 self.line |= metrics.publish_metrics(self.push(version, weights))
                 self.link.published(version)
             else:
-                exhaust(weights)
+                list(weights)  # takes part in gathering; nothing comes out
 
     def push(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
         """Hand the weights to the publisher."""
@@ -166,8 +159,7 @@ class PPOTrainer(Trainer):
     # ------------------------------------------------------------ begin and end
 
     def begin(self) -> int:
-        """Resume or start, bring the servers to the starting version, evaluate a fresh start;
-        return the step."""
+        """Resume or start, bring the servers to the first version, evaluate; return the step."""
         step, path = 0, find_checkpoint(self.config)
         if path is not None:
             extra = self.engine.load(path)
@@ -188,8 +180,7 @@ class PPOTrainer(Trainer):
         return step
 
     def end(self, step: int) -> None:
-        """Leave a checkpoint; after the last step also a final evaluation and the exported
-        model."""
+        """Leave a checkpoint; after the last step also the exported model and an evaluation."""
         finished = step >= self.ppo.total_steps
         self.settle()
         if self.saved_step != step:
@@ -208,14 +199,18 @@ class PPOTrainer(Trainer):
         """Wait for what runs beside the loop; nothing does here."""
 
     def close(self) -> None:
-        """Let go of links, files, threads and the process group, whatever state they are in."""
-        self.link.close()
-        if self.parts.publisher is not None:
-            self.parts.publisher.close()
-        for sink in self.parts.loggers:
-            sink.close()
-        self.world.leave()
-        self.stop.restore()
+        """Let go of everything, whatever state it is in; a failure here hides no earlier error."""
+        for let_go in self.held():
+            try:
+                let_go()
+            except Exception as error:  # noqa: BLE001  (the others must be let go of, too)
+                logger.error("not closed", part=let_go.__qualname__, error=repr(error))
+
+    def held(self) -> list[Callable[[], None]]:
+        """List what lets go of links, files, threads, the process group and signals, in order."""
+        publisher = [self.parts.publisher.close] if self.parts.publisher else []
+        sinks = [sink.close for sink in self.parts.loggers]
+        return [self.link.close, *publisher, *sinks, self.world.leave, self.stop.restore]
 
     # ------------------------------------------------------------ smaller verbs
 
@@ -225,8 +220,7 @@ class PPOTrainer(Trainer):
         return self.world.lead and self.config.dataset.eval is not None
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint that holds the steps below `step`, tell the datapipe, and remove old
-        ones."""
+        """Write a checkpoint of the steps below `step`, tell the datapipe, and remove old ones."""
         folder = run_paths(self.config).checkpoints
         path = folder / f"step-{step:06d}"
         with self.clock("time/checkpoint_s"):
@@ -271,10 +265,3 @@ class PPOTrainer(Trainer):
         """Called once a second during a wait: say whether to stop instead of waiting on."""
         logger.debug("waiting", request=waiting.request, detail=waiting.detail)
         return self.stop.asked
-
-
-def exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Take part in gathering weights that another rank keeps."""
-    with suppress(StopIteration):
-        while True:
-            next(weights)

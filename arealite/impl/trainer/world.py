@@ -34,8 +34,7 @@ class World:
 
     @classmethod
     def join(cls, *, threads: int, seed: int) -> World:
-        """Initialise torch.distributed from RANK, WORLD_SIZE, MASTER_*; without RANK, a world of
-        one."""
+        """Initialise torch.distributed from RANK, WORLD_SIZE, MASTER_*; without them, alone."""
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -110,6 +110,8 @@ class ScriptedPipe:
         self.events, self.minibatches = events, minibatches
         self.rewards = [1.0, 0.0]
         self.finished = threading.Event()
+        self.failure: Exception | None = None
+        """Raised to whoever waits for a batch."""
         self.empty_from: int | None = None
         """No batch comes from this step on: requests wait."""
         self.published = -1
@@ -145,6 +147,8 @@ class ScriptedLink:
         self.events.add(f"ask {step}")
         while self.pipe.empty_from is not None and step >= self.pipe.empty_from:
             self.pipe.waiting.set()
+            if self.pipe.failure is not None:
+                raise self.pipe.failure
             if self.pipe.finished.wait(0.01):
                 return None
             if on_wait is not None and on_wait(Waiting("BatchRequest", "2 groups in flight")):

@@ -127,5 +127,11 @@ def test_a_sampled_token_without_a_prefix_stops_the_run() -> None:
 
 
 def test_payloads_of_another_rank_stop_the_run() -> None:
-    with pytest.raises(InvariantError, match="another rank"):
+    with pytest.raises(InvariantError, match=r"rank 1 .* trajectories \[0, 1\], but it owns \[\]"):
         make_train_batch(*batch(group("g", [1.0, 0.0])), CONFIG, rank=1, world_size=2)
+
+
+def test_a_missing_payload_stops_the_run() -> None:
+    made, payloads = batch(group("g", [1.0, 0.0]))
+    with pytest.raises(InvariantError, match="rank 0 the 1 payloads"):
+        make_train_batch(made, payloads[:1], CONFIG, rank=0, world_size=1)

@@ -103,6 +103,7 @@ def test_throughput() -> None:
     }
     restarted = metrics.throughput(line, before=500.0)
     assert "throughput/generated_tokens_per_s" not in restarted
+    assert "throughput/generated_tokens_per_s" not in metrics.throughput(line, before=None)
 
 
 def test_publish_metrics_count_quarantined_servers() -> None:

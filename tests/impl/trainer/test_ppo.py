@@ -224,8 +224,6 @@ def test_resume_must_and_never(config: MakeConfig) -> None:
     PPOTrainer(config(), Stage().parts()).train()
     with pytest.raises(UserError, match=r"resume=never, but .* holds step-000003"):
         PPOTrainer(config(resume="never"), Stage().parts()).train()
-    with pytest.raises(UserError, match=r"resume=maybe is unknown"):
-        PPOTrainer(config(resume="maybe"), Stage().parts()).train()
 
 
 def test_the_synchronous_trainer_refuses_staleness(config: MakeConfig) -> None:
@@ -246,6 +244,55 @@ def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrai
         trainer(config(), stage.parts()).train()
     assert "publisher closed" in stage.events.words
     assert not any(word.startswith("finish") for word in stage.events.words)
+
+
+@BOTH
+def test_a_failed_fetch_ends_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+    stage = Stage()
+    stage.pipe.empty_from = 1
+    stage.pipe.failure = RoleError("the datapipe has been silent for 10 s")
+    with pytest.raises(RoleError, match="silent for 10 s"):
+        trainer(config(), stage.parts()).train()
+    assert "publisher closed" in stage.events.words
+    assert not any(word.startswith("finish") for word in stage.events.words)
+
+
+@BOTH
+def test_closing_hides_no_earlier_error_and_goes_on(
+    config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    stage.pipe.empty_from = 1
+
+    def fail(what: str) -> None:
+        raise RuntimeError(what)
+
+    monkeypatch.setattr(stage.logger, "close", lambda: fail("no space left"))
+    stage.engine.on_update = lambda count: fail("a broken update")
+    made = trainer(config(), stage.parts())
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="a broken update"):
+        made.train()
+    assert "publisher closed" in stage.events.words
+    assert signal.getsignal(signal.SIGTERM) != before
+
+
+def test_a_broken_update_ends_the_publish_and_the_fetch_under_way(config: MakeConfig) -> None:
+    stage = Stage()
+    stage.pipe.empty_from = 2
+
+    def on_update(count: int) -> None:
+        if count == 1:
+            stage.publisher.gate.clear()
+        else:
+            assert stage.pipe.waiting.wait(10.0)
+            raise RuntimeError("a broken update")
+
+    stage.engine.on_update = on_update
+    with pytest.raises(RuntimeError, match="a broken update"):
+        AsyncPPOTrainer(config(), stage.parts()).train()
+    stage.events.order("ask 2", "publisher closed")
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("fetch", "publish"))]
 
 
 @BOTH
