@@ -1,7 +1,6 @@
 """Appends metrics to `metrics.jsonl`, one JSON object a line.
 
-The file that people, tests and the demo read: a line is whole or absent, and a step stands in it
-once.
+The file that people, tests and the demo read: a line is whole or absent, a step stands in it once.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from arealite.base.names import RunPaths
 
 
 class JSONLLogger(MetricLogger):
-    """Lines of {"step", "time", …metrics}; evaluations are lines of their own (their keys are all
-    `eval/…`)."""
+    """Lines of {"step", "time", …metrics}; an evaluation is its own line, of `eval/…` keys only."""
 
     def __init__(self, run_root: Path) -> None:
         self.path = RunPaths(run_root).metrics
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._open()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         # A line must be JSON everywhere: Python would write NaN for a number that is none.
@@ -31,23 +29,22 @@ class JSONLLogger(MetricLogger):
         self._file.write(json.dumps(line) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop what was written of `step` and later, and a torn last line: a resumed run does those
-        steps again.
+        """Drop what was written of `step` and later, and a torn last line.
 
         An evaluation asked for at the checkpoint's own step stays: it is not asked for again.
         """
-        written = self.path.read_text("utf-8")
-        kept = [line for line in written.splitlines() if _stays(line, step)]
-        if len(kept) == written.count("\n") and written[-1:] in ("", "\n"):
-            return
+        kept = [line for line in self.path.read_text("utf-8").splitlines() if _stays(line, step)]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         self._file.close()
         os.replace(temporary, self.path)
-        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._open()
 
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> None:
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
 
 def _stays(line: str, step: int) -> bool:

@@ -16,7 +16,7 @@ class TensorBoardLogger(MetricLogger):
     """One scalar a metric, at the step's number."""
 
     def __init__(self, run_root: Path) -> None:
-        self.folder = RunPaths(run_root).tensorboard
+        self.folder = str(RunPaths(run_root).tensorboard)
         self._writer: Any = None
         self._purge_step: int | None = None
 
@@ -24,14 +24,11 @@ class TensorBoardLogger(MetricLogger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(
-                str(self.folder), purge_step=self._purge_step, flush_secs=10
-            )
+            self._writer = SummaryWriter(self.folder, purge_step=self._purge_step, flush_secs=10)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def rewind(self, step: int) -> None:
-        """Hide what earlier processes wrote of `step` and later (TensorBoard's purge)."""
         self._purge_step = step
 
     def close(self) -> None:
