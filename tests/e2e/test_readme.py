@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -47,7 +48,7 @@ def test_the_commands_by_hand(tmp_path: Path):
             registered = lambda: list((tmp_path / "names").rglob("llm_server/*.json"))  # noqa: E731
             until(lambda: registered() or server.poll() is not None, what="the server", seconds=60)
             done = subprocess.run(
-                [*words(train), names, "trainer.ppo.total_steps=2"],
+                [*words(train), names, "trainer.ppo.total_steps=4"],
                 cwd=tmp_path,
                 env=ENVIRONMENT,
                 capture_output=True,
@@ -57,7 +58,13 @@ def test_the_commands_by_hand(tmp_path: Path):
         finally:
             server.terminate()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
+    assert "step 4/4" in done.stdout
+    lines = (tmp_path / "runs/demo/mine/metrics.jsonl").read_text().splitlines()
+    steps = [m for m in map(json.loads, lines) if "reward/mean" in m]
+    assert any(m["update/grad_norm"] > 0 for m in steps), "the warm model has something to learn"
+    current = [m for m in steps if m["mismatch/current_tokens"] > 0]
+    assert current, "the first batch at least is of the current version"
+    assert all(m["mismatch/logprob_abs_diff_mean_current"] <= 1e-4 for m in current)
     shown = subprocess.run(
         words(audit), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
     )
