@@ -30,7 +30,11 @@ def make_policy_loss(config: LossConfig) -> LossFn:
         old_N = prox_N if config.decoupled else behav_N
         log_ratio_N = (batch.logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio_N = log_ratio_N.exp()
-        terms_N = _clipped_terms(ratio_N, advantages_N, config)
+        clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
+        terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+        if config.dual_clip is not None:
+            bounded_N = torch.minimum(terms_N, -config.dual_clip * advantages_N)
+            terms_N = torch.where(advantages_N < 0, bounded_N, terms_N)
         # Coupled, the proximal policy is the behaviour policy: a ratio of exp(0).
         raw_N = (old_N - behav_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         cap = config.behav_weight_cap if config.decoupled else None
@@ -63,14 +67,3 @@ def effective_sample_share(stats: dict[str, float]) -> float:
     """
     square = stats["weight"] * stats["behav_weight_sq"]
     return stats["behav_weight"] ** 2 / square if square > 0 else 1.0
-
-
-def _clipped_terms(
-    ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: LossConfig
-) -> torch.Tensor:
-    clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
-    terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-    if config.dual_clip is None:
-        return terms_N
-    bounded_N = torch.minimum(terms_N, -config.dual_clip * advantages_N)
-    return torch.where(advantages_N < 0, bounded_N, terms_N)

@@ -77,8 +77,7 @@ def list_good(root: Path) -> list[Path]:
 
 def latest(root: Path) -> Path | None:
     """Return the newest whole checkpoint below `root`, or None."""
-    good = list_good(root)
-    return good[-1] if good else None
+    return next(reversed(list_good(root)), None)
 
 
 def prune(root: Path, keep: int) -> None:

@@ -20,13 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from arealite.base.errors import UserError
 
-LOGIT_CHANGES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
+LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
 """Config fields by which some models (Gemma, Cohere, Granite, Falcon-H1, …) change their logits."""
 
 

@@ -24,15 +24,14 @@ class Optimizer:
         self.updates = 0
         self._config, self._lr, self._total = config, lr, total
         self._named = dict(model.named_parameters())
-        matrices = [p for p in self._named.values() if p.ndim > 1]
-        others = [p for p in self._named.values() if p.ndim <= 1]
+        params = self._named.values()
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
         ]
         betas = config.beta1, config.beta2
         self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
-        for param in self._named.values():
+        for param in params:
             # Made now and not at the first step: a checkpoint always finds the same tensors.
             self._adamw.state[param] = {
                 "step": torch.zeros((), dtype=torch.float32, device=param.device),

@@ -1,8 +1,8 @@
 """The process that checks answers: a warm parent that forks the child which does the work.
 
-Killing the child mid-check is the only sure end of a pathological answer; forking the next one from
-a parent that has math-verify loaded costs milliseconds instead of a second. Run as a script by
-`pool.py`; imports nothing of the package.
+Killing the child mid-check is the only sure end of a pathological answer; forking the next from a
+parent that has math-verify loaded takes milliseconds instead of a second. `pool.py` runs this as a
+script; it imports nothing of the package.
 
 Lines of JSON on stdin and stdout. A new child says {"pid": 7} and ignores what it reads up to
 {"go": 7}: whatever its predecessor left unread in the pipe. Then {"completion", "truth"} is
@@ -62,9 +62,8 @@ def main() -> None:
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until the end of file."""
-    me = os.getpid()
-    answers.write(b'{"pid": %d}\n' % me)
-    go = b'{"go": %d}\n' % me
+    answers.write(b'{"pid": %d}\n' % os.getpid())
+    go = b'{"go": %d}\n' % os.getpid()
     while (line := requests.readline()) != go:
         if not line:
             return
@@ -75,8 +74,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone (Linux; elsewhere the closed pipe
-    ends it)."""
+    """Have Linux kill this process when its parent is gone; elsewhere the closed pipe ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -6,20 +6,21 @@ Pathological answers burn seconds or never end; threads cannot be stopped, proce
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from arealite.base.errors import EpisodeError, RewardTimeout, RoleError
 from arealite.base.log import get
 from arealite.system.deadlines import deadline
 
-CHECKER = Path(__file__).with_name("checker.py")
+# -P: the checker's own folder holds a math_verify.py, which must not hide the library.
+COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))
 START_S = 60.0
 
 log = get(__name__)
@@ -53,16 +54,15 @@ class Checker:
         """
         if self.pid is None:
             await self.revive()
-        request = {"completion": completion, "truth": truth}
         try:
             async with asyncio.timeout(timeout_s):
-                await self._send(request)
+                await self._send({"completion": completion, "truth": truth})
                 answer = await self._receive()
         except TimeoutError as error:
-            self.kill()
+            self._kill()
             raise RewardTimeout(f"a reward check was killed after {timeout_s} s") from error
         except asyncio.CancelledError:
-            self.kill()
+            self._kill()
             raise
         if "pid" in answer:
             await self._greet(answer["pid"])
@@ -77,42 +77,45 @@ class Checker:
                     raise CheckerDied
                 try:
                     if self._process is None:
-                        self._process = await _start()
+                        self._process = await asyncio.create_subprocess_exec(
+                            *COMMAND, stdin=PIPE, stdout=PIPE
+                        )
                     message = await self._receive()
                     if "pid" in message:
                         await self._greet(message["pid"])
                 except CheckerDied:
                     log.warning("reward checker ended")
 
-    def kill(self) -> None:
-        """End the child at once; its parent forks the next."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self.pid = None
-
     async def close(self) -> None:
         """End both processes for good and wait for them."""
         self._closed = True
         await self._stop()
 
+    def _kill(self) -> None:
+        """End the child at once; its parent forks the next."""
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.pid = None
+
     async def _stop(self) -> None:
-        self.kill()
+        self._kill()
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
 
     async def _greet(self, pid: int) -> None:
         """Tell a new child that what comes next is for it."""
-        await self._send({"go": pid})
+        # Known before the send: cancelled in it, the child still gets the word and waits for work.
         self.pid = pid
+        await self._send({"go": pid})
 
-    async def _send(self, message: Mapping[str, object]) -> None:
+    async def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(dict(message)).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             await self._stop()
@@ -147,8 +150,7 @@ class CheckerPool:
             raise errors.exceptions[0] from None
 
     async def check(self, completion: str, truth: str) -> bool:
-        """Return whether the last answer in `completion` equals `truth`; waits for a free checker
-        first.
+        """Return whether the last answer in `completion` equals `truth`, once a checker is free.
 
         Raises:
             RewardTimeout: the check ran longer than `timeout_s` and was killed.
@@ -157,7 +159,7 @@ class CheckerPool:
         checker = await self._free.get()
         try:
             for _ in range(2):
-                with contextlib.suppress(CheckerDied):
+                with suppress(CheckerDied):
                     return await checker.check(completion, truth, self.timeout_s)
             raise CheckerCrash("a reward check ended its process twice")
         finally:
@@ -166,10 +168,3 @@ class CheckerPool:
     async def close(self) -> None:
         """End every process."""
         await asyncio.gather(*(checker.close() for checker in self.checkers))
-
-
-async def _start() -> Process:
-    # -P: the checker's own folder holds a math_verify.py, which must not hide the library.
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-P", str(CHECKER), stdin=PIPE, stdout=PIPE
-    )

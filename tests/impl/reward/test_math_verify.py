@@ -142,6 +142,26 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
     assert await reward.score("1/2", "1/3") == 0.0
 
 
+async def test_a_greeting_that_is_cancelled_reaches_its_child(reward, monkeypatch):
+    monkeypatch.setattr("arealite.impl.reward.pool.START_S", 5.0)
+    checker, sent = reward.pool.checkers[0], asyncio.Event()
+    send = checker._send
+
+    async def send_and_stay(message):
+        await send(message)
+        sent.set()
+        await asyncio.Event().wait()
+
+    checker._kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(checker, "_send", send_and_stay)
+        check = asyncio.ensure_future(reward.score("1/2", "0.5"))
+        await sent.wait()
+        check.cancel()
+        await asyncio.gather(check, return_exceptions=True)
+    assert await reward.score("1/2", "0.5") == 1.0
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["child", "parent"])
 async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victim):
     before = family(reward.pool)
