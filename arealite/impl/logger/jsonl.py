@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.logger import MetricLogger
@@ -29,11 +30,12 @@ class JSONLLogger(MetricLogger):
         self._file.write(json.dumps(line) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop what was written of `step` and later, and a torn last line.
-
-        An evaluation asked for at the checkpoint's own step stays: it is not asked for again.
-        """
-        kept = [line for line in self.path.read_text("utf-8").splitlines() if _stays(line, step)]
+        """Drop what was written of `step` and later, and a torn last line."""
+        kept: list[str] = []
+        for line in self.path.read_text("utf-8").splitlines():
+            with suppress(ValueError):  # torn: the process was killed while it wrote
+                if json.loads(line)["step"] < step:
+                    kept.append(line)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         self._file.close()
@@ -45,12 +47,3 @@ class JSONLLogger(MetricLogger):
 
     def _open(self) -> None:
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
-
-
-def _stays(line: str, step: int) -> bool:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return False
-    evaluation = all(key.startswith("eval/") for key in entry.keys() - {"step", "time"})
-    return entry["step"] < step or (evaluation and 0 < entry["step"] == step)

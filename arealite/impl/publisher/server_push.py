@@ -71,7 +71,7 @@ class Server:
 
     async def _greet(self) -> None:
         """End the pause, or the open weight session, of a publisher that died in between."""
-        async with deadline("an answer to our greeting", owner=self.address, seconds=CONTINUE_S):
+        async with deadline("an answer to a greeting", owner="publisher", seconds=CONTINUE_S):
             await self._demand("/continue_generation", {})
             await self._post("/end_weight_update", {})  # 404 where the server has no sessions
         self._greeted = True
@@ -89,13 +89,13 @@ class Server:
         begin = time.perf_counter()
         paused = begin
         try:
-            async with deadline(f"version {version}", owner=self.address, seconds=seconds):
+            async with deadline(f"version {version}", owner="publisher", seconds=seconds):
                 mode = await self._pause(mode)
                 paused = time.perf_counter()
                 await self._load(version, folder, flush=mode != "in_place")
         finally:
             loaded = time.perf_counter()
-            async with deadline("a continue", owner=self.address, seconds=CONTINUE_S):
+            async with deadline("a continue", owner="publisher", seconds=CONTINUE_S):
                 await self._demand("/continue_generation", {})
             continued = time.perf_counter()
         confirmed = await self.version()

@@ -37,8 +37,6 @@ class TrainBatch:
 
     step: int
     headers: list[TrajectoryHeader]
-    advantages: list[float]
-    """One a header."""
     rows: list[Sequence]
     """All of this rank's segments, in the headers' order."""
     versions: list[np.ndarray]
@@ -64,9 +62,8 @@ def make_train_batch(
             f"batch {batch.step} brought rank {rank} the {len(payloads)} payloads of trajectories "
             f"{batch.mine}, but it owns {owned}"
         )
-    advantages = group_advantages(
-        batch.headers, kind=config.advantage.type, eps=config.advantage.eps
-    )
+    kind, eps = config.advantage.type, config.advantage.eps
+    advantages = group_advantages(batch.headers, kind=kind, eps=eps)
     weights = _token_weights(batch, config)
     rows: list[tuple[int, Sequence]] = []
     versions: list[np.ndarray] = []
@@ -77,19 +74,18 @@ def make_train_batch(
             versions.append(np.frombuffer(segment.versions, "<i4"))
             _bound_staleness(row, versions[-1], header, step=batch.step, config=config)
             rows.append((index, row))
-    every = set(range(len(batch.headers)))
     minibatches: list[Minibatch] = []
     for update in sorted(set(batch.minibatches)):
-        trained = {i for i in every if batch.minibatches[i] == update and advantages[i] != 0.0}
+        owners = enumerate(batch.minibatches)
+        trained = {i for i, owner in owners if owner == update and advantages[i] != 0.0}
         lengths = _all_lengths(batch, trained, world_size)
         minibatches.append(Minibatch([row for i, row in rows if i in trained], lengths))
     return TrainBatch(
         step=batch.step,
         headers=batch.headers,
-        advantages=advantages,
         rows=[row for _, row in rows],
         versions=versions,
-        all_lengths=_all_lengths(batch, every, world_size),
+        all_lengths=_all_lengths(batch, set(range(len(batch.headers))), world_size),
         minibatches=minibatches,
         waits=batch.waits,
         entropies=[],
@@ -123,9 +119,9 @@ def _segments(header: TrajectoryHeader, payload: bytes) -> list[Segment]:
     trained = sum(segment.loss_mask.count(1) for segment in segments)
     if lengths != header.segment_lengths or trained != header.trained_tokens:
         raise InvariantError(
-            f"trajectory {header.trajectory_id}: its payload has segments of {lengths} "
-            f"tokens, {trained} of them sampled; its header says "
-            f"{header.segment_lengths} and {header.trained_tokens}"
+            f"trajectory {header.trajectory_id}: its payload has segments of {lengths} tokens, "
+            f"{trained} of them sampled; its header says {header.segment_lengths} and "
+            f"{header.trained_tokens}"
         )
     return segments
 
@@ -151,12 +147,7 @@ def _row(
 
 
 def _bound_staleness(
-    row: Sequence,
-    versions_T: np.ndarray,
-    header: TrajectoryHeader,
-    *,
-    step: int,
-    config: PPOConfig,
+    row: Sequence, versions_T: np.ndarray, header: TrajectoryHeader, *, step: int, config: PPOConfig
 ) -> None:
     """Mask tokens older than `max_staleness`; under `pace` and `drop` there are none."""
     old_T = row.loss_mask & (versions_T < step - config.max_staleness)

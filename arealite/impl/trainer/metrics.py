@@ -97,25 +97,20 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     log_w = prox - gather([row.fields["behav_logprobs"] for row in batch.rows])
     stale = batch.step - gather(batch.versions)
     clipped = np.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    diff, w = np.abs(log_w), np.exp(clipped)
-    current = diff[stale == 0]
-    sums = {
-        "tokens": float(len(diff)),
-        "current": float(len(current)),
-        "stale": stale.sum(),
-        "entropy": gather(batch.entropies).sum(),
-        "diff": diff.sum(),
-        "diff_current": current.sum(),
-        "kl": (w - 1.0 - clipped).sum(),
-        "w": w.sum(),
-        "w_sq": np.square(w).sum(),
+    diff, w, current = np.abs(log_w), np.exp(clipped), stale == 0
+    values = {
+        "tokens": np.ones_like(diff),
+        "current": current,
+        "stale": stale,
+        "entropy": gather(batch.entropies),
+        "diff": diff,
+        "diff_current": diff * current,
+        "kl": w - 1.0 - clipped,
+        "w": w,
+        "w_sq": np.square(w),
     }
-    maxima = {
-        "diff": diff.max(initial=0.0),
-        "diff_current": current.max(initial=0.0),
-        "stale": stale.max(initial=0.0),
-    }
-    return {k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()}
+    sums = {name: float(array.sum()) for name, array in values.items()}
+    return sums, {k: float(values[k].max(initial=0.0)) for k in ("diff", "diff_current", "stale")}
 
 
 def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Parts:
     engine: TrainEngine
     connect: Callable[[], TrainerLink]
     """Opens a link to the datapipe; a link belongs to the thread that uses it."""
-    publisher: WeightPublisher | None
+    publisher: WeightPublisher | None = None
     """None except on rank 0."""
     loggers: list[MetricLogger] = field(default_factory=list)
     """[] except on rank 0."""
@@ -48,13 +48,13 @@ def assemble(config: ExperimentConfig) -> Parts:
     world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
     registry = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
     engine: Any = engines.get(ppo.engine.type)
-    make_publisher: Any = publishers.get(ppo.publisher.type)
+    publisher: Any = publishers.get(ppo.publisher.type)
 
     def resolve() -> str | None:
         entries = registry.list("datapipe")
         return str(entries[0].value["address"]) if entries else None
 
-    return Parts(
+    made = Parts(
         world=world,
         engine=engine(
             getattr(ppo.engine, ppo.engine.type),
@@ -65,20 +65,17 @@ def assemble(config: ExperimentConfig) -> Parts:
             seed=config.seed,
         ),
         connect=lambda: TrainerLink(resolve, rank=world.rank, world_size=world.size),
-        publisher=make_publisher(
+    )
+    if world.lead:
+        made.publisher = publisher(
             ppo.publisher,
             registry=registry,
             fallback_dir=paths.root / "weights",
             model_path=Path(config.model.path).expanduser(),
         )
-        if world.lead
-        else None,
-        loggers=[
-            loggers.get(name)(paths.root) for name in dict.fromkeys(["jsonl", *config.logger.types])
-        ]
-        if world.lead
-        else [],
-    )
+        names = dict.fromkeys(["jsonl", *config.logger.types])
+        made.loggers = [loggers.get(name)(paths.root) for name in names]
+    return made
 
 
 def find_checkpoint(config: ExperimentConfig) -> Path | None:
@@ -93,8 +90,7 @@ def find_checkpoint(config: ExperimentConfig) -> Path | None:
         raise UserError(f"resume=must, but {folder} holds no good checkpoint. Use resume=auto.")
     if config.resume == "never" and newest is not None:
         raise UserError(
-            f"resume=never, but {folder} holds {newest.name}. Choose another trial_name, or "
-            "resume=auto."
+            f"resume=never, but {folder} holds {newest.name}. Use resume=auto or a new trial_name."
         )
     return newest
 

@@ -146,11 +146,8 @@ class PPOTrainer(Trainer):
         """Checkpoint and evaluate where they are due; neither holds generation."""
         if self.ppo.checkpoint.every_steps and step % self.ppo.checkpoint.every_steps == 0:
             self.checkpoint(step)
-        if not self.has_evaluation:
-            return
         self.collect_evaluation(wait=False)
-        every, last = self.ppo.eval.every_steps, step == self.ppo.total_steps
-        if every and step % every == 0 and not last:
+        if self.is_evaluation_due(step):
             if self.evaluating is None:
                 self.evaluate(step)
             else:
@@ -175,6 +172,8 @@ class PPOTrainer(Trainer):
         if self.has_evaluation and step == 0:
             self.evaluate(step)
             self.collect_evaluation(wait=True)
+        elif self.is_evaluation_due(step):  # begun before the end of the last process, or done
+            self.evaluate(step)
         self.clock.lap()
         self.line.clear()
         return step
@@ -219,6 +218,11 @@ class PPOTrainer(Trainer):
         """Whether this rank asks for evaluations."""
         return self.world.lead and self.config.dataset.eval is not None
 
+    def is_evaluation_due(self, step: int) -> bool:
+        """Whether an evaluation begins before batch `step`; the last one is left to the end."""
+        every, last = self.ppo.eval.every_steps, self.ppo.total_steps
+        return self.has_evaluation and every > 0 and step % every == 0 and step < last
+
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint of the steps below `step`, tell the datapipe, and remove old ones."""
         folder = run_paths(self.config).checkpoints
@@ -256,9 +260,8 @@ class PPOTrainer(Trainer):
         with self.clock("time/log_s"):
             for sink in self.parts.loggers:
                 sink.log(step, line)
-        logger.info(
-            "step trained", step=step, reward=line["reward/mean"], seconds=times["time/step_s"]
-        )
+        seconds = times["time/step_s"]
+        logger.info("step trained", step=step, reward=line["reward/mean"], seconds=seconds)
         self.line.clear()
 
     def while_waiting(self, waiting: Waiting) -> bool:

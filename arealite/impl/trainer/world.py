@@ -51,7 +51,7 @@ class World:
 
     def all(self, flag: bool) -> bool:
         """Say whether `flag` holds on every rank."""
-        return self._reduce([float(flag)], dist.ReduceOp.MIN)[0] > 0.0
+        return not self.any(not flag)
 
     def any(self, flag: bool) -> bool:
         """Say whether `flag` holds on some rank."""

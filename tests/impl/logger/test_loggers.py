@@ -51,7 +51,7 @@ def test_steps_that_are_done_again_stand_once(tmp_path: Path) -> None:
     kept = [
         (line["step"], line.get("reward/mean"), line.get("eval/reward")) for line in lines(tmp_path)
     ]
-    assert kept == [(0, None, 0.1), (0, 0.0, None), (1, 1.0, None), (2, None, 0.2), (2, 20.0, None)]
+    assert kept == [(0, None, 0.1), (0, 0.0, None), (1, 1.0, None), (2, 20.0, None)]
 
 
 def test_a_fresh_start_in_a_used_folder_begins_with_nothing(tmp_path: Path) -> None:

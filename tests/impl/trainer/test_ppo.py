@@ -208,6 +208,18 @@ def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOT
     assert second.logger.lines[0][1]["rollout/interrupted_generations"] == 5.0
 
 
+@BOTH
+def test_an_evaluation_due_at_the_checkpoint_is_asked_for_again(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    trainer(config(total_steps=2), Stage().parts()).train()
+    again = Stage()
+    trainer(config(total_steps=4, held_out=True, every=2), again.parts()).train()
+    again.events.order("push 2", "evaluate 2", "report 2", "evaluate 4")
+    scores = [line["eval/reward"] for _, line in again.logger.lines if "eval/reward" in line]
+    assert scores == [2.0, 4.0]
+
+
 def test_resuming_a_finished_run_trains_nothing(config: MakeConfig) -> None:
     PPOTrainer(config(), Stage().parts()).train()
     again = Stage()
