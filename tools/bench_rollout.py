@@ -140,7 +140,8 @@ async def measure(options: argparse.Namespace, address: str, folder: str) -> dic
     config = experiment(folder, options.concurrency)
     entry = {"address": address, "vocab_size": 320, "context_length": 2048}
     NameRegistry(name_dir(config)).put("llm_server", "stub", entry)
-    gc.freeze()  # as the rollout role does
+    gc.freeze()  # as the rollout role does, and the threshold too
+    gc.set_threshold(50_000)
     client = SGLangClient(config, config.trainer.ppo.collector.client)
     await client.start()
     collector = Collector(config, client, tiny_tokenizer())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """What an agent decided."""
 
     text: str
@@ -17,8 +16,7 @@ class Action:
     """The generation behind it; None when the policy was not asked."""
 
 
-@dataclass
-class Turn:
+class Turn(msgspec.Struct):
     """One generation of an agent, and the reward it received."""
 
     input_ids: list[int]
@@ -27,12 +25,11 @@ class Turn:
     reward: float = 0.0
 
 
-@dataclass
-class Record:
+class Record(msgspec.Struct):
     """What one agent did in one episode."""
 
-    turns: list[Turn] = field(default_factory=list[Turn])
-    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    turns: list[Turn] = []
+    reward_parts: dict[str, float] = {}
     generations: int = 0
     """Started ones, finished or not."""
     seconds_generating: float = 0.0
@@ -40,12 +37,11 @@ class Record:
     """Filled by environments that wait for a reward function."""
 
 
-@dataclass(frozen=True)
-class Seat:
+class Seat(msgspec.Struct, frozen=True):
     """Which seat of which episode an agent sits in. Filled by the collector."""
 
     name: str = "agent"
     group_id: str = "group"
     episode_id: str = "episode"
     min_version: int = 0
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)

@@ -100,8 +100,6 @@ class LLMResponse(msgspec.Struct, frozen=True):
     """"stop" (a stop token or string) or "length" (the budget is used up)."""
     interruptions: int = 0
     """Times a weight update cut it: retractions told by the server, and resubmissions."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class LLMClient(ABC):

@@ -84,17 +84,18 @@ def import_plugins(modules: Sequence[str]) -> None:
     """Import the modules named by `imports=[…]` and by installed packages' entry points.
 
     Raises:
-        UserError: a module of `imports` cannot be found.
+        UserError: a module of `imports` cannot be found, or fails; names it.
     """
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         entry.load()
     for module in modules:
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            raise UserError(
-                f"imports=[{module}]: no module of that name. It must be importable from the "
-                "working directory or PYTHONPATH."
-            ) from error
+        except UserError:
+            raise
+        except Exception as error:
+            why = f"importing it raised {type(error).__name__}: {error}"
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                why = "no module of that name. It must be importable from the working directory "
+                why += "or PYTHONPATH."
+            raise UserError(f"imports=[{module}]: {why}") from error

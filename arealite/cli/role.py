@@ -88,12 +88,12 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     )
     worker = RolloutWorker(
         config,
-        index=index,
         link=link,
         client=clients.get(collector.client.type)(config, collector.client),
         tokenizer=load_tokenizer(config.model.path),
     )
     gc.freeze()
+    gc.set_threshold(50_000)  # reference counts free nearly all that an episode makes
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(worker.run())
 

@@ -29,9 +29,9 @@ async def played(request):
         assert test_math is not None
         own = EnvConfig(math=MathEnvConfig(reward=RewardConfig(type="length_match")))
         made.env = EnvFactory(config).make_env(own)
-    await made.setup()
+    await made.env.setup()
     yield made, lease(prompt=prompt, ground_truth=truth, members=32)
-    await made.close()
+    await made.env.close()
 
 
 def test_every_built_in_environment_is_tested() -> None:

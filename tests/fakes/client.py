@@ -19,9 +19,7 @@ def response(
 ) -> LLMResponse:
     """Return a response of one version."""
     count = len(ids)
-    return LLMResponse(
-        ids, [-0.5] * count, [version] * count, stop_reason, interruptions, prompt_tokens=0
-    )
+    return LLMResponse(ids, [-0.5] * count, [version] * count, stop_reason, interruptions)
 
 
 class ScriptedClient(LLMClient):

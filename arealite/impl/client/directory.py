@@ -6,10 +6,7 @@ One owned task does it for all requests, which only wait for its `changed` event
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -18,7 +15,7 @@ from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.client import wire
 from arealite.impl.client.routing import Router, Server
-from arealite.system.name_registry import Entry, NameRegistry
+from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
 
@@ -64,20 +61,27 @@ class Directory:
             InvariantError: nobody reads it any more.
         """
         if self._task is None or self._task.done():
-            raise InvariantError("the llm client is not running: call start() first")
+            raise InvariantError("the llm client is not running, or its directory has failed")
         await self._changed.wait()
 
     async def refresh(self) -> None:
         """Bring the router's servers in line with the registry and with what they say."""
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
-        named = {entry.id: entry for entry in entries}
         servers = self.router.servers
         for entry in entries:
-            held = servers.get(entry.id)
-            if held is None or held.address != entry.value["address"]:
-                if held is not None:
-                    held.lose()
-                servers[entry.id] = await self._meet(entry)
+            held, value = servers.get(entry.id), entry.value
+            if held is not None and held.address == value["address"]:
+                continue
+            if held is not None:
+                held.lose()
+            servers[entry.id] = Server(
+                entry.id,
+                value["address"],
+                vocab_size=value.get("vocab_size"),
+                context_length=value.get("context_length"),
+            )
+            logger.info("llm server found", id=entry.id, address=value["address"])
+        named = {entry.id for entry in entries}
         await asyncio.gather(*(self._ask(s, s.id in named) for s in servers.values()))
         for server in list(servers.values()):
             if server.id not in named and not server.in_flight:
@@ -99,28 +103,13 @@ class Directory:
         finally:
             self._changed.set()  # whoever waits must find out that nobody reads any more
 
-    async def _meet(self, entry: Entry) -> Server:
-        """Make a server from its entry; ask it for what the entry leaves out."""
-        value = entry.value
-        model = await asyncio.to_thread(read_model_config, value.get("model_path"))
-        context = value.get("context_length") or model.get("max_position_embeddings")
-        server = Server(
-            entry.id,
-            value["address"],
-            vocab_size=value.get("vocab_size") or model.get("vocab_size"),
-            context_length=context,
-        )
-        if not value.get("context_length"):
-            with suppress(aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
-                info = wire.decode_server_info(await self._get(server, "/server_info"))
-                server.context_length = info.context_length or context
-        logger.info("llm server found", id=server.id, address=server.address)
-        return server
-
     async def _ask(self, server: Server, is_named: bool) -> None:
         """Ask a server for its version; a silent or refusing one gets no traffic."""
+        url = f"{server.address}/model_info"
         try:
-            info = wire.decode_model_info(await self._get(server, "/model_info"))
+            async with asyncio.timeout(self.timeout_s), self._session.get(url) as response:
+                response.raise_for_status()
+                info = wire.decode_model_info(await response.read())
         except TimeoutError:
             server.misses += 1
             if server.misses >= MAX_MISSES or not is_named:
@@ -139,26 +128,3 @@ class Directory:
         if server.alive or server.scopes:
             logger.warning("llm server lost", id=server.id, address=server.address, error=why)
         server.lose()
-
-    async def _get(self, server: Server, path: str) -> bytes:
-        async with (
-            asyncio.timeout(self.timeout_s),
-            self._session.get(server.address + path) as response,
-        ):
-            response.raise_for_status()
-            return await response.read()
-
-
-def read_model_config(path: str | None) -> dict[str, Any]:
-    """Return a model folder's config.json under its generation_config.json; {} without."""
-    merged: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        with suppress(OSError, ValueError, TypeError):
-            merged |= json.loads((Path(path or "") / name).read_text(encoding="utf-8"))
-    return merged
-
-
-def stop_tokens(model: dict[str, Any]) -> frozenset[int]:
-    """Return the token ids with which the model itself ends a generation."""
-    eos = model.get("eos_token_id")
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

@@ -7,23 +7,21 @@ every token with its logprob and policy version as the server told them.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from arealite.api.config import ExperimentConfig, name_dir
-from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
+from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
-from arealite.base.errors import (
-    ContextOverflow,
-    GenerationRefused,
-    InvariantError,
-    ServerUnavailable,
-)
+from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
 from arealite.impl.client import wire
-from arealite.impl.client.directory import Directory, read_model_config, stop_tokens
+from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
 from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
@@ -43,7 +41,6 @@ COUNTERS = (
     "failovers",
     "server_errors",
     "stale_answers",
-    "aborts",
     "server_waits",
     "server_wait_s",
 )
@@ -59,8 +56,6 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     interruptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     sent: int = 0
     failures: int = 0
     """Attempts in a row that brought no token."""
@@ -76,17 +71,14 @@ class SGLangClient(LLMClient):
         self._model_path = args.model.path
         self._server_wait_s = args.server_wait_s
         self._router = Router()
-        registry = NameRegistry(name_dir(args), ttl_s=args.cluster.ttl_s)
         self._directory = Directory(
             self._router,
-            registry,
+            NameRegistry(name_dir(args), ttl_s=args.cluster.ttl_s),
             refresh_s=self.config.refresh_s,
             timeout_s=self.config.connect_timeout_s,
         )
-        self._sampling: dict[int, tuple[SamplingConfig, msgspec.Raw]] = {}
         self._stats = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
-        self._stop_tokens: frozenset[int] = frozenset()
 
     async def start(self) -> None:
         """Open connections; wait up to `server_wait_s` for the first server.
@@ -98,8 +90,7 @@ class SGLangClient(LLMClient):
         # Apart, so that questions and aborts get through when generations hold every connection;
         # limited by host, so that a silent one keeps no other waiting.
         self._control = self._open_session(limit=0, limit_per_host=16)
-        model = await asyncio.to_thread(read_model_config, self._model_path)
-        self._stop_tokens = stop_tokens(model)
+        self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         await self._directory.start(self._control)
         what = (
             f"an llm server below {self._directory.registry.root} (start one with "
@@ -111,15 +102,15 @@ class SGLangClient(LLMClient):
 
     async def close(self) -> None:
         """Send the aborts that are due, then close connections."""
-        if self._aborts:
-            await asyncio.gather(*self._aborts)
+        await asyncio.gather(*self._aborts)
         await self._directory.close()
         await self._session.close()
         await self._control.close()
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, by name."""
-        return {**self._stats, "in_flight": float(self._in_flight())}
+        """Return counters since the start, and the requests in flight."""
+        in_flight = sum(server.in_flight for server in self._router.servers.values())
+        return {**self._stats, "in_flight": float(in_flight)}
 
     async def generate(self, request: LLMRequest) -> LLMResponse:
         """Return the finished generation; interruptions and dead servers only cost time.
@@ -139,29 +130,31 @@ class SGLangClient(LLMClient):
             ) or await self._wait_for_server(generation)
             check(request, server)
             acknowledged = server.version
-            raw = await self._send(generation, server)
-            if raw is None:
-                continue
-            try:
-                answer = wire.decode_answer(raw)
-            except msgspec.DecodeError as error:
-                await self._server_error(generation, server, f"not an answer: {error}")
+            answer = await self._attempt(generation, server)
+            if answer is None:
                 continue
             stop_reason = self._take(generation, server, answer, acknowledged)
             if stop_reason:
                 self._stats["interruptions"] += generation.interruptions
-                return _response(generation, stop_reason)
+                return LLMResponse(
+                    generation.output_ids,
+                    generation.logprobs,
+                    generation.versions,
+                    stop_reason,
+                    generation.interruptions,
+                )
             self._stats["resubmissions"] += 1
             if not answer.output_ids:
                 await self._back_off(generation)
 
     # ------------------------------------------------------------ one attempt
 
-    async def _send(self, generation: Generation, server: Server) -> bytes | None:
+    async def _attempt(self, generation: Generation, server: Server) -> wire.Answer | None:
         """Send the request, or what is left of it; None where it has to be tried again."""
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is another one's prefix
-        body = self._body(generation, rid)
+        params = wire.sampling_params(request.sampling, len(generation.output_ids))
+        body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
         scope = asyncio.timeout_at(generation.deadline)
         try:
@@ -175,10 +168,14 @@ class SGLangClient(LLMClient):
             await self._fail_over(generation, server, error)
             return None
         if status == 200:
-            return raw
-        message = wire.error_message(status, raw)
-        if 400 <= status < 500 and status not in TRY_AGAIN:
-            raise GenerationRefused(f"{server.address}: {message}")
+            try:
+                return wire.decode_answer(raw)
+            except msgspec.DecodeError as error:
+                message = f"not an answer: {error}"
+        else:
+            message = wire.error_message(status, raw)
+            if 400 <= status < 500 and status not in TRY_AGAIN:
+                raise GenerationRefused(f"{server.address}: {message}")
         await self._server_error(generation, server, message)
         return None
 
@@ -197,70 +194,49 @@ class SGLangClient(LLMClient):
             server.in_flight -= 1
             server.scopes.discard(scope)
 
-    def _body(self, generation: Generation, rid: str) -> bytes:
-        request, sampling = generation.request, generation.request.sampling
-        if generation.output_ids:
-            ids = request.input_ids + generation.output_ids
-            params = wire.encode_sampling(sampling, len(generation.output_ids))
-            return wire.encode_body(wire.Body(rid, ids, params))
-        held = self._sampling.get(id(sampling))
-        if held is None or held[0] is not sampling:
-            if len(self._sampling) > 256:
-                self._sampling.clear()
-            held = self._sampling[id(sampling)] = (sampling, wire.encode_sampling(sampling))
-        return wire.encode_body(wire.Body(rid, request.input_ids, held[1]))
-
     def _take(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
     ) -> str | None:
         """Add an answer's tokens; return the stop reason, or None where generation must go on."""
-        meta = answer.meta_info
-        logprobs = wire.token_logprobs(answer)
-        versions = wire.token_versions(answer, acknowledged)
-        newest = acknowledged
+        meta, newest = answer.meta_info, acknowledged
         if meta.weight_version is not None:
             newest = wire.parse_version(meta.weight_version)
+        logprobs = wire.token_logprobs(answer)
+        # Without spans: what was acknowledged before sending, or less if it restarted since then.
+        versions = wire.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
             server.version = newest  # it restarted with old weights since it was last asked
             self._stats["stale_answers"] += 1
             self._directory.want()
             return None
         server.version = max(server.version, newest)
-        if generation.sent == 1:
-            generation.prompt_tokens = meta.prompt_tokens
-            generation.cached_tokens = meta.cached_tokens
         generation.output_ids += answer.output_ids
         generation.logprobs += logprobs
         generation.versions += versions
         generation.interruptions += meta.num_retractions or meta.total_retractions or 0
-        if answer.output_ids:
+        if versions:
             generation.failures = 0
-        return self._stop_reason(generation, answer)
-
-    def _stop_reason(self, generation: Generation, answer: wire.Answer) -> str | None:
-        """Return why the whole generation ended; None after an interruption."""
-        finish = answer.meta_info.finish_reason
+        finish = meta.finish_reason
         if finish.type in ("stop", "length"):
             return finish.type
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
         generation.interruptions += 1
-        sampling, length = generation.request.sampling, len(generation.output_ids)
-        if length > sampling.min_new_tokens and self._has_stopped(sampling, answer):
-            return "stop"
-        return "length" if length >= sampling.max_new_tokens else None
+        return self._end_of_aborted(generation, answer)
 
-    def _has_stopped(self, sampling: SamplingConfig, answer: wire.Answer) -> bool:
-        """Tell whether an aborted output had come to its end at that very token."""
-        if not answer.output_ids:
-            return False
-        last = answer.output_ids[-1]
-        if last in self._stop_tokens or last in sampling.stop_token_ids:
-            return True
-        if not sampling.stop:
-            return False
-        text = msgspec.json.decode(answer.text, type=str)
-        return any(stop in text for stop in sampling.stop)
+    def _end_of_aborted(self, generation: Generation, answer: wire.Answer) -> str | None:
+        """Return why an aborted output had come to its end at that very token, if it had."""
+        sampling, length = generation.request.sampling, len(generation.output_ids)
+        if answer.output_ids and length > sampling.min_new_tokens:
+            last = answer.output_ids[-1]
+            text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
+            if (
+                last in self._eos
+                or last in sampling.stop_token_ids
+                or any(stop in text for stop in sampling.stop)
+            ):
+                return "stop"
+        return "length" if length >= sampling.max_new_tokens else None
 
     # ------------------------------------------------------------ when it fails
 
@@ -320,7 +296,6 @@ class SGLangClient(LLMClient):
         task = asyncio.create_task(self._send_abort(server, rid), name=f"abort of {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-        self._stats["aborts"] += 1
 
     async def _send_abort(self, server: Server, rid: str) -> None:
         url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
@@ -346,9 +321,6 @@ class SGLangClient(LLMClient):
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
 
-    def _in_flight(self) -> int:
-        return sum(server.in_flight for server in self._router.servers.values())
-
 
 def check(request: LLMRequest, server: Server) -> None:
     """Refuse what is known to kill or confuse a server, before it is sent.
@@ -373,15 +345,11 @@ def check(request: LLMRequest, server: Server) -> None:
         )
 
 
-def _response(generation: Generation, stop_reason: str) -> LLMResponse:
-    if not len(generation.output_ids) == len(generation.logprobs) == len(generation.versions):
-        raise InvariantError(f"{generation.request.request_id}: ids, logprobs, versions differ")
-    return LLMResponse(
-        generation.output_ids,
-        generation.logprobs,
-        generation.versions,
-        stop_reason,
-        generation.interruptions,
-        generation.prompt_tokens,
-        generation.cached_tokens,
-    )
+def eos_tokens(path: str) -> set[int]:
+    """Return the token ids with which the model in a folder itself ends a generation."""
+    for name in ("generation_config.json", "config.json"):
+        with suppress(OSError, ValueError, TypeError):
+            eos = json.loads((Path(path) / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if eos is not None:
+                return {eos} if isinstance(eos, int) else set(eos)
+    return set()

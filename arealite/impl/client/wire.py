@@ -1,4 +1,4 @@
-"""SGLang's /generate on the wire: requests built from ready-made JSON, answers decoded by type.
+"""SGLang's /generate on the wire: typed requests, typed answers, and what answers say a token.
 
 Apart from the client, so that what the protocol says can be tested without a server.
 """
@@ -14,12 +14,25 @@ from arealite.api.llm import SamplingConfig
 from arealite.base.errors import InvariantError
 
 
+class Sampling(msgspec.Struct, omit_defaults=True):
+    """All that changes the distribution, because servers have defaults of their own."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    min_new_tokens: int
+    ignore_eos: bool
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+
+
 class Body(msgspec.Struct):
     """A request. Filled by the client."""
 
     rid: str
     input_ids: list[int]
-    sampling_params: msgspec.Raw
+    sampling_params: Sampling
     return_logprob: bool = True
 
 
@@ -51,8 +64,6 @@ class Meta(msgspec.Struct):
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
     """At the end of the request."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     num_retractions: int | None = None
     total_retractions: int | None = None
     """The same count, as SGLang before 0.5.19 names it."""
@@ -73,37 +84,23 @@ class ModelInfo(msgspec.Struct):
     weight_version: str | int | None = None
 
 
-class ServerInfo(msgspec.Struct):
-    """The part of /server_info that the client needs."""
-
-    context_length: int | None = None
-
-
-_encoder = msgspec.json.Encoder()
-encode_body = _encoder.encode
+encode_body = msgspec.json.Encoder().encode
 decode_answer = msgspec.json.Decoder(Answer).decode
 decode_model_info = msgspec.json.Decoder(ModelInfo).decode
-decode_server_info = msgspec.json.Decoder(ServerInfo).decode
 
 
-def encode_sampling(sampling: SamplingConfig, used: int = 0) -> msgspec.Raw:
-    """Encode sampling parameters for a generation that has spent `used` tokens of its budget.
-
-    Everything that changes the distribution is sent: servers have defaults of their own.
-    """
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens - used,
-        "min_new_tokens": max(0, sampling.min_new_tokens - used),
-        "ignore_eos": False,
-    }
-    if sampling.stop:
-        params["stop"] = sampling.stop
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = sampling.stop_token_ids
-    return msgspec.Raw(_encoder.encode(params))
+def sampling_params(config: SamplingConfig, used: int) -> Sampling:
+    """Return the parameters of a generation that has spent `used` tokens of its budget."""
+    return Sampling(
+        config.temperature,
+        config.top_p,
+        config.top_k,
+        config.max_new_tokens - used,
+        max(0, config.min_new_tokens - used),
+        False,
+        config.stop or None,
+        config.stop_token_ids or None,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -132,10 +129,7 @@ def token_logprobs(answer: Answer) -> list[float]:
 
 
 def token_versions(answer: Answer, acknowledged: int) -> list[int]:
-    """Return the policy version of each output token.
-
-    `acknowledged` is the version the server had confirmed before the request was sent: the oldest
-    a token can be, and what is taken where the server tells no spans.
+    """Return the policy version of each output token; `acknowledged` where there are no spans.
 
     Raises:
         InvariantError: the spans do not cover the output.

@@ -17,7 +17,7 @@ from arealite.api.env import EnvFactory
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease
-from arealite.api.trajectory import Trajectory, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import TrajectoryHeader, encode_segments
 from arealite.base import log
 from arealite.base.errors import (
     EpisodeError,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 MAX_DETAIL = 500
+FATAL = (InvariantError, UserError)
 
 
 class NothingGenerated(EpisodeError):
@@ -64,60 +65,45 @@ class Collector:
         self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
 
-    async def setup(self) -> None:
-        """Start what the environment shares between episodes."""
-        await self.env.setup()
-
-    async def close(self) -> None:
-        """Stop it."""
-        await self.env.close()
-
     async def run(self, lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
         """Run one episode; return its end, and a payload for each of its headers.
 
         Raises:
             InvariantError, UserError: not the episode but the run is wrong.
         """
+        made: list[tuple[TrajectoryHeader, bytes]] = []
+        failure = None
         try:
-            trajectories = await self.play(lease, member)
-        except Exception as raised:
+            made = await self._play(lease, member)
+        except (Exception, asyncio.CancelledError) as raised:
+            if isinstance(raised, asyncio.CancelledError) and _is_cancelled():
+                raise
             error = cause(raised)
-            if isinstance(error, InvariantError | UserError):
+            if isinstance(error, FATAL):
                 raise error from raised
             failure = self._failure(lease, error)
-            return Episode(lease.lease_id, lease.group_id, member, [], failure), []
-        headers = [trajectory.header for trajectory in trajectories]
-        payloads = [encode_segments(trajectory.segments) for trajectory in trajectories]
-        return Episode(lease.lease_id, lease.group_id, member, headers, None), payloads
+        headers, payloads = [header for header, _ in made], [payload for _, payload in made]
+        return Episode(lease.lease_id, lease.group_id, member, headers, failure), payloads
 
-    async def play(self, lease: Lease, member: int) -> list[Trajectory]:
-        """Run one episode under its deadline and return a trajectory a trainable seat.
-
-        Raises:
-            EpisodeError: it failed; so does whatever the environment raises.
-        """
+    async def _play(self, lease: Lease, member: int) -> list[tuple[TrajectoryHeader, bytes]]:
+        """Run one episode under its deadline; return a trajectory a trainable seat."""
         begin = time.perf_counter()
         agents = self._make_agents(lease, member)
-        scope = asyncio.timeout(self.config.episode_timeout_s)
+        limit = self.config.episode_timeout_s
+        scope = asyncio.timeout(limit)
         try:
             async with scope:
                 await self.env.run(lease.task, **agents)
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            limit = self.config.episode_timeout_s
-            raise EpisodeTimeout(
-                f"the episode ran longer than episode_timeout_s={limit}"
-            ) from error
+            what = f"the episode ran longer than episode_timeout_s={limit}"
+            raise EpisodeTimeout(what) from error
         seconds = time.perf_counter() - begin
-        found = [
-            trajectory(lease, member, agent, seconds=seconds)
-            for agent in agents.values()
-            if agent.trainable
-        ]
-        if not found:
+        seats = [agent for agent in agents.values() if agent.trainable]
+        if not seats:
             raise NothingGenerated(f"{type(self.env).__name__} has no trainable seat")
-        return found
+        return [trajectory(lease, member, agent, seconds=seconds) for agent in seats]
 
     def _make_agents(self, lease: Lease, member: int) -> dict[str, Agent]:
         episode_id = f"{lease.lease_id}/{member}"
@@ -131,31 +117,36 @@ class Collector:
             for name in self.env.seats
         }
 
-    def _failure(self, lease: Lease, error: Exception) -> Failure:
+    def _failure(self, lease: Lease, error: BaseException) -> Failure:
         kind = failure_class(error)
         if kind not in self._logged:  # the first of each class with its traceback, the rest counted
             self._logged.add(kind)
-            expected = isinstance(error, EpisodeError)
+            trace = None if isinstance(error, EpisodeError) else error
+            task = lease.task.task_id
             logger.warning(
-                "episode failed",
-                failure=kind,
-                task=lease.task.task_id,
-                error=str(error),
-                exc_info=None if expected else error,
+                "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
         return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL])
 
 
-def cause(error: Exception) -> Exception:
-    """Return the error behind an environment's TaskGroup: a fatal one, else the first."""
-    if not isinstance(error, ExceptionGroup):
+def _is_cancelled() -> bool:
+    """Tell whether the episode is cancelled, rather than something that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def cause(error: BaseException) -> BaseException:
+    """Return the error behind a TaskGroup's: a fatal one, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
         return error
     found = [cause(inner) for inner in error.exceptions]
-    return next((e for e in found if isinstance(e, InvariantError | UserError)), found[0])
+    return next((inner for inner in found if isinstance(inner, FATAL)), found[0])
 
 
-def trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) -> Trajectory:
-    """Make the trajectory of one seat.
+def trajectory(
+    lease: Lease, member: int, agent: Agent, *, seconds: float
+) -> tuple[TrajectoryHeader, bytes]:
+    """Make the trajectory of one seat: header and payload.
 
     Raises:
         NothingGenerated: the seat sampled no token.
@@ -163,13 +154,13 @@ def trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) -> Tr
     """
     seat, record = agent.seat.name, agent.record
     turns = record.turns
-    sampled = [turn.response for turn in turns if turn.response.versions]
-    if not sampled:
+    versions = [version for turn in turns for version in turn.response.versions]
+    if not versions:
         raise NothingGenerated(f"seat '{seat}' sampled no token in {len(turns)} turns")
-    reward = math.fsum(turn.reward for turn in turns) if len(turns) > 1 else turns[0].reward
+    reward = math.fsum([turn.reward for turn in turns])
     if not math.isfinite(reward):
         raise RewardNotFinite(f"seat '{seat}' has reward {reward}")
-    segments, lengths = make_segments(turns)
+    segments = make_segments(turns)
     waiting = record.seconds_generating + record.seconds_scoring
     header = TrajectoryHeader(
         trajectory_id=f"{lease.group_id}/{member}/{seat}",
@@ -179,13 +170,13 @@ def trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) -> Tr
         task_id=lease.task.task_id,
         reward=reward,
         reward_parts=record.reward_parts,
-        segment_lengths=lengths,
-        trained_tokens=sum(len(response.versions) for response in sampled),
-        oldest_version=min(min(response.versions) for response in sampled),
-        newest_version=max(max(response.versions) for response in sampled),
+        segment_lengths=[len(segment.loss_mask) for segment in segments],
+        trained_tokens=len(versions),
+        oldest_version=min(versions),
+        newest_version=max(versions),
         turns=len(turns),
         truncated=turns[-1].response.stop_reason == "length",
-        interruptions=sum(turn.response.interruptions for turn in turns),
+        interruptions=sum([turn.response.interruptions for turn in turns]),
         seconds=seconds,
         waits={
             "generation": record.seconds_generating,
@@ -193,4 +184,4 @@ def trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) -> Tr
             "environment": max(0.0, seconds - waiting),
         },
     )
-    return Trajectory(header, segments)
+    return header, encode_segments(segments)

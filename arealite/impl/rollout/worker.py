@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
-from arealite.base.errors import UserError
-from arealite.base.registry import import_plugins
-from arealite.impl.rollout.collector import Collector
+from arealite.impl.rollout.collector import Collector, cause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,47 +37,36 @@ class RolloutWorker:
         self,
         config: ExperimentConfig,
         *,
-        index: int,
         link: WorkerLink,
         client: LLMClient,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.config = config
-        self.index = index
         self.link = link
         self.client = client
-        self.tokenizer = tokenizer
+        self._collector = Collector(config, client, tokenizer)
         self._capacity = config.trainer.ppo.collector.concurrency
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._leasing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Serve leases; return when drained and every result is acknowledged.
 
         Raises:
-            UserError: a module of `imports` fails, or the run is configured wrongly.
-            InvariantError: a promise of the system is broken.
+            InvariantError, UserError: a promise of the system is broken, or the run is wrong.
+            RoleError: the datapipe is gone.
         """
-        load_plugins(self.config.imports)
         self.link.metrics = self.metrics
-        collector = Collector(self.config, self.client, self.tokenizer)
         try:
             await self.client.start()
-            await collector.setup()
+            await self._collector.env.setup()
             try:
-                await self._serve(collector)
+                await self._serve()
             except BaseExceptionGroup as group:
-                raise _first(group) from group
+                raise cause(group) from group
             finally:
-                await collector.close()
+                await self._collector.env.close()
         finally:
             await self.client.close()
-
-    def stop(self) -> None:
-        """Take no more leases and drain, as on SIGTERM."""
-        if self._leasing is not None:
-            self._leasing.cancel()
 
     def metrics(self) -> dict[str, float]:
         """Return counters since the start: episodes, seconds waited by cause, the client's."""
@@ -90,42 +74,38 @@ class RolloutWorker:
         client = {f"client_{name}": value for name, value in stats.items()}
         return {**self._counters, **client, "running": float(len(self._running))}
 
-    # ------------------------------------------------------------ inside
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.link.run(), name="worker link")
+            lag = tasks.create_task(self._watch_lag(), name="loop lag")
+            async with asyncio.TaskGroup() as episodes:
+                leasing = episodes.create_task(self._take_leases(episodes), name="leases")
+                loop.add_signal_handler(signal.SIGTERM, leasing.cancel)
+                await asyncio.wait((leasing,))
+                await self._drain()
+            self.link.drain()
+            lag.cancel()
+        loop.remove_signal_handler(signal.SIGTERM)
 
-    async def _serve(self, collector: Collector) -> None:
-        with on_sigterm(self.stop):
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.link.run(), name="worker link")
-                lag = tasks.create_task(self._watch_lag(), name="loop lag")
-                async with asyncio.TaskGroup() as episodes:
-                    self._leasing = episodes.create_task(
-                        self._take_leases(collector, episodes), name="leases"
-                    )
-                    await asyncio.wait((self._leasing,))
-                    await self._drain()
-                self.link.drain()
-                lag.cancel()
-
-    async def _take_leases(self, collector: Collector, episodes: asyncio.TaskGroup) -> None:
+    async def _take_leases(self, episodes: asyncio.TaskGroup) -> None:
         """Begin the episodes of each lease, until there are no more."""
-        while (lease := await self._next_lease()) is not None:
+        while True:
+            begin, is_idle = time.perf_counter(), len(self._running) < self._capacity
+            lease = await self.link.next_lease()
+            if is_idle:
+                self._counters["lease_wait_s"] += time.perf_counter() - begin
+            if lease is None:
+                return
             for member in lease.members:
                 key = (lease.lease_id, member)
                 if key in self._running:
                     continue  # the lease was sent twice
-                task = episodes.create_task(self._episode(collector, lease, member))
-                self._running[key] = task
+                self._running[key] = task = episodes.create_task(self._episode(lease, member))
                 task.add_done_callback(lambda _, key=key: self._running.pop(key))
 
-    async def _next_lease(self) -> Lease | None:
-        begin, is_idle = time.perf_counter(), len(self._running) < self._capacity
-        lease = await self.link.next_lease()
-        if is_idle:
-            self._counters["lease_wait_s"] += time.perf_counter() - begin
-        return lease
-
-    async def _episode(self, collector: Collector, lease: Lease, member: int) -> None:
-        episode, payloads = await collector.run(lease, member)
+    async def _episode(self, lease: Lease, member: int) -> None:
+        episode, payloads = await self._collector.run(lease, member)
         self.link.submit(episode, payloads)
         self._count(episode)
 
@@ -145,8 +125,8 @@ class RolloutWorker:
         for header in episode.headers:
             counters["interruptions"] += header.interruptions
             counters["tokens"] += header.trained_tokens
-            for cause, seconds in header.waits.items():
-                counters[f"{cause}_wait_s"] += seconds
+            for what, seconds in header.waits.items():
+                counters[f"{what}_wait_s"] += seconds
 
     async def _watch_lag(self) -> None:
         """Measure how late the event loop runs what is due: anything blocking shows here."""
@@ -156,40 +136,3 @@ class RolloutWorker:
             await asyncio.sleep(LAG_PERIOD_S)
             lag = loop.time() - due
             self._counters["loop_lag_max_s"] = max(self._counters["loop_lag_max_s"], lag)
-
-
-def load_plugins(modules: list[str]) -> None:
-    """Import the user's modules.
-
-    Raises:
-        UserError: one of them is not found or fails; names it.
-    """
-    try:
-        import_plugins(modules)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"imports={modules}: importing them raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-@contextmanager
-def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` on SIGTERM for the body's time; does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, action)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)

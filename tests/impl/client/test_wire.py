@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from arealite.api.llm import SamplingConfig
@@ -27,7 +28,7 @@ def answer(ids: list[int], **meta: object) -> wire.Answer:
 
 def test_sampling_is_explicit_and_budgets_shrink() -> None:
     sampling = SamplingConfig(max_new_tokens=10, min_new_tokens=4, stop=["b"], stop_token_ids=[7])
-    first = json.loads(bytes(wire.encode_sampling(sampling)))
+    first = msgspec.to_builtins(wire.sampling_params(sampling, 0))
     assert first == {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -38,8 +39,8 @@ def test_sampling_is_explicit_and_budgets_shrink() -> None:
         "stop": ["b"],
         "stop_token_ids": [7],
     }
-    later = json.loads(bytes(wire.encode_sampling(sampling, used=6)))
-    assert (later["max_new_tokens"], later["min_new_tokens"]) == (4, 0)
+    later = wire.sampling_params(sampling, 6)
+    assert (later.max_new_tokens, later.min_new_tokens) == (4, 0)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ async def test_request_ids_differ_between_episodes_turns_and_seats() -> None:
         ("group", "reward_timeout", "in a group"),
         ("nan", "error:ValueError", "finite"),
         ("infinite", "reward_not_finite", "inf"),
+        ("cancelled wait", "error:CancelledError", ""),
     ],
 )
 async def test_a_failed_episode_is_data(what: str, kind: str, detail: str) -> None:
@@ -146,10 +147,10 @@ async def test_a_users_agent_overrides_prompt_and_parsing() -> None:
 async def test_the_environment_is_opened_and_closed_once() -> None:
     opened, closed = worlds.World.opened, worlds.World.closed
     made = collector()
-    await made.setup()
+    await made.env.setup()
     await made.run(lease(), 0)
     await made.run(lease(), 1)
-    await made.close()
+    await made.env.close()
     assert (worlds.World.opened, worlds.World.closed) == (opened + 1, closed + 1)
 
 

@@ -49,7 +49,7 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
         )
         link = WorkerLink(lambda: pipe.address, worker_id="w", capacity=32, context=context)
         worker = RolloutWorker(
-            config, index=0, link=link, client=ScriptedClient(script), tokenizer=tokenizer()
+            config, link=link, client=ScriptedClient(script), tokenizer=tokenizer()
         )
 
         def train() -> list[str]:

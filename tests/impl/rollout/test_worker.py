@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from arealite.api.rollout_messages import Episode, Lease
-from arealite.base.errors import EpisodeError, InvariantError, RoleError, UserError
+from arealite.base.errors import EpisodeError, InvariantError, RoleError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
 from tests.fakes.client import ScriptedClient, response
@@ -61,7 +60,7 @@ async def running(env: str = "world", script=None, **settings) -> AsyncIterator:
     link = FakeLink()
     client = ScriptedClient(script or (lambda request: response([10, 11, 12])))
     worker = RolloutWorker(
-        experiment(env, **settings), index=0, link=link, client=client, tokenizer=tokenizer()
+        experiment(env, **settings), link=link, client=client, tokenizer=tokenizer()
     )
     task = asyncio.create_task(worker.run())
     try:
@@ -187,18 +186,6 @@ async def test_sigterm_drains() -> None:
             await task
     assert link.drained.is_set()
     assert not client.is_open
-
-
-async def test_a_plugin_that_fails_is_the_users_error(tmp_path, monkeypatch) -> None:
-    (tmp_path / "faulty_plugin.py").write_text("1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, words in (("faulty_plugin", "ZeroDivisionError"), ("absent_plugin", "no module")):
-        config = dataclasses.replace(experiment("world"), imports=[name])
-        worker = RolloutWorker(
-            config, index=0, link=FakeLink(), client=ScriptedClient(), tokenizer=tokenizer()
-        )
-        with pytest.raises(UserError, match=words):
-            await worker.run()
 
 
 async def test_the_loops_lag_is_measured(monkeypatch) -> None:

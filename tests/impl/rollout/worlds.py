@@ -13,6 +13,14 @@ from arealite.base.errors import InvariantError, RewardTimeout
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
 
 
+RAISED = {
+    "crash": KeyError("lost"),
+    "own timeout": TimeoutError("the database"),
+    "check": RewardTimeout("killed"),
+    "broken": InvariantError("cannot be"),
+}
+
+
 @envs.register("world")
 class World(Env):
     """Does what the task's prompt says."""
@@ -32,18 +40,16 @@ class World(Env):
         action = await agent.act("hello")
         if what == "slow":
             await asyncio.Event().wait()
-        if what == "crash":
-            raise KeyError("lost")
-        if what == "own timeout":
-            raise TimeoutError("the database")
-        if what == "check":
-            raise RewardTimeout("killed")
+        if what == "cancelled wait":
+            wait = asyncio.get_running_loop().create_future()
+            wait.cancel()
+            await wait
         if what == "nan":
             agent.reward(float("nan"))
         if what == "infinite":
             agent.record.turns[-1].reward = float("inf")
-        if what == "broken":
-            raise InvariantError("cannot be")
+        if what in RAISED:
+            raise RAISED[what]
         if what == "group":
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(agent.act("a"))
