@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="move an earlier run aside")
     options = parser.parse_args(argv)
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         return run(options.seed, options.steps, keep=options.keep)
     except KeyboardInterrupt:
@@ -78,15 +79,16 @@ def run_locked(paths: RunPaths, seed: int, steps: int | None, *, keep: bool) -> 
 
 
 def make_kit(seed: int) -> Path:
-    """Return the folder with the warm model and the data; make it in its own process if it is not
-    there."""
+    """Return the folder with the warm model and the data; make it in a process of its own."""
     kit = OUT / f"kit-seed{seed}"
     if (kit / "done").exists():
         print(f"model and data: {kit} (made earlier)")
         return kit
     print(f"model and data: making {kit}: a tiny model, taught until 30 % of its answers are right")
     command = [sys.executable, "tools/demo_task.py", str(kit), "--seed", str(seed)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode != 0:
+        sys.exit(f"{made.stderr}making {kit} failed with code {made.returncode}: see above")
     return kit
 
 
@@ -129,13 +131,14 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
-    """Run train.py in this terminal; a Ctrl-C reaches it too, and it is given the time to stop."""
+    """Run train.py in this terminal; pass each Ctrl-C on, and give it the time to stop."""
     command = [sys.executable, "train.py", "--config", "config/demo.yaml", *overrides]
     command += [f"dataset.train={kit / 'train.jsonl'}", f"dataset.eval={kit / 'eval.jsonl'}"]
     if steps is not None:
         command.append(f"trainer.ppo.total_steps={steps}")
     print(f"training: {' '.join(['python3', *command[1:]])}", flush=True)
-    process = subprocess.Popen(command)
+    # In the terminal's own group it would get each Ctrl-C twice, and stop at once.
+    process = subprocess.Popen(command, process_group=0)
     while True:
         try:
             return process.wait()

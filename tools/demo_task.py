@@ -1,7 +1,6 @@
 """The demo's task, sorting six digits, its data files, and a supervised warm-up of a tiny model.
 
-Here because reinforcement learning needs a model that is right now and then; this one starts at 30
-%.
+Here because reinforcement learning needs a model that is right now and then; this one is at 30 %.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -73,8 +73,7 @@ def warm_up(
     batch_size: int = 256,
     lr: float = 2e-3,
 ) -> float:
-    """Train the model in `folder` on right answers until it gives them with probability `accuracy`;
-    save it there.
+    """Train the model in `folder` until it answers right with probability `accuracy`; save it.
 
     The probability of the exact answer at temperature 1 is measured, not sampled: the mean over
     fresh rows of the product of the answer's token probabilities, EOS included. Return the last
@@ -106,9 +105,8 @@ def warm_up(
     return measured
 
 
-def _answer_logprobs(model, tokenizer, rows: list[str]):
-    """Return log-probabilities [B, T] of the answers' tokens and their EOS; all rows have one
-    length."""
+def _answer_logprobs(model: Any, tokenizer: Any, rows: list[str]) -> Any:
+    """Return log-probabilities [B, T] of the answers' tokens and EOS; rows have one length."""
     import torch
 
     texts = [question(digits) + answer(digits) for digits in rows]

@@ -19,8 +19,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Contents one after the other, the assistant's closed by EOS: a longer conversation extends a
-shorter one."""
+"""Contents in a row, the assistant's closed by EOS: a longer conversation extends a shorter one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,7 @@ class TinyModel:
 
 
 def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
-    """Write config, weights (fp32 safetensors) and tokenizer into `folder`; the same shape gives
-    the same bytes."""
+    """Write config, fp32 weights and tokenizer into `folder`; equal shapes give equal bytes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -76,11 +74,9 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
 
 
 def make_tokenizer(alphabet: str, *, context: int = 512) -> Any:
-    """Return a tokenizer with one token a character (a byte beyond ASCII), after <pad> 0 and
-    <eos> 1.
+    """Return a tokenizer with a token a character (a byte beyond ASCII), after <pad> 0 and <eos> 1.
 
-    A byte-level BPE without merges, in Qwen2's class: transformers reads every Qwen2 folder with
-    that class.
+    A byte-level BPE without merges, in Qwen2's class, with which transformers reads Qwen2 folders.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer

@@ -1,5 +1,4 @@
-"""The demo's own parts: processes end, numbers add up, curves are drawn. The whole of it is `make
-demo`."""
+"""The demo's own parts: processes end, numbers add up, curves are drawn. `make demo` runs all."""
 
 from __future__ import annotations
 
@@ -138,6 +137,23 @@ def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
         "--config config/demo.yaml seed=4 dataset.train=kit/train.jsonl "
         "dataset.eval=kit/eval.jsonl trainer.ppo.total_steps=2"
     )
+
+
+def test_training_gets_each_interruption_once(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); "
+        "assert os.getpgrp() == os.getpid(); os.kill(os.getppid(), signal.SIGINT); signal.pause()"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert demo.train(Path("kit"), [], None) == 7
+
+
+def test_a_kit_that_cannot_be_made_says_why(monkeypatch, tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "demo_task.py").write_text("import sys; sys.exit('no torch')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"(?s)no torch.*kit-seed3 failed with code 1"):
+        demo.make_kit(3)
 
 
 def test_a_second_demo_of_one_seed_is_refused(monkeypatch, tmp_path, capsys):
