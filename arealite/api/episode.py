@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
@@ -37,11 +39,12 @@ class Record(msgspec.Struct):
     """Filled by environments that wait for a reward function."""
 
 
-class Seat(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Seat:
     """Which seat of which episode an agent sits in. Filled by the collector."""
 
     name: str = "agent"
     group_id: str = "group"
     episode_id: str = "episode"
     min_version: int = 0
-    sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -59,7 +59,7 @@ def test_imports_run_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     import_plugins(["my_plugin_module"])
     (tmp_path / "my_faulty_module.py").write_text("1 / 0")
-    with pytest.raises(UserError, match="my_faulty_module.*ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"my_faulty_module.*ZeroDivisionError"):
         import_plugins(["my_faulty_module"])
     assert sys.modules.pop("my_plugin_module").LOADED
     with pytest.raises(UserError, match=r"imports=\[nowhere_to_be_found\]"):

@@ -12,7 +12,6 @@ from arealite.api.task import Task
 from arealite.base.errors import InvariantError, RewardTimeout
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
 
-
 RAISED = {
     "crash": KeyError("lost"),
     "own timeout": TimeoutError("the database"),
