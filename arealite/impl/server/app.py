@@ -60,8 +60,6 @@ class App:
         )
         return app
 
-    # ------------------------------------------------------------ generation
-
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         try:
@@ -109,7 +107,7 @@ class App:
         try:
             yield
         except (asyncio.CancelledError, ConnectionError):
-            self.engine.abort_these(generations)
+            self.engine.abort(lambda generation: generation in generations)
             raise
 
     def _answer(self, generation: Generation, *, logprobs: bool) -> dict[str, Any]:
@@ -118,7 +116,8 @@ class App:
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = protocol.parse(await request.read(), protocol.AbortBody)
         if body.abort_all or body.rid:
-            self.engine.abort(None if body.abort_all else body.rid)
+            prefix = "" if body.abort_all else body.rid or ""
+            self.engine.abort(lambda generation: generation.rid.startswith(prefix))
         return web.Response()  # also for an unknown id
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
@@ -131,8 +130,6 @@ class App:
     async def _continue_generation(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.engine.resume())
         return _json({"message": "Generation continued successfully.", "status": "ok"})
-
-    # ------------------------------------------------------------ weights
 
     async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = protocol.parse(await request.read(), protocol.UpdateBody)
@@ -162,8 +159,6 @@ class App:
         if await asyncio.wrap_future(self.engine.flush()):
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Flush cache failed.\n")
-
-    # ------------------------------------------------------------ information
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

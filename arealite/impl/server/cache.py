@@ -26,12 +26,11 @@ class SlotCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
-        self._keys_STHD: list[torch.Tensor] = []
-        self._values_STHD: list[torch.Tensor] = []
+        self._held_STHD: list[torch.Tensor] = []
+        """Keys and values of layer 0, of layer 1, …"""
         self._shape = (0, 0)
-        self._first_row: int | None = None
-        self._index: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._width = 0
+        self._index: Any = None
+        self._width: int | None = None
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` requests of `length` positions, keeping what is held."""
@@ -42,55 +41,40 @@ class SlotCache(Cache):
         rows = max(held_rows, -(-rows // block) * block)
         length = max(held_length, -(-length // BLOCK) * BLOCK)
         self._shape = (rows, length)
-        for tensors in (self._keys_STHD, self._values_STHD):
-            for layer, old in enumerate(tensors):
-                new = old.new_zeros((rows, length, *old.shape[2:]))
-                new[: old.shape[0], : old.shape[1]] = old
-                tensors[layer] = new
+        for place, old in enumerate(self._held_STHD):
+            new = old.new_zeros((rows, length, *old.shape[2:]))
+            new[:held_rows, :held_length] = old
+            self._held_STHD[place] = new
 
-    def start_prefill(self, first_row: int) -> None:
-        """The next forward pass writes whole prompts into the rows from `first_row` on."""
-        self._first_row = first_row
+    def start(self, index: Any, *, width: int | None = None) -> None:
+        """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
 
-    def start_decode(self, rows: torch.Tensor, positions: torch.Tensor, width: int) -> None:
-        """The next forward pass writes one position of each row and reads the first `width`."""
-        self._first_row = None
-        self._index = (rows, positions)
-        self._width = width
+        Its attention reads the first `width` positions of the rows held; None: what it writes.
+        """
+        self._index, self._width = index, width
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new [rows, H, L, D] and return what its attention reads."""
-        del args, kwargs
-        if layer_idx == len(self._keys_STHD):
-            for tensors, new in ((self._keys_STHD, key_states), (self._values_STHD, value_states)):
-                tensors.append(new.new_zeros((*self._shape, new.shape[1], new.shape[3])))
-        keys, values = self._keys_STHD[layer_idx], self._values_STHD[layer_idx]
-        if self._first_row is not None:
-            rows = slice(self._first_row, self._first_row + key_states.shape[0])
-            keys[rows, : key_states.shape[2]] = key_states.transpose(1, 2)
-            values[rows, : key_states.shape[2]] = value_states.transpose(1, 2)
-            return key_states, value_states
-        assert self._index is not None
-        keys.index_put_(self._index, key_states[:, :, 0])
-        values.index_put_(self._index, value_states[:, :, 0])
-        read = (slice(0, key_states.shape[0]), slice(0, self._width))
-        return keys[read].transpose(1, 2), values[read].transpose(1, 2)
+        read = [key_states, value_states]
+        for i, new in enumerate((key_states, value_states)):
+            place = 2 * layer_idx + i
+            if place == len(self._held_STHD):
+                self._held_STHD.append(new.new_zeros((*self._shape, new.shape[1], new.shape[3])))
+            held_STHD = self._held_STHD[place]
+            held_STHD[self._index] = new.transpose(1, 2)
+            if self._width is not None:
+                read[i] = held_STHD[: new.shape[0], : self._width].transpose(1, 2)
+        return read[0], read[1]
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
         sources, targets = [source for source, _ in moves], [target for _, target in moves]
-        for tensor in (*self._keys_STHD, *self._values_STHD) if moves else ():
+        for tensor in self._held_STHD if moves else ():
             tensor[targets, :length] = tensor[sources, :length]
 
     def drop(self) -> None:
         """Forget everything and give the memory back."""
-        self._keys_STHD.clear()
-        self._values_STHD.clear()
+        self._held_STHD.clear()
         self._shape = (0, 0)

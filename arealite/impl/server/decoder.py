@@ -43,8 +43,6 @@ class Decoder:
         """None: the batch's tensors must be made again."""
         self._longest = 0
 
-    # ------------------------------------------------------------ forward passes
-
     def prefill(self, waiting: deque[Generation]) -> list[Generation]:
         """Admit as many waiting requests as fit and sample their first token; equal prompts once.
 
@@ -55,7 +53,7 @@ class Decoder:
         self.running += generations
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
-        self._cache.start_prefill(first)
+        self._cache.start((slice(first, first + len(prompts)), slice(0, longest)))
         positions = sorted({len(prompt) - 1 for prompt in prompts})
         logits = self._forward_prompts(prompts, positions)
         moves = [(first + s, first + row) for row, s in enumerate(sources) if s != row]
@@ -88,7 +86,7 @@ class Decoder:
         count = len(self.running)
         width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
         self._cache.reserve(count, width)
-        self._cache.start_decode(self._rows_B, self._lengths_B, width)
+        self._cache.start((self._rows_B1, self._lengths_B[:, None]), width=width)
         hidden_BT = torch.arange(width, device=self._device) > self._lengths_B[:, None]
         mask_BT = torch.zeros(count, width, dtype=self.model.dtype, device=self._device)
         mask_BT.masked_fill_(hidden_BT, -torch.inf)
@@ -102,8 +100,6 @@ class Decoder:
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
         return self._sample(self.running, logits[:, -1], settings)
-
-    # ------------------------------------------------------------ rows
 
     def _admit(
         self, waiting: deque[Generation]
@@ -159,11 +155,9 @@ class Decoder:
         self._longest = max(lengths)
         self._lengths_B = torch.tensor(lengths, device=self._device)
         self._tokens_B = torch.tensor([g.output[-1] for g in self.running], device=self._device)
-        self._rows_B = torch.arange(len(self.running), device=self._device)
+        self._rows_B1 = torch.arange(len(self.running), device=self._device)[:, None]
         self._settings = self._settings_of(self.running)
         return self._settings
-
-    # ------------------------------------------------------------ sampling
 
     def _settings_of(self, generations: Sequence[Generation]) -> Settings:
         return settings_of(generations, vocab_size=self._vocab_size, device=self._device)

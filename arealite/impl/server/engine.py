@@ -56,8 +56,6 @@ class Engine:
         self._paused_at = 0.0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
-    # ------------------------------------------------------------ from other threads
-
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -76,14 +74,9 @@ class Engine:
         """Queue generations."""
         self._post(lambda: self.waiting.extend(generations))
 
-    def abort(self, rid: str | None) -> None:
-        """End the generations whose id starts with `rid` (None: all) with what there is."""
-        self._post(lambda: self._abort(lambda g: rid is None or g.rid.startswith(rid)))
-
-    def abort_these(self, generations: Sequence[Generation]) -> None:
-        """End exactly these generations: nobody waits for them any more."""
-        gone = set(generations)
-        self._post(lambda: self._abort(lambda g: g in gone))
+    def abort(self, chosen: Callable[[Generation], bool]) -> None:
+        """End the chosen generations with what there is."""
+        self._post(lambda: self._abort(chosen))
 
     def pause(self, mode: str) -> Future[None]:
         """Stop generating: "abort" ends all, "retract" drops their KV, "in_place" keeps it."""
@@ -131,8 +124,6 @@ class Engine:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
-
-    # ------------------------------------------------------------ the thread
 
     def _main(self) -> None:
         torch.set_num_threads(self._num_threads)
@@ -196,8 +187,6 @@ class Engine:
             generation.abort("Abort in waiting queue")
             generation.close_span(self.version)
         self._outbox += gone
-
-    # ------------------------------------------------------------ pauses and weights
 
     def _pause(self, mode: str) -> None:
         if self.paused is None:

@@ -306,7 +306,7 @@ def test_a_command_nobody_waits_for_any_more_is_dropped(folders: list[Path]) -> 
         running.start(busy)
         assert ask_update(running, model, folders[1], "1").cancel()
         running.engine.submit([queued])
-        running.engine.abort(busy.rid)
+        running.engine.abort(lambda generation: generation is busy)
         running.until(lambda: queued.ended)
         assert running.engine.flush().result(timeout=20)
         assert running.engine.version == "default"
