@@ -74,7 +74,7 @@ async def collect(resolve, count: int, size: int) -> float:
                 episode = Episode(lease.lease_id, lease.group_id, member, [header], None)
                 link.submit(episode, [payload])
                 done += 1
-        while link.stats()["unacknowledged"]:  # noqa: ASYNC110  (a clock, not a wait)
+        while link.unacknowledged:  # noqa: ASYNC110  (a clock, not a wait)
             await asyncio.sleep(0.0005)
         seconds = time.perf_counter() - begin
         link.drain()

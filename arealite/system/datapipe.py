@@ -1,5 +1,4 @@
-"""The process between rollout workers and trainer: it leases, keeps what comes back, and composes
-batches.
+"""The process between rollout workers and trainer: leases tasks, keeps results, composes batches.
 
 One event loop that only reacts: to messages, to commits, and to a clock four times a second. What
 it knows is in `datapipe_groups`; here is who is told what, and when.
@@ -12,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -22,23 +21,15 @@ import zmq
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.rollout_messages import Ack, Drain, Lease, Result, WorkerState
 from arealite.api.task import Task
-from arealite.api.trainer_messages import (
-    BatchRequest,
-    Finish,
-    Refused,
-    Status,
-    StatusRequest,
-)
+from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Refused
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system import wire
-from arealite.system.datapipe_batches import Batches
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import TrainerDesk
-from arealite.system.datapipe_workers import Workers
-from arealite.system.ledger import Ledger, read_payloads
-from arealite.system.ledger_writer import LedgerWriter
+from arealite.system.datapipe_workers import Held, Worker, Workers
+from arealite.system.ledger import Ledger, LedgerWriter, read_payloads
 from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -99,7 +90,6 @@ class Datapipe:
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):
             self.evals.results[eval_id] = msgspec.json.decode(metrics)
         self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
-        self.batches = Batches(self.book, seed=config.seed)
         self._stopped_at = self._progress = self._told = time.monotonic()
         self._fatal: InvariantError | None = None
         self._lag_max = 0.0
@@ -117,19 +107,19 @@ class Datapipe:
         server.bind(self.address)
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
-        self.desk = TrainerDesk(self.book, self.evals, send=self._send, writer=self.writer)
+        self.desk = TrainerDesk(
+            self.book, self.evals, seed=self.config.seed, send=self._send, writer=self.writer
+        )
         self._restore()
         self._channel = wire.Channel(server, self._receive)
         try:
-            async with AsyncExitStack() as stack:
-                await self._register(stack)
-                async with asyncio.TaskGroup() as self._tasks:
-                    self._tasks.create_task(self._guard(self.writer.run), name="ledger writer")
-                    self._tasks.create_task(self._tick_forever(), name="clock")
-                    logger.info("datapipe ready", address=self.address, step=self.book.next_step)
-                    self.ready.set()
-                    await self._done.wait()
-                    self.writer.close()
+            async with self._registered(), asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._guard(self.writer.run), name="ledger writer")
+                self._tasks.create_task(self._tick_forever(), name="clock")
+                logger.info("datapipe ready", address=self.address, step=self.book.next_step)
+                self.ready.set()
+                await self._done.wait()
+                self.writer.close()
         finally:
             self._channel.close(linger_ms=LINGER_MS)
             self.ledger.close()
@@ -137,12 +127,12 @@ class Datapipe:
             raise self._fatal
         logger.info("datapipe ends", **dict(self.book.counts))
 
-    async def _register(self, stack: AsyncExitStack) -> None:
-        if self._registry is not None:
-            value = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
-            beat = self.config.cluster.heartbeat_s
-            name = self._registry.registered("datapipe", "0", lambda: value, heartbeat_s=beat)
-            await stack.enter_async_context(name)
+    def _registered(self) -> AbstractAsyncContextManager[None]:
+        if self._registry is None:
+            return nullcontext()
+        value = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
+        beat = self.config.cluster.heartbeat_s
+        return self._registry.registered("datapipe", "0", lambda: value, heartbeat_s=beat)
 
     def _restore(self) -> None:
         """Give leases from before a restart back to their workers, which may still run them."""
@@ -150,9 +140,10 @@ class Datapipe:
         for group in self.book.groups.values():
             for lease in list(group.leases.values()):
                 if due := group.due(lease):
-                    self.workers.restore(owners[lease.lease_id], lease, due)
+                    held = self.workers.give(owners[lease.lease_id], lease, due)
+                    held.sent = held.given
                 else:
-                    self.book.lose(lease)
+                    self.book.end(lease)
 
     async def _guard(self, body: Callable[[], Awaitable[None]]) -> None:
         """A broken invariant does not cancel the rest at once: the trainer is told why first."""
@@ -185,25 +176,16 @@ class Datapipe:
                     self._take_result(route, message, frames[2:])
                 case WorkerState():
                     self._take_state(route, message)
-                case StatusRequest():
-                    counts = {k: int(v) for k, v in self.book.counts.items()}
-                    version = -1 if self.book.version is None else self.book.version
-                    self._send(route, Status(self.book.next_step, version, counts))
                 case _:
                     self._take_request(route, message)
+            self._pump()
         except InvariantError as error:
             self._stop(error)
         except Exception as error:  # noqa: BLE001  (a socket's callback: nobody above catches)
             self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
-        if isinstance(message, Finish):
-            self._drain_workers(message)
-        self._pump()
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
-        again, given_up = self.workers.update(route, state)
-        self._lose(given_up)
-        for lease in again:
-            self._send(route, lease)
+        self._release(self.workers.update(route, state), is_lost=state.capacity > 0)
         if self.desk.finish is not None:
             self._send(route, Drain(self.desk.finish.reason))
         self._send(route, Ack(""))
@@ -237,7 +219,7 @@ class Datapipe:
                 f"{failure.detail}"
             )
 
-    def _take_request(self, route: bytes, request: wire.TrainerRequest) -> None:
+    def _take_request(self, route: bytes, request: FromTrainer) -> None:
         try:
             if self._fatal is not None:
                 raise self._fatal
@@ -245,12 +227,11 @@ class Datapipe:
         except InvariantError as error:
             self._send(route, Refused(wire.request_name(request), str(error)))
             raise
-
-    def _drain_workers(self, finish: Finish) -> None:
-        self._stopped_at = time.monotonic()
-        for worker in self.workers.by_id.values():
-            if worker.route is not None:
-                self._send(worker.route, Drain(finish.reason))
+        if isinstance(request, Finish):
+            self._stopped_at = time.monotonic()
+            for worker in self.workers.by_id.values():
+                if worker.route is not None:
+                    self._send(worker.route, Drain(request.reason))
 
     # ------------------------------------------------------------ what follows from them
 
@@ -261,50 +242,47 @@ class Datapipe:
         if self.desk.finish is None:
             self._give_leases()
         self.desk.answer_evals()
-        if self.desk.batch_requests and self.desk.changed:
-            self.desk.changed = False
-            self._answer_batches()
+        for route, request in self.desk.take_ready(self._observe):
+            self.writer.after_commit(partial(self._begin_sending, route, request))
 
     def _give_leases(self) -> None:
-        while (worker := self.workers.most_idle()) is not None:
-            version, boot = self.book.version, self.ledger.boot
-            if version is None:
-                return
-            lease = self.evals.lease(boot=boot, version=version, credit=worker.credit)
+        version = self.book.version
+        while version is not None and (worker := self.workers.most_idle()) is not None:
+            boot, credit = self.ledger.boot, worker.credit
+            lease = self.evals.lease(boot=boot, version=version, credit=credit)
             if lease is None:
                 group = self.book.next_offer()
                 if group is None:
                     return
-                lease = self.book.lease(group, worker_id=worker.worker_id, credit=worker.credit)
-            self.workers.give(worker, lease)
-            route = cast(bytes, worker.route)
-            self.writer.after_commit(lambda route=route, lease=lease: self._send(route, lease))
+                lease = self.book.lease(group, worker_id=worker.worker_id, credit=credit)
+            held = self.workers.give(worker.worker_id, lease, lease.members)
+            self.writer.after_commit(partial(self._send_lease, worker, held))
 
-    def _answer_batches(self) -> None:
-        if any(r.step == self.book.next_step for _, r in self.desk.batch_requests.values()):
-            extra = {"loop_lag_max_s": self._lag_max, **self.workers.metrics()}
-            if self.batches.compose(extra) is None:
-                self.batches.mark(self.batches.cause())
-            else:
-                self._lag_max = 0.0
-        for route, request in self.desk.take_ready():
-            self.writer.after_commit(partial(self._begin_sending, route, request))
+    def _send_lease(self, worker: Worker, held: Held) -> None:
+        held.sent = time.monotonic()
+        if worker.route is not None:
+            self._send(worker.route, held.lease)
+
+    def _observe(self) -> dict[str, float]:
+        lag, self._lag_max = self._lag_max, 0.0
+        return {"loop_lag_max_s": lag, **self.workers.metrics()}
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
         self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))
 
     async def _send_batch(self, route: bytes, request: BatchRequest) -> None:
         if request.step in self.book.batches:
-            batch = self.batches.shard(request)
+            batch = self.desk.shard(request)
             ids = [batch.headers[index].trajectory_id for index in batch.mine]
             payloads = await asyncio.to_thread(read_payloads, self.ledger.path, ids)
             self._send(route, batch, payloads)
 
-    def _lose(self, leases: Sequence[Lease]) -> None:
+    def _release(self, leases: Sequence[Lease], *, is_lost: bool) -> None:
+        """Offer again what workers will not bring; what is lost counts as an attempt."""
         for lease in leases:
-            self.evals.lose(lease)
-            self.book.lose(lease)
-        self.desk.changed = True
+            self.evals.release(lease, is_lost=is_lost)
+            (self.book.lose if is_lost else self.book.end)(lease)
+            self.desk.changed = True
 
     # ------------------------------------------------------------ the clock
 
@@ -319,11 +297,11 @@ class Datapipe:
     def _tick(self, now: float) -> None:
         for worker, leases in self.workers.expire():
             logger.warning("worker silent", worker=worker.worker_id, leases=len(leases))
-            self._lose(leases)
+            self._release(leases, is_lost=True)
         self._check_stall(now)
         if now - self._told >= WAITING_S and self._fatal is None:
             self._told = now
-            self.desk.tell_waiting(self.batches.describe, self.workers.describe())
+            self.desk.tell_waiting(self.workers.describe())
         self._pump()
         if self._is_over(now):
             self._done.set()
@@ -332,12 +310,8 @@ class Datapipe:
         limit = self.config.datapipe.stall_timeout_s
         since = max(self._progress, self.desk.asked)
         if self.desk.is_waiting and now - since > limit and self._fatal is None:
-            self._stop(
-                InvariantError(
-                    f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
-                    + self.workers.describe()
-                )
-            )
+            what = f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
+            self._stop(InvariantError(what + self.workers.describe()))
 
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:

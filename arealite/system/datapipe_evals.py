@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import fmean
 
 from arealite.api.rollout_messages import Episode, Lease
@@ -32,6 +33,7 @@ class EvalGroup:
     )
     failures: Counter[int] = field(default_factory=Counter[int])
     failed: set[int] = field(default_factory=set[int])
+    """Samples that failed for good."""
 
     @property
     def rewards(self) -> list[float]:
@@ -64,65 +66,68 @@ class EvalBook:
         self.runs: dict[int, EvalRun] = {}
         self.results: dict[int, dict[str, float]] = {}
         """Metrics of finished ones, as the ledger has them."""
-        self._leases = 0
+        self._numbers = count()
         self._issued: set[str] = set()
         """Leases given: those from before a restart do not count."""
 
     def begin(self, eval_id: int) -> None:
         """Begin an evaluation, unless it is under way."""
         if eval_id not in self.runs:
+            names = [f"e{eval_id}-{row}" for row in range(len(self.tasks))]
             groups = {
-                f"e{eval_id}-{row}": EvalGroup(f"e{eval_id}-{row}", task, set(range(self.samples)))
-                for row, task in enumerate(self.tasks)
+                name: EvalGroup(name, task, set(range(self.samples)))
+                for name, task in zip(names, self.tasks, strict=True)
             }
             self.runs[eval_id] = EvalRun(eval_id, groups, self.samples)
 
     def find(self, group_id: str) -> EvalGroup | None:
         """Return the group of an evaluation under way."""
-        for run in self.runs.values():
-            if group_id in run.groups:
-                return run.groups[group_id]
-        return None
+        found = (run.groups[group_id] for run in self.runs.values() if group_id in run.groups)
+        return next(found, None)
 
     def lease(self, *, boot: int, version: int, credit: int) -> Lease | None:
         """Lease up to `credit` samples of the next task that has some nobody runs."""
-        for run in self.runs.values():
-            for group in run.groups.values():
-                if not group.wanted:
-                    continue
-                members = sorted(group.wanted)[:credit]
-                group.wanted.difference_update(members)
-                self._leases += 1
-                lease_id = f"{group.group_id}.{boot}.{self._leases}"
-                self._issued.add(lease_id)
-                return Lease(
-                    lease_id,
-                    *(group.group_id, f"eval-{run.eval_id}", group.task, members, version),
-                )
-        return None
+        open_groups = (
+            (run, group) for run in self.runs.values() for group in run.groups.values()
+            if group.wanted
+        )  # fmt: skip
+        run, group = next(open_groups, (None, None))
+        if run is None or group is None:
+            return None
+        members = sorted(group.wanted)[:credit]
+        group.wanted.difference_update(members)
+        lease_id = f"{group.group_id}.{boot}.{next(self._numbers)}"
+        self._issued.add(lease_id)
+        split = f"eval-{run.eval_id}"
+        return Lease(lease_id, group.group_id, split, group.task, members, version)
 
-    def lose(self, lease: Lease) -> None:
-        """Offer the unfinished samples of a lost lease again."""
-        group = self.find(lease.group_id)
-        if group is not None:
-            group.wanted |= set(lease.members) - group.finished.keys() - group.failed
+    def release(self, lease: Lease, *, is_lost: bool) -> None:
+        """Offer the samples that a worker will not bring again; lost ones count as attempts."""
+        if (group := self.find(lease.group_id)) is None or lease.lease_id not in self._issued:
+            return
+        for member in set(lease.members) - group.finished.keys() - group.failed:
+            self._offer_again(group, member, failures=int(is_lost))
 
     def add(self, episode: Episode) -> None:
         """Take in a sample; the first one counts."""
-        group = self.find(episode.group_id)
+        group, member = self.find(episode.group_id), episode.member
         if group is None or episode.lease_id not in self._issued:
             return
-        if episode.member in group.finished or episode.member in group.failed:
+        if member in group.finished or member in group.failed:
             return
-        group.wanted.discard(episode.member)
         if episode.failure is None:
-            group.finished[episode.member] = episode.headers
-            return
-        group.failures[episode.member] += 1
-        if group.failures[episode.member] >= self.max_attempts:
-            group.failed.add(episode.member)
+            group.wanted.discard(member)
+            group.finished[member] = episode.headers
         else:
-            group.wanted.add(episode.member)
+            self._offer_again(group, member, failures=1)
+
+    def _offer_again(self, group: EvalGroup, member: int, *, failures: int) -> None:
+        group.failures[member] += failures
+        if group.failures[member] >= self.max_attempts:
+            group.wanted.discard(member)
+            group.failed.add(member)
+        else:
+            group.wanted.add(member)
 
     def take_finished(self) -> list[tuple[int, dict[str, float]]]:
         """Return (eval id, metrics) of the evaluations that are done, and forget them."""

@@ -10,16 +10,67 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
-from arealite.system.datapipe_group import Group
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.ledger import Ledger, decode_header
 
 FAILURE_WINDOW = 256
+LOST = "worker_lost"
+"""Failure class of an episode whose worker died or forgot it."""
+
+
+@dataclass
+class Group:
+    """One group that is not trained yet: who runs which of its episodes, and what came back."""
+
+    seq: int
+    group_id: str
+    task: Task
+    size: int
+    finished: dict[int, list[TrajectoryHeader]] = field(
+        default_factory=dict[int, list[TrajectoryHeader]]
+    )
+    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
+    """Live ones; their `members` that are neither finished nor failed are still due."""
+    failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
+    """(member, lease id, class) of each failed attempt."""
+    state: str = "offered"
+    step: int | None = None
+    """Of the batch that holds it, or held it before a roll-back."""
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        """All trajectories, by member and seat."""
+        return [h for member in sorted(self.finished) for h in self.finished[member]]
+
+    @property
+    def start(self) -> int | None:
+        """Version of the oldest token, or of the oldest live lease where that is less."""
+        versions = [lease.version for lease in self.leases.values()]
+        versions += [h.oldest_version for headers in self.finished.values() for h in headers]
+        return min(versions, default=None)
+
+    def due(self, lease: Lease) -> list[int]:
+        """Members that a lease still has to deliver."""
+        failed = {m for m, lease_id, _ in self.failures if lease_id == lease.lease_id}
+        return [m for m in lease.members if m not in self.finished and m not in failed]
+
+    def given_up(self, max_attempts: int) -> set[int]:
+        """Members that failed as often as is allowed."""
+        counts = Counter(member for member, _, _ in self.failures)
+        return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
+
+    def missing(self, max_attempts: int) -> list[int]:
+        """Members that nobody runs and that may still be offered."""
+        busy = {m for lease in self.leases.values() for m in self.due(lease)}
+        busy |= self.given_up(max_attempts)
+        return [m for m in range(self.size) if m not in self.finished and m not in busy]
 
 
 class GroupBook:
@@ -28,35 +79,15 @@ class GroupBook:
     def __init__(
         self, ledger: Ledger, train: Sequence[Task], *, ppo: PPOConfig, seed: int, shuffle: bool
     ) -> None:
-        self.ledger = ledger
-        self.train = train
-        self.ppo = ppo
-        self.seed = seed
-        self.shuffle = shuffle
-        self.groups: dict[str, Group] = {}
-        self.offered = 0
-        """Groups ever offered: the dataset's cursor."""
-        self.next_step = 0
-        """The batch to be composed next."""
-        self.version: int | None = None
-        """The version that every server has confirmed."""
-        self.counts: Counter[str] = Counter()
-        """Groups by state; filtered ones also by `filtered:<reason>`."""
+        self.ledger, self.train, self.ppo = ledger, train, ppo
+        self.seed, self.shuffle = seed, shuffle
         self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self.first_failure: Failure | None = None
         self.too_late = 0
         """Results of lost leases that were too old to keep."""
         self.leases_given = 0
-        self.batches: dict[int, list[Group]] = {}
-        """Composed batches that are not trained, and the last trained one."""
-        self.trained: dict[int, int] = {}
-        """Groups of each step that is trained and in no checkpoint yet."""
         self.dropped_lengths: Counter[int] = Counter()
         """Trajectories filtered as stale, by their length's next power of two."""
-        self._planned: dict[int, list[Group]] = {}
-        """Rolled-back batches, to be composed again as they were."""
-        self._wanting: dict[int, Group] = {}
-        """By seq: groups that may have members to be run."""
         self._load()
 
     # ------------------------------------------------------------ leases
@@ -78,67 +109,66 @@ class GroupBook:
             if group.state in ("offered", "leased") and group.missing(self.ppo.max_attempts):
                 return group
             del self._wanting[seq]
-        outstanding = self.next_step * self.ppo.num_groups + self.buffered
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
+        outstanding = self.next_step * size
+        outstanding += sum(self.counts[state] for state in ("offered", "leased", "complete"))
         if not staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size):
             return None
         return self._offer()
-
-    @property
-    def buffered(self) -> int:
-        """Groups that are offered, leased or complete."""
-        return self.counts["offered"] + self.counts["leased"] + self.counts["complete"]
 
     def lease(self, group: Group, *, worker_id: str, credit: int) -> Lease:
         """Lease up to `credit` missing members of a group."""
         assert self.version is not None
         self.leases_given += 1
-        lease = Lease(
-            lease_id=f"{group.group_id}.{self.ledger.boot}.{self.leases_given}",
-            group_id=group.group_id,
-            split="train",
-            task=group.task,
-            members=group.missing(self.ppo.max_attempts)[:credit],
-            version=self.version,
-        )
+        lease_id = f"{group.group_id}.{self.ledger.boot}.{self.leases_given}"
+        members = group.missing(self.ppo.max_attempts)[:credit]
+        lease = Lease(lease_id, group.group_id, "train", group.task, members, self.version)
         group.leases[lease.lease_id] = lease
         self.ledger.lease(lease, worker_id=worker_id)
         self._move(group, "leased", write=False)
         return lease
 
-    def lose(self, lease: Lease) -> None:
-        """End a lease whose worker is gone; its missing members will be offered again."""
+    def end(self, lease: Lease) -> None:
+        """Expect nothing more of a lease; members that it did not bring are offered again."""
         group = self.groups.get(lease.group_id)
         if group is not None and group.leases.pop(lease.lease_id, None) is not None:
             self.ledger.end_lease(lease.lease_id)
             self._wanting[group.seq] = group
 
+    def lose(self, lease: Lease) -> None:
+        """End a lease whose worker died, which is a failed attempt at each member it still ran: so
+        an episode that kills its worker is not run for ever."""
+        group = self.groups.get(lease.group_id)
+        if group is None or lease.lease_id not in group.leases:
+            return
+        failure = Failure(LOST, "its worker died, fell silent or forgot the lease")
+        for member in group.due(group.leases[lease.lease_id]):
+            self._fail(group, member, lease.lease_id, failure)
+        self.end(lease)
+        self._settle(group)
+
     # ------------------------------------------------------------ results
 
     def add(self, episode: Episode, payloads: Sequence[bytes]) -> None:
         """Take in an episode: the first one of a member counts, whatever lease it is of."""
-        group = self.groups.get(episode.group_id)
-        if group is None or group.state not in ("offered", "leased"):
+        group, failure = self.groups.get(episode.group_id), episode.failure
+        if group is None or group.state != "leased" or episode.member in group.finished:
             return
-        if episode.member in group.finished:
-            return
-        if episode.failure is None and self._is_too_late(group, episode):
+        if failure is None and self._is_too_late(group, episode):
             self.too_late += 1
             if episode.lease_id not in group.leases:
                 return  # its lease was lost, and the member is offered again
             failure = Failure("too_old", "tokens older than the lease's version")
-            episode = Episode(
-                episode.lease_id, episode.group_id, episode.member, headers=[], failure=failure
-            )
-        if episode.failure is not None:
-            self._fail(group, episode, episode.failure)
-        else:
+        if failure is None:
             self.failed_window.append(False)
             group.finished[episode.member] = episode.headers
             for header, payload in zip(episode.headers, payloads, strict=True):
                 self.ledger.add_trajectory(header, payload)
+        elif self._fail(group, episode.member, episode.lease_id, failure):
+            self.failed_window.append(True)
+            self.first_failure = self.first_failure or failure
         for lease in [lease for lease in group.leases.values() if not group.due(lease)]:
-            self.lose(lease)
+            self.end(lease)
         self._settle(group)
 
     def _is_too_late(self, group: Group, episode: Episode) -> bool:
@@ -154,19 +184,22 @@ class GroupBook:
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         return not staleness.fits(starts, self.next_step, eta=eta, num_groups=size)
 
-    def _fail(self, group: Group, episode: Episode, failure: Failure) -> None:
-        key = (episode.member, episode.lease_id)
-        if any(key == (member, lease_id) for member, lease_id, _ in group.failures):
-            return
-        group.failures.append((*key, failure.failure_class))
-        self.failed_window.append(True)
-        self.first_failure = self.first_failure or failure
-        self.ledger.add_failure(group.group_id, *key, failure)
+    def _fail(self, group: Group, member: int, lease_id: str, failure: Failure) -> bool:
+        """Note a failed attempt; False if it is known (a result may come twice)."""
+        if any((member, lease_id) == known[:2] for known in group.failures):
+            return False
+        group.failures.append((member, lease_id, failure.failure_class))
+        self.ledger.add_failure(group.group_id, member, lease_id, failure)
+        return True
 
     def _settle(self, group: Group) -> None:
         """Complete or filter a group once nothing more can come of it."""
-        policy, attempts = self.ppo.partial_group, self.ppo.max_attempts
-        given_up = group.given_up(1 if policy == "drop" else attempts)
+        if group.state != "leased":
+            return
+        policy = self.ppo.partial_group
+        given_up = group.given_up(self.ppo.max_attempts)
+        if policy == "drop":  # at the first failure that is the episode's own
+            given_up |= {member for member, _, name in group.failures if name != LOST}
         enough = min(2, group.size) if policy == "min_size" else group.size
         if group.size - len(given_up) < enough:
             classes = [name for member, _, name in group.failures if member in given_up]
@@ -196,8 +229,8 @@ class GroupBook:
         if chosen is None:
             return None
         self.ledger.batch(step, [group.group_id for group in chosen])
-        for place, group in enumerate(chosen):
-            group.step, group.place = step, place
+        for group in chosen:
+            group.step = step
             self._move(group, "batched", write=False)
             del self.groups[group.group_id]
         self.batches[step] = chosen
@@ -209,13 +242,9 @@ class GroupBook:
             self._drop_stale(step)
         if self.counts["complete"] < self.ppo.num_groups:
             return None
-        chosen = staleness.choose(
-            list(self.candidates()),
-            step,
-            policy=self.ppo.staleness_policy,
-            eta=self.ppo.max_staleness,
-            num_groups=self.ppo.num_groups,
-        )
+        eta, size = self.ppo.max_staleness, self.ppo.num_groups
+        policy, found = self.ppo.staleness_policy, list(self.candidates())
+        chosen = staleness.choose(found, step, policy=policy, eta=eta, num_groups=size)
         by_seq = {group.seq: group for group in self.groups.values()}
         return None if chosen is None else [by_seq[candidate.seq] for candidate in chosen]
 
@@ -270,7 +299,7 @@ class GroupBook:
 
     def _filter(self, group: Group, reason: str) -> None:
         for lease in list(group.leases.values()):
-            self.lose(lease)
+            self.end(lease)
         self._move(group, "filtered", reason)
         self.counts[f"filtered:{reason}"] += 1
         del self.groups[group.group_id]
@@ -287,44 +316,51 @@ class GroupBook:
     def _load(self) -> None:
         """Read back what the ledger knows: after a start, and after a roll-back."""
         db = self.ledger.connection
-        self.groups, self.batches, self._planned, self._wanting = {}, {}, {}, {}
+        self.groups: dict[str, Group] = {}
+        self.batches: dict[int, list[Group]] = {}
+        """Composed batches that are not trained, and the last trained one."""
+        self._planned: dict[int, list[Group]] = {}
+        """Rolled-back batches, to be composed again as they were."""
+        self._wanting: dict[int, Group] = {}
+        """By seq: groups that may have members to be run."""
         self.counts = Counter(dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")))
+        """Groups by state; filtered ones also by `filtered:<reason>`."""
         for reason, count in db.execute(
             "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
         ):
             self.counts[f"filtered:{reason}"] = count
         self.offered = sum(n for state, n in self.counts.items() if ":" not in state)
+        """Groups ever offered: the dataset's cursor."""
         top = "SELECT MAX(step) FROM groups WHERE state IN ('batched', 'trained', 'durable')"
         (last,) = db.execute(top).fetchone()
-        self.next_step = 0 if last is None else last + 1
-        held = dict(db.execute("SELECT key, value FROM meta WHERE key = 'version'").fetchall())
-        self.version = int(held["version"]) if "version" in held else None
+        self.next_step: int = 0 if last is None else last + 1
+        """The batch to be composed next."""
+        held = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+        self.version = int(held[0]) if held else None
+        """The version that every server has confirmed."""
         trained = "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step"
-        self.trained = dict(db.execute(trained).fetchall())
+        self.trained: dict[int, int] = dict(db.execute(trained).fetchall())
+        """Groups of each step that is trained and in no checkpoint yet."""
         for row in db.execute(
-            "SELECT seq, group_id, row, state, step, place FROM groups "
-            "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY seq"
+            "SELECT seq, group_id, row, state, step FROM groups "
+            "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY place, seq"
         ).fetchall():
             self._load_group(*row)
-        for batch in (*self.batches.values(), *self._planned.values()):
-            batch.sort(key=lambda group: group.place)
         if any(len(plan) != self.ppo.num_groups for plan in self._planned.values()):
-            self._forget_plans()
+            self._planned = {}  # the batch size was changed
+            self.ledger.forget_plans()
+            for group in self.groups.values():
+                group.step = None
 
-    def _load_group(self, seq: int, group_id: str, row: int, *place: object) -> None:
-        state, step, order = place
+    def _load_group(self, seq: int, group_id: str, row: int, state: str, step: int | None) -> None:
         group = Group(seq, group_id, self.train[row], self.ppo.collector.group_size)
-        group.state = str(state)
-        group.step = step if isinstance(step, int) else None
-        group.place = order if isinstance(order, int) else 0
+        group.state, group.step = state, step
         self._load_parts(group)
-        if state == "batched":
-            assert group.step is not None
-            self.batches.setdefault(group.step, []).append(group)
-            return
-        self.groups[group_id] = self._wanting[seq] = group
-        if group.step is not None:
-            self._planned.setdefault(group.step, []).append(group)
+        if state != "batched":
+            self.groups[group_id] = self._wanting[seq] = group
+        if step is not None:
+            among = self.batches if state == "batched" else self._planned
+            among.setdefault(step, []).append(group)
 
     def _load_parts(self, group: Group) -> None:
         db, key = self.ledger.connection, (group.group_id,)
@@ -342,12 +378,6 @@ class GroupBook:
             group.leases[lease_id] = Lease(
                 *(lease_id, group.group_id, "train", group.task, json.loads(members), version)
             )
-
-    def _forget_plans(self) -> None:
-        for group in self.groups.values():
-            group.step = None
-        self._planned = {}
-        self.ledger.forget_plans()
 
 
 @lru_cache(maxsize=4)

@@ -1,20 +1,23 @@
 """Knows the rollout workers: how to reach each, what it runs, and how much more it wants.
 
-Credit is level-triggered: a worker tells what it holds, and what it should hold besides is sent
-again, so a lost message costs a second and never an episode.
+Credit is level-triggered: a worker tells what it holds, and what it should hold besides was lost
+with a message or a restart and is offered again, so neither loses an episode.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from arealite.api.rollout_messages import Lease, WorkerState
 
-RESEND_S = 1.0
-"""A lease that a worker does not report is sent again after this long."""
+UNKNOWN_S = 3.0
+"""A lease that its worker does not list this long after it was sent is lost."""
 
 
 @dataclass
@@ -24,7 +27,11 @@ class Held:
     lease: Lease
     due: set[int]
     given: float
-    sent: float
+    sent: float = math.inf
+
+    def rest(self) -> Lease:
+        """Return the lease of what is still due."""
+        return msgspec.structs.replace(self.lease, members=sorted(self.due))
 
 
 @dataclass
@@ -56,34 +63,27 @@ class Workers:
         self.ttl_s = ttl_s
         self.by_id: dict[str, Worker] = {}
 
-    def restore(self, worker_id: str, lease: Lease, due: list[int]) -> None:
-        """Take over a lease given before a restart; its worker has `ttl_s` to show up."""
+    def give(self, worker_id: str, lease: Lease, due: Sequence[int]) -> Held:
+        """Put a lease into a worker's hands; it is `sent` once its caller says so."""
         worker = self.by_id.setdefault(worker_id, Worker(worker_id))
-        now = time.monotonic()
-        worker.held[lease.lease_id] = Held(lease, set(due), now, now)
+        held = worker.held[lease.lease_id] = Held(lease, set(due), time.monotonic())
+        return held
 
-    def update(self, route: bytes, state: WorkerState) -> tuple[list[Lease], list[Lease]]:
-        """Take in a worker's state; return (leases to send it again, leases it gave up)."""
+    def update(self, route: bytes, state: WorkerState) -> list[Lease]:
+        """Take in a worker's state; return the rest of the leases that it does not have (any
+        more): at once while it drains, else when they had time to arrive."""
         worker = self.by_id.setdefault(state.worker_id, Worker(state.worker_id))
         now = worker.seen = time.monotonic()
         worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics
         known = set(state.held)
-        missing = [held for key, held in worker.held.items() if key not in known and held.due]
-        if state.capacity == 0:
-            for held in missing:
-                del worker.held[held.lease.lease_id]
-            if not known:
-                del self.by_id[state.worker_id]
-            return [], [held.lease for held in missing]
-        late = [held for held in missing if now - held.sent > RESEND_S]
-        for held in late:
-            held.sent = now
-        return [_rest(held) for held in late], []
-
-    def give(self, worker: Worker, lease: Lease) -> None:
-        """Put a new lease into a worker's hands."""
-        now = time.monotonic()
-        worker.held[lease.lease_id] = Held(lease, set(lease.members), now, now)
+        missing = [held for lease_id, held in worker.held.items() if lease_id not in known]
+        if state.capacity > 0:
+            missing = [held for held in missing if now - held.sent > UNKNOWN_S]
+        elif not known:
+            del self.by_id[state.worker_id]
+        for held in missing:
+            del worker.held[held.lease.lease_id]
+        return [held.rest() for held in missing]
 
     def finish(self, worker_id: str, lease_id: str, member: int) -> None:
         """Note that an episode came back: its credit is free."""
@@ -102,7 +102,7 @@ class Workers:
         limit = time.monotonic() - self.ttl_s
         for worker in [w for w in self.by_id.values() if w.seen < limit]:
             del self.by_id[worker.worker_id]
-            yield worker, [held.lease for held in worker.held.values()]
+            yield worker, [held.rest() for held in worker.held.values()]
 
     def most_idle(self) -> Worker | None:
         """Return the worker that wants most, or None if nobody wants anything."""
@@ -111,20 +111,19 @@ class Workers:
 
     def describe(self) -> str:
         """Say who runs what, and since when the oldest episode runs."""
+        held = [
+            (held.given, held.lease, w) for w in self.by_id.values() for held in w.held.values()
+        ]
+        if not held:
+            names = ", ".join(sorted(self.by_id))
+            return "nothing in flight, " + (f"workers: {names}" if names else "no rollout worker")
         busy = [w for w in self.by_id.values() if w.held]
-        if not busy:
-            return "nothing in flight, " + (
-                f"workers: {', '.join(sorted(self.by_id))}" if self.by_id else "no rollout worker"
-            )
         running = ", ".join(f"{w.in_flight} on {w.worker_id}" for w in busy)
-        held, owner = min(
-            ((held, w) for w in busy for held in w.held.values()), key=lambda pair: pair[0].given
-        )
-        seconds = time.monotonic() - held.given
+        given, lease, owner = min(held, key=lambda each: each[0])
         return (
             f"{sum(w.in_flight for w in busy)} episodes in flight ({running}), oldest "
-            f"{held.lease.group_id} ({held.lease.task.task_id}) on {owner.worker_id} "
-            f"since {seconds:.1f} s"
+            f"{lease.group_id} ({lease.task.task_id}) on {owner.worker_id} "
+            f"since {time.monotonic() - given:.1f} s"
         )
 
     def metrics(self) -> dict[str, float]:
@@ -133,11 +132,3 @@ class Workers:
         for worker in self.by_id.values():
             total.update({f"rollout/{k}": v for k, v in worker.metrics.items()})  # type: ignore[arg-type]
         return {key: float(value) for key, value in total.items()}
-
-
-def _rest(held: Held) -> Lease:
-    lease = held.lease
-    return Lease(
-        *(lease.lease_id, lease.group_id, lease.split, lease.task),
-        *(sorted(held.due), lease.version),
-    )

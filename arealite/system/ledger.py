@@ -13,9 +13,11 @@ become durable by `execute`, one transaction for all; so the file always holds a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 -- one row a group ever offered for training; seq is its place in the order of the dataset
 CREATE TABLE groups (
   seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
-  state TEXT, reason TEXT, step INTEGER, place INTEGER, attempts INTEGER DEFAULT 0);
+  state TEXT, reason TEXT, step INTEGER, place INTEGER);
 CREATE INDEX groups_by_state ON groups (state);
 CREATE INDEX groups_by_step ON groups (step);
 -- one row a lease; ended = 1 when its members are all in, or it was lost
@@ -79,8 +81,7 @@ class Ledger:
             self._prepare(fingerprint)
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"Cannot use the ledger {path}: {error}. Is the folder writable, and does the disk "
-                "have room?"
+                f"Cannot use the ledger {path}: {error}. Is the folder writable, the disk full?"
             ) from error
 
     def _prepare(self, fingerprint: dict[str, str]) -> None:
@@ -125,10 +126,7 @@ class Ledger:
             *(lease.lease_id, lease.group_id, worker_id),
             *(json.dumps(lease.members), lease.version),
         )
-        self._put(
-            "UPDATE groups SET state = 'leased', attempts = attempts + 1 WHERE group_id = ?",
-            lease.group_id,
-        )
+        self._put("UPDATE groups SET state = 'leased' WHERE group_id = ?", lease.group_id)
 
     def end_lease(self, lease_id: str) -> None:
         """Note that nothing more is expected of a lease."""
@@ -153,16 +151,14 @@ class Ledger:
 
     def set_state(self, group_id: str, state: str, reason: str | None = None) -> None:
         """Move a group to complete, or to filtered with a reason."""
-        self._put("UPDATE groups SET state = ?, reason = ? WHERE group_id = ?",
-                  state, reason, group_id)  # fmt: skip
+        sql = "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?"
+        self._put(sql, state, reason, group_id)
 
     def batch(self, step: int, group_ids: Sequence[str]) -> None:
         """Fix the groups of batch `step`, in this order."""
+        sql = "UPDATE groups SET state = 'batched', step = ?, place = ? WHERE group_id = ?"
         for place, group_id in enumerate(group_ids):
-            self._put(
-                "UPDATE groups SET state = 'batched', step = ?, place = ? WHERE group_id = ?",
-                *(step, place, group_id),
-            )
+            self._put(sql, step, place, group_id)
 
     def train(self, report: StepReport) -> None:
         """Note that the optimizer has applied a batch."""
@@ -170,8 +166,8 @@ class Ledger:
             "INSERT OR IGNORE INTO steps VALUES (?, ?, ?)",
             *(report.step, json.dumps(report.trained), json.dumps(report.metrics)),
         )
-        self._put("UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'batched'",
-                  report.step)  # fmt: skip
+        sql = "UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'batched'"
+        self._put(sql, report.step)
 
     def checkpoint(self, step: int, path: str) -> None:
         """Note that a checkpoint holds all steps before `step`."""
@@ -231,6 +227,52 @@ class Ledger:
         self.connection.close()
 
 
+class LedgerWriter:
+    """Commits from the event loop: one transaction for all of a few milliseconds, in a thread.
+
+    While `run` runs, nobody else may write, except in a callback.
+    """
+
+    def __init__(self, ledger: Ledger, *, interval_s: float) -> None:
+        self.ledger = ledger
+        self.interval_s = interval_s
+        self._callbacks: list[Callable[[], None]] = []
+        self._wanted = asyncio.Event()
+        self._is_closing = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+
+    def after_commit(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the loop once everything queued so far is durable."""
+        self._callbacks.append(callback)
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Commit whenever asked, until `close`.
+
+        Raises:
+            InvariantError: the file cannot be written any more.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while not (self._is_closing and not self._callbacks):
+                await self._wanted.wait()
+                if not self._is_closing:
+                    await asyncio.sleep(self.interval_s)  # gather company for the transaction
+                self._wanted.clear()
+                callbacks, self._callbacks = self._callbacks, []
+                statements = self.ledger.take()
+                await loop.run_in_executor(self._thread, self.ledger.execute, statements)
+                for callback in callbacks:
+                    callback()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def close(self) -> None:
+        """Let `run` write what is queued and return."""
+        self._is_closing = True
+        self._wanted.set()
+
+
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """Open a ledger file with the pragmas that its writer and its readers share."""
     mode = "ro" if read_only else "rwc"
@@ -239,11 +281,10 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         uri=True, isolation_level=None, check_same_thread=False, timeout=10.0,
         cached_statements=64,
     )  # fmt: skip
-    if not read_only:
-        db.execute("PRAGMA page_size = 16384")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")  # safe against kill; a commit costs no fsync
-        db.execute("PRAGMA wal_autocheckpoint = 2048")
+    if not read_only:  # NORMAL: safe against kill; a commit costs no fsync
+        for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=NORMAL",
+                       "wal_autocheckpoint=2048"):  # fmt: skip
+            db.execute(f"PRAGMA {pragma}")
     return db
 
 

@@ -12,20 +12,15 @@ from typing import cast
 
 import zmq
 
+from arealite.api import trainer_messages as messages
 from arealite.api.trainer_messages import (
     Batch,
-    BatchRequest,
-    Checkpointed,
-    Done,
     EvalRequest,
     EvalResult,
-    Finish,
-    Finished,
-    Published,
-    Refused,
+    FromTrainer,
     StepReport,
+    ToTrainer,
     TrainerReady,
-    TrainerStart,
     Waiting,
 )
 from arealite.base import log
@@ -35,16 +30,19 @@ from arealite.system import wire
 logger = log.get(__name__)
 
 SILENT_S = 2.0
-"""A datapipe that is asked something answers at least once a second; after this long it is looked
-up again."""
+"""A datapipe that is asked something answers once a second; after this long it is looked up."""
 POLL_MS = 250
 
-Answer = tuple[wire.ToTrainer, list[bytes]]
+Answer = tuple[ToTrainer, list[bytes]]
+OnWait = Callable[[Waiting], bool]
 
 
 class TrainerLink:
-    """One rank's connection. Raises InvariantError when the datapipe refuses a request, RoleError
-    when it is silent for `silence_s`."""
+    """One rank's connection.
+
+    Every request raises InvariantError when the datapipe refuses it, RoleError when it is silent
+    for `silence_s`. An `on_wait` is called about once a second with who is waited for.
+    """
 
     def __init__(
         self,
@@ -67,25 +65,30 @@ class TrainerLink:
 
     def start(self, step: int) -> TrainerReady:
         """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
-        answer, _ = self._ask(TrainerStart(step, self.world_size), self._is_answer(TrainerReady))
-        return cast(TrainerReady, answer)
+        request = messages.TrainerStart(step, self.world_size)
+        answer = self._ask(request, lambda message: isinstance(message, TrainerReady))
+        return cast(tuple[TrainerReady, list[bytes]], answer)[0]
 
     def next_batch(
-        self, step: int, *, on_wait: Callable[[Waiting], bool] | None = None
+        self, step: int, *, on_wait: OnWait | None = None
     ) -> tuple[Batch, list[bytes]] | None:
         """Wait for this rank's shard of batch `step` and its payloads; None: the run is finished.
 
-        `on_wait` is called about once a second with who is waited for; True asks to finish.
+        `on_wait` returns True to ask the datapipe to finish: then all ranks get no further batch.
         """
 
-        def is_answer(message: wire.ToTrainer) -> bool:
-            return isinstance(message, Finished) or (
-                isinstance(message, Batch) and message.step == step
-            )
+        def is_answer(message: ToTrainer) -> bool:
+            is_batch = isinstance(message, Batch) and message.step == step
+            return is_batch or isinstance(message, messages.Finished)
 
-        request = BatchRequest(step, self.rank, self.world_size)
-        answer, payloads = self._ask(request, is_answer, on_wait=on_wait)
-        return (answer, payloads) if isinstance(answer, Batch) else None
+        def while_waiting(waiting: Waiting) -> bool:
+            if on_wait is not None and on_wait(waiting):
+                self._send(messages.Finish(wire.STOP_WAITING))
+            return False
+
+        request = messages.BatchRequest(step, self.rank, self.world_size)
+        batch, payloads = self._ask(request, is_answer, while_waiting) or (None, [])
+        return (batch, payloads) if isinstance(batch, Batch) else None
 
     def report(self, report: StepReport) -> None:
         """Tell that the optimizer has applied a batch."""
@@ -93,15 +96,15 @@ class TrainerLink:
 
     def published(self, version: int) -> None:
         """Tell that every server in traffic has confirmed `version`."""
-        self._tell(Published(version))
+        self._tell(messages.Published(version))
 
     def checkpointed(self, step: int, path: str) -> None:
         """Tell that a checkpoint with all steps before `step` is durable."""
-        self._tell(Checkpointed(step, path))
+        self._tell(messages.Checkpointed(step, path))
 
     def finish(self, reason: str) -> None:
         """Tell that there will be no further step."""
-        self._tell(Finish(reason))
+        self._tell(messages.Finish(reason))
 
     def evaluate(self, eval_id: int) -> None:
         """Ask for an evaluation beside training; `eval_result` gives its answer."""
@@ -110,14 +113,18 @@ class TrainerLink:
             self._connect()
         self._send(self._evals[eval_id])
 
-    def eval_result(self, *, wait: bool) -> EvalResult | None:
-        """Return the scores of an evaluation asked for; None when there are none yet (`wait` waits
-        for the next one while any is under way)."""
-        if not self._eval_results and self._evals:
+    def eval_result(self, *, wait: bool, on_wait: OnWait | None = None) -> EvalResult | None:
+        """Return the scores of an evaluation asked for; None when there are none yet.
+
+        `wait` waits for the next one while any is under way, until `on_wait` returns True.
+        """
+        if self._evals and not self._eval_results:
             if wait:
-                self._ask(next(iter(self._evals.values())), self._is_answer(EvalResult))
+                request = next(iter(self._evals.values()))
+                self._ask(request, lambda message: isinstance(message, EvalResult), on_wait)
             else:
-                self._receive_all()
+                while self._receive(block=False) is not None:
+                    pass
         return self._eval_results.pop(0) if self._eval_results else None
 
     def close(self) -> None:
@@ -128,24 +135,21 @@ class TrainerLink:
 
     # ------------------------------------------------------------ inside
 
-    def _tell(self, request: wire.TrainerRequest) -> None:
-        name = wire.request_name(request)
-        self._ask(request, lambda m: isinstance(m, Done) and m.request == name)
+    def _tell(self, request: FromTrainer) -> None:
+        done = messages.Done(wire.request_name(request))
+        self._ask(request, lambda message: message == done)
 
     def _ask(
         self,
-        request: wire.TrainerRequest,
-        is_answer: Callable[[wire.ToTrainer], bool],
-        *,
-        on_wait: Callable[[Waiting], bool] | None = None,
-    ) -> Answer:
-        """Send until answered, reconnecting to wherever the datapipe is now."""
+        request: FromTrainer,
+        is_answer: Callable[[ToTrainer], bool],
+        on_wait: OnWait | None = None,
+    ) -> Answer | None:
+        """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
         name = wire.request_name(request)
-        heard = waited = time.monotonic()
-        looked_up = float("-inf")
+        heard = waited = looked_up = time.monotonic()
         if self._socket is None:
             self._connect()
-            looked_up = heard
         self._send(request)
         while True:
             now = time.monotonic()
@@ -169,15 +173,7 @@ class TrainerLink:
             if waiting is not None and waiting.request == name and on_wait is not None:
                 waited = now
                 if on_wait(waiting):
-                    self._send(Finish(wire.STOP_WAITING))
-
-    @staticmethod
-    def _is_answer(kind: type) -> Callable[[wire.ToTrainer], bool]:
-        return lambda message: isinstance(message, kind)
-
-    def _receive_all(self) -> None:
-        while self._receive(block=False) is not None:
-            pass
+                    return None
 
     def _receive(self, *, block: bool = True) -> Answer | None:
         """Return the next message; keeps an evaluation's scores aside.
@@ -193,13 +189,13 @@ class TrainerLink:
             return None
         frames = socket.recv_multipart()
         message = wire.decode_to_trainer(frames[0])
-        if isinstance(message, Refused):
+        if isinstance(message, messages.Refused):
             raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
         if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
             self._eval_results.append(message)
         return message, frames[1:]
 
-    def _send(self, message: wire.TrainerRequest) -> None:
+    def _send(self, message: FromTrainer) -> None:
         if self._socket is not None:
             with suppress(zmq.Again):  # nobody there: it is sent again after a look-up
                 self._socket.send(wire.encode(message), zmq.NOBLOCK)
@@ -210,7 +206,7 @@ class TrainerLink:
             self._socket = wire.open_socket(self._context, zmq.DEALER)
             self._socket.connect(self._address)
 
-    def _reconnect(self, request: wire.TrainerRequest) -> None:
+    def _reconnect(self, request: FromTrainer) -> None:
         """Look the datapipe up again and repeat what it has not answered."""
         before = self._address
         if self._socket is not None:
@@ -219,7 +215,8 @@ class TrainerLink:
         self._connect()
         if self._address != before:
             logger.info("datapipe moved", address=self._address, before=before)
-        self._send(request)
-        for other in self._evals.values():
-            if other is not request:
-                self._send(other)
+        for message in [
+            request,
+            *(other for other in self._evals.values() if other is not request),
+        ]:
+            self._send(message)

@@ -9,63 +9,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 import msgspec
 import zmq
 
-from arealite.api.rollout_messages import Ack, Drain, Lease, Result, WorkerState
-from arealite.api.trainer_messages import (
-    Batch,
-    BatchRequest,
-    Checkpointed,
-    Done,
-    EvalRequest,
-    EvalResult,
-    Finish,
-    Finished,
-    Published,
-    Refused,
-    Status,
-    StatusRequest,
-    StepReport,
-    TrainerReady,
-    TrainerStart,
-    Waiting,
-)
+from arealite.api.rollout_messages import FromWorker, ToWorker
+from arealite.api.trainer_messages import EvalRequest, Finish, FromTrainer, Published, ToTrainer
 
 DRAIN_AT_ONCE = 64
 """Messages handled before the loop gets its turn."""
-
 STOP_WAITING = "a rank was asked to stop while it waited"
-"""Reason of a Finish that ends the waits but not the datapipe: a checkpoint and a last Finish
-follow."""
+"""Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
 
-TrainerRequest: TypeAlias = (
-    TrainerStart | BatchRequest | StepReport | Published | Checkpointed | EvalRequest | Finish
-)
-ToDatapipe: TypeAlias = WorkerState | Result | TrainerRequest | StatusRequest
-ToWorker: TypeAlias = Lease | Ack | Drain
-ToTrainer: TypeAlias = (
-    TrainerReady | Batch | Finished | EvalResult | Waiting | Done | Refused | Status
-)
-
+ToDatapipe = FromWorker | FromTrainer
 encode = msgspec.msgpack.Encoder().encode
 decode_to_datapipe: Callable[[bytes], ToDatapipe] = msgspec.msgpack.Decoder(ToDatapipe).decode
 decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrainer).decode
 
 
-def request_name(request: TrainerRequest | StatusRequest) -> str:
+def request_name(request: FromTrainer) -> str:
     """Name a request as its answers do: its type and the step or id it carries."""
     kind = type(request).__name__
     match request:
+        case Finish():
+            return kind
         case Published():
             return f"{kind} {request.version}"
         case EvalRequest():
             return f"{kind} {request.eval_id}"
-        case Finish() | StatusRequest():
-            return kind
         case _:
             return f"{kind} {request.step}"
 
@@ -77,9 +49,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     keep results safe.
     """
     socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
     return socket
 
 

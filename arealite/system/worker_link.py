@@ -31,6 +31,8 @@ RESEND_S = 5.0
 
 @dataclass
 class _Unacknowledged:
+    """A result on its way."""
+
     frames: list[bytes]
     lease_ids: list[str]
     episodes: int
@@ -58,13 +60,13 @@ class WorkerLink:
         self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         self._channel: wire.Channel | None = None
         self._address = ""
-        self._heard = self._begin = time.monotonic()
+        self._heard = self._connected = time.monotonic()
         self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
         self._members: dict[str, set[int]] = {}
         self._outbox: list[tuple[Episode, list[bytes]]] = []
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._prefix = f"{worker_id}/{uuid.uuid4().hex[:8]}"
-        self._counters = dict.fromkeys(("results", "resent", "reconnects", "acks"), 0.0)
+        self._results = 0
         self._is_draining = False
         self._wake = asyncio.Event()
 
@@ -91,13 +93,10 @@ class WorkerLink:
         self._leases.put_nowait(None)
         self._wake.set()
 
-    def stats(self) -> dict[str, float]:
-        """Return counters since the start, and what is held now."""
-        return {
-            **self._counters,
-            "held_leases": float(len(self._held())),
-            "unacknowledged": float(sum(u.episodes for u in self._unacknowledged.values())),
-        }
+    @property
+    def unacknowledged(self) -> int:
+        """Episodes handed over that are not known to be durable."""
+        return len(self._outbox) + sum(u.episodes for u in self._unacknowledged.values())
 
     # ------------------------------------------------------------ the loop
 
@@ -122,10 +121,11 @@ class WorkerLink:
                 self._channel.close(linger_ms=1000)
 
     async def _tick(self) -> None:
-        silent = time.monotonic() - self._heard
-        if self._channel is None or silent > SILENT_S:
-            if silent > self._silence_s:
-                raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent:.0f} s")
+        now = time.monotonic()
+        if now - self._heard > self._silence_s:
+            silent = f"{now - self._heard:.0f} s"
+            raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent}")
+        if self._channel is None or now - max(self._heard, self._connected) > SILENT_S:
             await self._connect()
         self._tell_state()
         self._resend(older_than_s=RESEND_S)
@@ -136,22 +136,18 @@ class WorkerLink:
             return
         if self._channel is not None:
             self._channel.close()
-            self._counters["reconnects"] += 1
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
         socket = wire.open_socket(self._context, zmq.DEALER)
         socket.connect(address)
         self._address = address
+        self._connected = time.monotonic()
         self._channel = wire.Channel(socket, self._receive)
         self._resend(older_than_s=0.0)
 
     def _is_done(self) -> bool:
-        return (
-            self._is_draining
-            and not any(self._members.values())
-            and not self._unacknowledged
-            and not self._outbox
-        )
+        busy = any(self._members.values()) or self._unacknowledged or self._outbox
+        return self._is_draining and not busy
 
     # ------------------------------------------------------------ sending
 
@@ -163,6 +159,7 @@ class WorkerLink:
 
     def _held(self) -> list[str]:
         held = {lease_id for lease_id, members in self._members.items() if members}
+        held.update(episode.lease_id for episode, _ in self._outbox)
         for entry in self._unacknowledged.values():
             held.update(entry.lease_ids)
         return sorted(held)
@@ -170,8 +167,8 @@ class WorkerLink:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         episodes = [episode for episode, _ in outbox]
-        result_id = f"{self._prefix}/{int(self._counters['results'])}"
-        self._counters["results"] += 1
+        result_id = f"{self._prefix}/{self._results}"
+        self._results += 1
         frames = [wire.encode(Result(result_id, self.worker_id, episodes))]
         for _, payloads in outbox:
             frames += payloads
@@ -185,7 +182,6 @@ class WorkerLink:
         for entry in self._unacknowledged.values():
             if self._channel is not None and now - entry.sent >= older_than_s:
                 entry.sent = now
-                self._counters["resent"] += 1
                 self._channel.send(entry.frames)
 
     # ------------------------------------------------------------ receiving
@@ -210,7 +206,6 @@ class WorkerLink:
         entry = self._unacknowledged.pop(result_id, None)
         if entry is None:
             return  # the answer to a state, or a second acknowledgement
-        self._counters["acks"] += 1
         for lease_id in entry.lease_ids:
             if not self._members.get(lease_id):
                 self._members.pop(lease_id, None)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
+from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.trainer_messages import StepReport, Waiting
 from arealite.base.errors import InvariantError, RoleError, UserError
-from arealite.system import datapipe
+from arealite.system import datapipe, datapipe_workers
 from arealite.system.datapipe import Datapipe
 from arealite.system.trainer_link import TrainerLink
 from tests.system.scenes import (
@@ -136,6 +137,67 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
     assert metrics["eval/accuracy/s1"] == 0.5
     assert metrics["eval/failed"] == 0.0
     assert any(lease.split == "eval-1" for lease in worker.leases)
+
+
+async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -> None:
+    async with piped(experiment(tmp_path), eval_rows=4) as pipe:
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        waits: list[str] = []
+
+        def on_wait(waiting: Waiting) -> bool:
+            waits.append(f"{waiting.request}: {waiting.detail}")
+            return True
+
+        def body() -> None:
+            link.start(0)
+            link.published(0)
+            link.evaluate(0)
+            assert link.eval_result(wait=True, on_wait=on_wait) is None
+            assert not pipe.desk.finish, "only the wait ends"
+            link.finish("asked to stop")
+
+        await in_thread(body)
+        link.close()
+    assert waits == ["EvalRequest 0: evaluation 0: 4 samples left, nothing in flight, no rollout "
+                     "worker"]  # fmt: skip
+
+
+async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same worker id comes back with nothing in hand: each time is an attempt."""
+    monkeypatch.setattr(datapipe_workers, "UNKNOWN_S", 0.1)
+    config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0, max_attempts=2)
+    async with piped(config, eval_rows=1) as pipe:
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def deadly(lease: Lease, member: int) -> Episode | None:
+            is_deadly = lease.group_id in ("g0", "e0-0")
+            return None if is_deadly else episode(lease, member, version=0)
+
+        async def die_often() -> None:
+            while pipe.evals.runs or not pipe.book.counts["filtered"]:
+                worker = FakeWorker(lambda: pipe.address, script=deadly)
+                running = asyncio.create_task(worker.run())
+                await asyncio.wait([running], timeout=0.7)
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+        def body() -> list[str]:
+            link.start(0)
+            link.published(0)
+            link.evaluate(0)
+            result = link.eval_result(wait=True)
+            assert result and result.metrics["eval/failed"] == 1.0
+            answer = link.next_batch(0)
+            assert answer
+            link.finish("over")
+            return [h.group_id for h in answer[0].headers]
+
+        _, ids = await asyncio.gather(die_often(), in_thread(body))
+        link.close()
+    assert ids == ["g1"]
+    assert pipe.book.counts["filtered:failed:worker_lost"] == 1
 
 
 async def test_too_many_failures_stop_the_run_with_the_first(tmp_path: Path) -> None:

@@ -91,6 +91,23 @@ def test_stale_groups_are_dropped_with_their_lengths(make: Make) -> None:
     assert book.counts["filtered:stale"] == 1
 
 
+@pytest.mark.parametrize("policy", ["retry", "drop"])
+def test_an_episode_that_always_kills_its_worker_is_given_up(make: Make, policy: str) -> None:
+    book = make(group_size=2, partial_group=policy)
+    group = book.next_offer()
+    assert group
+    lease = book.lease(group, worker_id="w", credit=2)
+    book.add(episode(lease, 0), [b""])
+    book.lose(lease)
+    assert group.missing(2) == [1], "only what was not in is an attempt, and one is not enough"
+    book.end(book.lease(group, worker_id="w", credit=2))
+    assert group.missing(2) == [1], "a lease that was given up is no attempt"
+    book.lose(book.lease(group, worker_id="w", credit=2))
+    assert group.state == "filtered"
+    assert book.counts["filtered:failed:worker_lost"] == 1
+    assert sum(book.failed_window) == 0, "lost workers are not failing episodes"
+
+
 def test_a_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
     book = make(group_size=2)
     group = book.next_offer()

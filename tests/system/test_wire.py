@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.rollout_messages import Ack, Drain, Episode, Lease, Result, WorkerState
+from arealite.api.rollout_messages import Ack, Drain, Episode, Lease, Result, ToWorker, WorkerState
 from arealite.api.trainer_messages import (
     Batch,
     BatchRequest,
@@ -22,9 +22,8 @@ from arealite.api.trainer_messages import (
     Finished,
     Published,
     Refused,
-    Status,
-    StatusRequest,
     StepReport,
+    ToTrainer,
     TrainerReady,
     TrainerStart,
     Waiting,
@@ -51,7 +50,6 @@ to_datapipe = st.one_of(
     st.builds(Checkpointed, number, text),
     st.builds(EvalRequest, number),
     st.builds(Finish, text),
-    st.just(StatusRequest()),
 )
 indices = st.lists(number, max_size=3)
 to_trainer = st.one_of(
@@ -62,7 +60,6 @@ to_trainer = st.one_of(
     st.builds(Waiting, text, text),
     st.builds(Done, text),
     st.builds(Refused, text, text),
-    st.builds(Status, number, st.integers(-1, 9), st.dictionaries(text, number, max_size=3)),
 )
 to_worker = st.one_of(
     st.builds(Lease, text, text, text, st.just(tasks(1)[0]), st.lists(number), number),
@@ -77,12 +74,12 @@ def test_to_datapipe(message: wire.ToDatapipe) -> None:
 
 
 @given(to_trainer)
-def test_to_trainer(message: wire.ToTrainer) -> None:
+def test_to_trainer(message: ToTrainer) -> None:
     assert wire.decode_to_trainer(wire.encode(message)) == message
 
 
 @given(to_worker)
-def test_to_worker(message: wire.ToWorker) -> None:
+def test_to_worker(message: ToWorker) -> None:
     assert wire.decode_to_worker(wire.encode(message)) == message
 
 
