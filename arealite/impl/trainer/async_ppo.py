@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport
@@ -16,9 +16,6 @@ from arealite.base.errors import RoleError
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.parts import Parts
 from arealite.impl.trainer.ppo import PPOTrainer
-
-if TYPE_CHECKING:
-    import torch
 
 
 class AsyncPPOTrainer(PPOTrainer):
@@ -50,7 +47,7 @@ class AsyncPPOTrainer(PPOTrainer):
         with self.clock("time/gather_s"):
             weights = list(self.engine.stream_weights())
         if self.world.lead:
-            self._pushed = self._pusher.submit(self._push, version, weights)
+            self._pushed = self._pusher.submit(self.push, self._push_link, version, iter(weights))
 
     def settle(self) -> None:
         """Wait for the publish under way; its failure is raised here."""
@@ -78,8 +75,3 @@ class AsyncPPOTrainer(PPOTrainer):
 
     def _ask(self, step: int) -> Future[Any]:
         return self._fetcher.submit(self._fetch_link.next_batch, step, on_wait=self.while_waiting)
-
-    def _push(self, version: int, weights: list[tuple[str, torch.Tensor]]) -> PublishReport:
-        report = self.push(version, iter(weights))
-        self._push_link.published(version)
-        return report

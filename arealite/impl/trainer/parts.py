@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,8 +99,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
-        in_main = threading.current_thread() is threading.main_thread()  # tests train in others
-        wanted = (signal.SIGTERM, signal.SIGINT) if in_main else ()
+        wanted = (signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._on_signal) for number in wanted}
 
     def restore(self) -> None:

@@ -21,9 +21,12 @@ from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_checkpoint
+from arealite.system.trainer_link import TrainerLink
 
 if TYPE_CHECKING:
     import torch
+
+    Weights = Iterator[tuple[str, torch.Tensor]]
 
 logger = log.get(__name__)
 
@@ -128,19 +131,20 @@ class PPOTrainer(Trainer):
             self.link.report(StepReport(batch.step, trained, dict(self.line)))
 
     def publish(self, version: int) -> None:
-        """Bring every server to `version`, and tell the datapipe."""
+        """Bring every server to `version`."""
         with self.clock("time/publish_s"):
             weights = self.engine.stream_weights()
             if self.world.lead:
-                self.line |= metrics.publish_metrics(self.push(version, weights))
-                self.link.published(version)
+                self.line |= metrics.publish_metrics(self.push(self.link, version, weights))
             else:
                 list(weights)  # takes part in gathering; nothing comes out
 
-    def push(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
-        """Hand the weights to the publisher."""
+    def push(self, link: TrainerLink, version: int, weights: Weights) -> PublishReport:
+        """Hand the weights to the publisher, and tell the datapipe over this thread's `link`."""
         assert self.parts.publisher is not None, "only rank 0 publishes"
-        return self.parts.publisher.publish(version, weights)
+        report = self.parts.publisher.publish(version, weights)
+        link.published(version)
+        return report
 
     def keep(self, step: int) -> None:
         """Checkpoint and evaluate where they are due; neither holds generation."""
@@ -186,7 +190,7 @@ class PPOTrainer(Trainer):
             self.checkpoint(step)
         if finished and self.ppo.checkpoint.export:
             self.engine.export(run_paths(self.config).export)
-        if finished and self.has_evaluation:
+        if finished and self.has_evaluation and not self.stop.asked:
             self.collect_evaluation(wait=True)
             self.evaluate(step)
             self.collect_evaluation(wait=True)
@@ -241,7 +245,9 @@ class PPOTrainer(Trainer):
 
     def collect_evaluation(self, *, wait: bool) -> None:
         """Write the evaluation under way, if it is there, as a line of the step it was asked at."""
-        if self.evaluating is None or (result := self.link.eval_result(wait=wait)) is None:
+        if self.evaluating is None:
+            return
+        if (result := self.link.eval_result(wait=wait, on_wait=self.while_waiting)) is None:
             return
         self.evaluating = None
         named = {k if "/" in k else f"eval/{k}": v for k, v in result.metrics.items()}

@@ -55,24 +55,24 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Say whether `flag` holds on some rank."""
-        return self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0.0
+        return self.max({"flag": float(flag)})["flag"] > 0.0
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Add up numbers over ranks; every rank gives the same names."""
-        return dict(zip(values, self._reduce([*values.values()], dist.ReduceOp.SUM), strict=True))
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: dict[str, float]) -> dict[str, float]:
         """Take the largest of each number over ranks; every rank gives the same names."""
-        return dict(zip(values, self._reduce([*values.values()], dist.ReduceOp.MAX), strict=True))
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def leave(self) -> None:
         """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(self, values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
         if self.size == 1:
             return values
-        numbers = torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor([*values.values()], dtype=torch.float64)
         dist.all_reduce(numbers, op=op)
-        return numbers.tolist()
+        return dict(zip(values, numbers.tolist(), strict=True))

@@ -114,6 +114,8 @@ class ScriptedPipe:
         """Raised to whoever waits for a batch."""
         self.empty_from: int | None = None
         """No batch comes from this step on: requests wait."""
+        self.eval_hangs: int | None = None
+        """This evaluation gets no answer."""
         self.published = -1
         self.reports: list[StepReport] = []
         self.waiting = threading.Event()
@@ -178,8 +180,15 @@ class ScriptedLink:
         self.events.add(f"evaluate {eval_id}")
         self.results.append(EvalResult(eval_id, {"reward": float(eval_id)}))
 
-    def eval_result(self, *, wait: bool) -> EvalResult | None:
+    def eval_result(
+        self, *, wait: bool, on_wait: Callable[[Waiting], bool] | None = None
+    ) -> EvalResult | None:
         self._mine()
+        while wait and self.results and self.results[0].eval_id == self.pipe.eval_hangs:
+            self.pipe.waiting.set()
+            if on_wait is not None and on_wait(Waiting("EvalRequest", "8 samples left")):
+                return None
+            self.pipe.finished.wait(0.01)
         return self.results.pop(0) if self.results else None
 
     def finish(self, reason: str) -> None:

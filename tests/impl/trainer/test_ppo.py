@@ -178,6 +178,29 @@ def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[P
     assert stage.engine.updates == 1
 
 
+@pytest.mark.parametrize(("eval_id", "trained"), [(0, 0), (3, 3)])
+@BOTH
+def test_a_sigterm_during_an_evaluation_gives_it_up(
+    config: MakeConfig, trainer: type[PPOTrainer], eval_id: int, trained: int
+) -> None:
+    stage = Stage()
+    stage.pipe.eval_hangs = eval_id
+    made = trainer(config(held_out=True), stage.parts())
+
+    def press() -> None:
+        assert stage.pipe.waiting.wait(10.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    made.train()
+    pressing.join()
+    reason = "all steps are trained" if trained else "asked to stop"
+    stage.events.order(f"evaluate {eval_id}", f"finish: {reason}")
+    stage.events.order(f"save step-00000{trained}", f"finish: {reason}")
+    assert stage.engine.updates == trained
+
+
 def test_a_second_sigterm_ends_the_process_at_once(
     config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
