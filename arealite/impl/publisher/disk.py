@@ -127,8 +127,8 @@ class DiskPublisher(WeightPublisher):
         while True:
             servers = await self._find_servers()
             asked = [server for server in servers if server.error is None] or servers
-            results = await asyncio.gather(*(self._bring(server) for server in asked))
-            if confirmed := [times for times in results if times is not None]:
+            await asyncio.gather(*(self._bring(server) for server in asked))
+            if confirmed := [server.times for server in asked if server.held == version]:
                 return confirmed, [server.id for server in servers if server.error is not None]
             if time.monotonic() >= give_up:
                 break
@@ -139,24 +139,22 @@ class DiskPublisher(WeightPublisher):
             + (said or f"None is registered in {self.registry.root}; start one.")
         )
 
-    async def _bring(self, server: Server, *, ask: bool = False) -> PushTimes | None:
-        """Bring one server to the newest version; None: it failed. `ask`: trust no memory of it."""
+    async def _bring(self, server: Server, *, ask: bool = False) -> None:
+        """Bring one server to the newest version, if there is one. `ask`: trust no memory of it."""
         async with server.lock:
             if self._newest is None:
-                return None
+                return
             version, folder = self._newest
             try:
                 if server.held == version and (not ask or await server.version() == str(version)):
-                    return server.times
-                times = await server.bring(
-                    version, folder, mode=self.config.pause_mode, seconds=self.config.timeout_s
-                )
+                    return
+                mode, seconds = self.config.pause_mode, self.config.timeout_s
+                await server.bring(version, folder, mode=mode, seconds=seconds)
             except FAILURES as error:
                 logger.warning("server quarantined", server=server.id, error=str(error))
-                return None
+                return
             if ask:
                 logger.info("server healed", server=server.id, version=version)
-            return times
 
     async def _watch(self) -> None:
         """Heal servers. Waits for: the clock. Unblocks: late, restarted and failed servers."""

@@ -51,7 +51,7 @@ class Server:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _greeted: bool = False
 
-    async def bring(self, version: int, folder: Path, *, mode: str, seconds: float) -> PushTimes:
+    async def bring(self, version: int, folder: Path, *, mode: str, seconds: float) -> None:
         """Load `version` from `folder`; the caller holds `lock`.
 
         Raises:
@@ -62,12 +62,11 @@ class Server:
         try:
             if not self._greeted:
                 await self._greet()
-            times = await self._push(version, folder, mode=mode, seconds=seconds)
+            self.times = await self._push(version, folder, mode=mode, seconds=seconds)
         except FAILURES as error:
             self.error = f"{type(error).__name__}: {error}"
             raise
-        self.held, self.error, self.times = version, None, times
-        return times
+        self.held, self.error = version, None
 
     async def _greet(self) -> None:
         """End the pause, or the open weight session, of a publisher that died in between."""
