@@ -135,11 +135,12 @@ class App:
         body = protocol.parse(await request.read(), protocol.UpdateBody)
         if body.load_format not in (None, "auto", "safetensors"):
             raise Refusal(f"load_format must be auto or safetensors, got {body.load_format!r}.")
+        if body.abort_all_requests:
+            self.engine.abort(lambda generation: True)
         update = self.engine.update(
             lambda: stage_weights(self._tensors, body.model_path),
             version=body.weight_version,
             flush=body.flush_cache,
-            abort_all=body.abort_all_requests,
         )
         status, text = 200, "Succeeded to update model weights."
         try:
@@ -152,7 +153,11 @@ class App:
             if body.weight_version is not None:
                 text += f" Weight version updated to {body.weight_version}."
             if not clean:
-                status, text = 400, protocol.NOT_FLUSHED
+                status = 400
+                text = (
+                    "Weights were updated, but the cache was not flushed because requests are "
+                    "still running or queued. Retract or finish them, then call /flush_cache."
+                )
         return _json({"success": status == 200, "message": text, "num_paused_requests": 0}, status)
 
     async def _flush_cache(self, request: web.Request) -> web.Response:

@@ -114,17 +114,15 @@ class Decoder:
             prompt = (*generation.prompt, *generation.output)
             if prompt in rows:
                 generation.cached_tokens = len(prompt) - 1
-            elif rows and not self._fits(len(rows) + 1, lengths | {len(prompt)}):
-                break
-            lengths.add(len(prompt))
+            else:
+                lengths.add(len(prompt))
+                count, positions = len(rows) + 1, len(lengths)
+                fits = count * max(lengths) <= PREFILL_TOKENS
+                if rows and not (fits and count * positions * self._vocab_size <= PREFILL_LOGITS):
+                    break
             fresh.append(waiting.popleft())
             sources.append(rows.setdefault(prompt, len(rows)))
         return list(rows), fresh, sources
-
-    def _fits(self, count: int, lengths: set[int]) -> bool:
-        """Whether `count` prompts can be computed at once, with logits at each length."""
-        num_logits = count * len(lengths) * self._vocab_size
-        return count * max(lengths) <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
 
     def remove_ended(self) -> list[Generation]:
         """Free the rows of ended requests and return these; rows from the end fill the holes."""

@@ -91,12 +91,7 @@ class Engine:
         return self._call(self._flush)
 
     def update(
-        self,
-        stage: Callable[[], Callable[[], None]],
-        *,
-        version: str | None,
-        flush: bool,
-        abort_all: bool,
+        self, stage: Callable[[], Callable[[], None]], *, version: str | None, flush: bool
     ) -> Future[bool]:
         """Change the weights when paused or when the running requests have ended.
 
@@ -106,13 +101,7 @@ class Engine:
         """
         future: Future[bool] = Future()
         command = partial(_settle, future, partial(self._update, stage, version, flush))
-
-        def ask() -> None:
-            if abort_all:
-                self._abort(lambda generation: True)
-            self._updates.append(command)
-
-        self._post(ask)
+        self._post(lambda: self._updates.append(command))
         return future
 
     def _call(self, command: Callable[[], Any]) -> Future[Any]:

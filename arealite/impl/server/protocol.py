@@ -16,11 +16,6 @@ import msgspec
 
 from arealite.impl.server.generation import Generation, SamplingParams
 
-NOT_FLUSHED = (
-    "Weights were updated, but the cache was not flushed because requests are still "
-    "running or queued. Retract or finish them, then call /flush_cache."
-)
-
 
 class Refusal(Exception):
     """The request is wrong: status 400 with this text."""
@@ -65,11 +60,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Decode a request body.
-
-    Raises:
-        Refusal: no JSON, a wrong type, or an unknown sampling parameter.
-    """
+    """Decode a request body; refuse what is no JSON, a wrong type or an unknown parameter."""
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -99,11 +90,7 @@ class ServedModel:
 
 
 def generations_of(body: GenerateBody, model: ServedModel) -> tuple[list[Generation], bool]:
-    """Return a body's generations, and whether the answer is a list.
-
-    Raises:
-        Refusal: the request is wrong.
-    """
+    """Return a body's generations, and whether the answer is a list; refuse wrong requests."""
     prompts, batched = _prompts(body.input_ids)
     rids = body.rid if isinstance(body.rid, list) else [body.rid] * len(prompts)
     params = body.sampling_params or SamplingParams()

@@ -44,12 +44,8 @@ def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: s
     ]
     filtered = None
     if cut:
-        rows, top_k, top_p = zip(*cut, strict=True)
-        filtered = (
-            torch.tensor(rows, device=device),
-            torch.tensor(top_k, device=device)[:, None],
-            torch.tensor(top_p, device=device)[:, None],
-        )
+        rows, top_k, top_p = (torch.tensor(c, device=device) for c in zip(*cut, strict=True))
+        filtered = (rows, top_k[:, None], top_p[:, None])
     return Settings(
         temperature_B1=torch.tensor(temperatures, device=device)[:, None],
         greedy_B=torch.tensor(greedy, device=device) if any(greedy) else None,

@@ -80,9 +80,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
         UserError: there is no such model, or it is of a kind this server cannot run.
     """
     if not path:
-        raise UserError(
-            "model.path is empty. Give a Hugging Face folder: model.path=/path/to/model"
-        )
+        raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path={path}: no model there (config.json is missing).")
@@ -116,11 +114,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def pick_device(device: str) -> str:
-    """Turn "auto" into what this machine has.
-
-    Raises:
-        UserError: cuda was asked for and is not there.
-    """
+    """Turn "auto" into what this machine has; UserError: it lacks the GPU asked for."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -244,7 +244,6 @@ def ask_update(
         lambda: stage_weights(model.state_dict(keep_vars=True), str(folder)),
         version=version,
         flush=flush,
-        abort_all=False,
     )
 
 
@@ -365,7 +364,7 @@ def test_a_load_that_fails_half_way_is_the_engines_death(qwen: Any) -> None:
     def load() -> None:
         raise OSError("the disk went away")
 
-    future = engine.update(lambda: load, version="1", flush=True, abort_all=False)
+    future = engine.update(lambda: load, version="1", flush=True)
     with pytest.raises(OSError, match="went away"):
         future.result(timeout=20)
     assert died.wait(20)
