@@ -33,9 +33,8 @@ class LogprobModel(nn.Module):
         """Return (logprobs_N, entropy_N), float32."""
         # No mask and no position ids: rows are padded on the right, so under causal attention no
         # real token sees padding and positions count from 0; SDPA then takes its causal fast path.
-        hidden_BWH = self.causal_lm.get_decoder()(
-            input_ids=batch.input_ids_BW, use_cache=False
-        ).last_hidden_state
+        decoder = self.causal_lm.get_decoder()
+        hidden_BWH = decoder(input_ids=batch.input_ids_BW, use_cache=False).last_hidden_state
         return token_logprobs(
             hidden_BWH.flatten(0, 1)[batch.index_N],
             self.causal_lm.get_output_embeddings().weight,
@@ -45,9 +44,7 @@ class LogprobModel(nn.Module):
         )
 
 
-def shard(
-    model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool = False
-) -> None:
+def shard(model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool) -> None:
     """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
 
     Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
