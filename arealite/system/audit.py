@@ -9,20 +9,21 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from arealite.base.errors import UserError
 from arealite.system.ledger import connect
 
-IN_STATE: dict[str, Sequence[str]] = {
-    "trained": ("trained", "durable"),
-    "filtered": ("filtered",),
-    "buffered": ("complete", "batched"),
-    "in_flight": ("offered", "leased"),
+TRAINED = "('trained', 'durable')"
+IN_STATE = {
+    "trained": TRAINED,
+    "filtered": "('filtered')",
+    "buffered": "('complete', 'batched')",
+    "in_flight": "('offered', 'leased')",
 }
-TOKENS = "SELECT COALESCE(SUM(t.tokens), 0) FROM trajectories t JOIN groups g USING (group_id) "
+JOINED = "FROM trajectories t JOIN groups g USING (group_id)"
 SHOWN = 5
 """Ids named in a line of problems."""
 
@@ -72,27 +73,16 @@ class AuditReport:
         """Whether both balances are even and nothing is lost or repeated."""
         return self.groups.is_even and self.tokens.is_even and not (self.lost or self.repeated)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain numbers and lists, for JSON."""
-        numbers = {k: v for k, v in vars(self).items() if k not in ("groups", "tokens")}
-        return {**numbers, "groups": vars(self.groups), "tokens": vars(self.tokens), "ok": self.ok}
-
     def table(self) -> str:
         """Write the report for a reader."""
         lines = [f"{'':<28}{'groups':>12}{'tokens':>16}"]
-        for name in ("offered", "trained", "filtered", "buffered", "in_flight"):
-            row = getattr(self.groups, name), getattr(self.tokens, name)
-            lines.append(f"{name.replace('_', ' '):<28}{row[0]:>12}{row[1]:>16}")
-        for title, counts in (
-            ("filtered", self.filtered_by_reason),
-            ("failed episodes", self.failures_by_class),
-        ):
-            lines += [f"{title + ': ' + name:<28}{n:>12}" for name, n in sorted(counts.items())]
-        for name in (
-            *("steps", "checkpoints", "trained_trajectories", "mixed_version_trajectories"),
-            *("interrupted", "weight_versions", "max_staleness"),
-        ):
-            lines.append(f"{name.replace('_', ' '):<28}{getattr(self, name):>12}")
+        for name, groups in vars(self.groups).items():
+            tokens = getattr(self.tokens, name)
+            lines.append(f"{name.replace('_', ' '):<28}{groups:>12}{tokens:>16}")
+        counts = {f"filtered: {k}": n for k, n in sorted(self.filtered_by_reason.items())}
+        counts |= {f"failed episodes: {k}": n for k, n in sorted(self.failures_by_class.items())}
+        counts |= {k.replace("_", " "): v for k, v in vars(self).items() if isinstance(v, int)}
+        lines += [f"{name:<28}{number:>12}" for name, number in counts.items()]
         for name, problems in (("lost", self.lost), ("repeated", self.repeated)):
             lines.append(f"{name:<28}{len(problems):>12}")
             lines += [f"  {problem}" for problem in problems]
@@ -107,39 +97,36 @@ def audit(ledger_path: Path) -> AuditReport:
         UserError: the file is not a ledger.
     """
     try:
-        db = connect(ledger_path, read_only=True)
-        try:
+        with closing(connect(ledger_path, read_only=True)) as db:
             db.execute("BEGIN")  # one snapshot for all that follows
             return _audit(db)
-        finally:
-            db.close()
     except sqlite3.Error as error:
         raise UserError(f"{ledger_path} cannot be read as a ledger: {error}.") from error
 
 
 def _audit(db: sqlite3.Connection) -> AuditReport:
-    def one(sql: str, *values: object) -> int:
-        return int(db.execute(sql, values).fetchone()[0] or 0)
+    def one(sql: str) -> int:
+        return int(db.execute(sql).fetchone()[0] or 0)
 
-    by_state = Counter(dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")))
-    offered = one("SELECT COUNT(*) FROM groups")
-    groups = {name: sum(by_state[s] for s in states) for name, states in IN_STATE.items()}
-    tokens = {
-        name: one(TOKENS + f"WHERE g.state IN ({', '.join('?' * len(states))})", *states)
+    groups = {
+        name: one(f"SELECT COUNT(*) FROM groups WHERE state IN {states}")
         for name, states in IN_STATE.items()
     }
-    trained = (
-        "FROM trajectories t JOIN groups g USING (group_id) WHERE g.state IN ('trained', 'durable')"
-    )
+    tokens = {
+        name: one(f"SELECT SUM(t.tokens) {JOINED} WHERE g.state IN {states}")
+        for name, states in IN_STATE.items()
+    }
+    trained = f"{JOINED} WHERE g.state IN {TRAINED}"
     versions = "SELECT oldest AS v FROM trajectories UNION SELECT newest FROM trajectories"
-    count = "GROUP BY 1"
     return AuditReport(
-        groups=Balance(offered, **groups),
-        tokens=Balance(one("SELECT COALESCE(SUM(tokens), 0) FROM trajectories"), **tokens),
+        groups=Balance(one("SELECT COUNT(*) FROM groups"), **groups),
+        tokens=Balance(one("SELECT SUM(tokens) FROM trajectories"), **tokens),
         filtered_by_reason=dict(
-            db.execute(f"SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' {count}")
+            db.execute(
+                "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
+            )
         ),
-        failures_by_class=dict(db.execute(f"SELECT class, COUNT(*) FROM failures {count}")),
+        failures_by_class=dict(db.execute("SELECT class, COUNT(*) FROM failures GROUP BY class")),
         steps=one("SELECT COUNT(*) FROM steps"),
         checkpoints=one("SELECT COUNT(*) FROM checkpoints"),
         trained_trajectories=one(f"SELECT COUNT(*) {trained}"),
@@ -180,14 +167,10 @@ def _short_groups(db: sqlite3.Connection) -> list[str]:
 
 def _holes(db: sqlite3.Connection) -> list[str]:
     """Steps whose groups are trained although the trainer never said so, and the other way."""
-    reported = {row[0] for row in db.execute("SELECT step FROM steps")}
-    trained = {
-        row[0]
-        for row in db.execute(
-            "SELECT DISTINCT step FROM groups WHERE state IN ('trained', 'durable')"
-        )
-    }
-    return _named("steps reported or trained only", sorted(map(str, reported ^ trained)))
+    reported = set(db.execute("SELECT step FROM steps"))
+    trained = set(db.execute(f"SELECT DISTINCT step FROM groups WHERE state IN {TRAINED}"))
+    odd = sorted(str(step) for (step,) in reported ^ trained)
+    return _named("steps reported or trained only", odd)
 
 
 def _repeated(db: sqlite3.Connection) -> list[str]:
@@ -196,11 +179,8 @@ def _repeated(db: sqlite3.Connection) -> list[str]:
     for step, text in db.execute("SELECT step, trained FROM steps").fetchall():
         said: list[str] = json.loads(text)
         used.update(said)
-        rows = db.execute(
-            "SELECT trajectory_id FROM trajectories JOIN groups USING (group_id) "
-            "WHERE step = ? AND state IN ('trained', 'durable')",
-            (step,),
-        )
+        sql = f"SELECT t.trajectory_id {JOINED} WHERE g.step = ? AND g.state IN {TRAINED}"
+        rows = db.execute(sql, (step,))
         if sorted(said) != sorted(row[0] for row in rows):
             found.append(f"step {step}: the trainer's ids are not the batch's")
     found += _named("trained twice", sorted(t for t, n in used.items() if n > 1))

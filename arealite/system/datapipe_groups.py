@@ -100,8 +100,7 @@ class GroupBook:
         return epoch, permutation(self.seed, epoch, len(self.train))[place]
 
     def next_offer(self) -> Group | None:
-        """Return a group with members to be run: the oldest such, else the next of the dataset
-        where admission allows it."""
+        """Return the oldest group with members to be run, else a new one if admission allows it."""
         if self.version is None:
             return None
         for seq in sorted(self._wanting):
@@ -136,8 +135,7 @@ class GroupBook:
             self._wanting[group.seq] = group
 
     def lose(self, lease: Lease) -> None:
-        """End a lease whose worker died, which is a failed attempt at each member it still ran: so
-        an episode that kills its worker is not run for ever."""
+        """End a lease whose worker died: a failed attempt at each member that it still ran."""
         group = self.groups.get(lease.group_id)
         if group is None or lease.lease_id not in group.leases:
             return
@@ -189,6 +187,7 @@ class GroupBook:
         if any((member, lease_id) == known[:2] for known in group.failures):
             return False
         group.failures.append((member, lease_id, failure.failure_class))
+        self._wanting[group.seq] = group
         self.ledger.add_failure(group.group_id, member, lease_id, failure)
         return True
 
@@ -245,14 +244,13 @@ class GroupBook:
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         policy, found = self.ppo.staleness_policy, list(self.candidates())
         chosen = staleness.choose(found, step, policy=policy, eta=eta, num_groups=size)
-        by_seq = {group.seq: group for group in self.groups.values()}
-        return None if chosen is None else [by_seq[candidate.seq] for candidate in chosen]
+        return None if chosen is None else [self.groups[f"g{c.seq}"] for c in chosen]
 
     def _drop_stale(self, step: int) -> None:
-        for group in list(self.groups.values()):
-            if group.state != "complete" or group.step is not None or group.start is None:
-                continue
-            if step - group.start > self.ppo.max_staleness:
+        complete = [c for c in self.candidates() if c.is_complete]
+        for candidate in complete:
+            if step - candidate.start > self.ppo.max_staleness:
+                group = self.groups[f"g{candidate.seq}"]
                 for header in group.headers:
                     self.dropped_lengths[1 << header.num_tokens.bit_length()] += 1
                 self._filter(group, "stale")
@@ -325,12 +323,12 @@ class GroupBook:
         """By seq: groups that may have members to be run."""
         self.counts = Counter(dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")))
         """Groups by state; filtered ones also by `filtered:<reason>`."""
-        for reason, count in db.execute(
-            "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
-        ):
-            self.counts[f"filtered:{reason}"] = count
-        self.offered = sum(n for state, n in self.counts.items() if ":" not in state)
+        self.offered = self.counts.total()
         """Groups ever offered: the dataset's cursor."""
+        reasons = (
+            "SELECT 'filtered:' || reason, COUNT(*) FROM groups WHERE reason NOTNULL GROUP BY 1"
+        )
+        self.counts.update(dict(db.execute(reasons)))
         top = "SELECT MAX(step) FROM groups WHERE state IN ('batched', 'trained', 'durable')"
         (last,) = db.execute(top).fetchone()
         self.next_step: int = 0 if last is None else last + 1
@@ -342,7 +340,7 @@ class GroupBook:
         self.trained: dict[int, int] = dict(db.execute(trained).fetchall())
         """Groups of each step that is trained and in no checkpoint yet."""
         for row in db.execute(
-            "SELECT seq, group_id, row, state, step FROM groups "
+            "SELECT seq, row, state, step FROM groups "
             "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY place, seq"
         ).fetchall():
             self._load_group(*row)
@@ -352,32 +350,28 @@ class GroupBook:
             for group in self.groups.values():
                 group.step = None
 
-    def _load_group(self, seq: int, group_id: str, row: int, state: str, step: int | None) -> None:
-        group = Group(seq, group_id, self.train[row], self.ppo.collector.group_size)
+    def _load_group(self, seq: int, row: int, state: str, step: int | None) -> None:
+        group = Group(seq, f"g{seq}", self.train[row], self.ppo.collector.group_size)
         group.state, group.step = state, step
         self._load_parts(group)
         if state != "batched":
-            self.groups[group_id] = self._wanting[seq] = group
+            self.groups[group.group_id] = self._wanting[seq] = group
         if step is not None:
             among = self.batches if state == "batched" else self._planned
             among.setdefault(step, []).append(group)
 
     def _load_parts(self, group: Group) -> None:
         db, key = self.ledger.connection, (group.group_id,)
-        for (blob,) in db.execute(
-            "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat", key
-        ):
+        sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
+        for (blob,) in db.execute(sql, key):
             header = decode_header(blob)
             group.finished.setdefault(header.member, []).append(header)
-        group.failures = db.execute(
-            "SELECT member, lease_id, class FROM failures WHERE group_id = ?", key
-        ).fetchall()
-        for lease_id, members, version in db.execute(
-            "SELECT lease_id, members, version FROM leases WHERE group_id = ? AND ended = 0", key
-        ):
-            group.leases[lease_id] = Lease(
-                *(lease_id, group.group_id, "train", group.task, json.loads(members), version)
-            )
+        sql = "SELECT member, lease_id, class FROM failures WHERE group_id = ?"
+        group.failures = db.execute(sql, key).fetchall()
+        sql = "SELECT lease_id, members, version FROM leases WHERE group_id = ? AND ended = 0"
+        for lease_id, members, version in db.execute(sql, key):
+            about = (group.group_id, "train", group.task)
+            group.leases[lease_id] = Lease(lease_id, *about, json.loads(members), version)
 
 
 @lru_cache(maxsize=4)

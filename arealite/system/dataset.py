@@ -29,21 +29,18 @@ def load_tasks(path: str, split: str) -> list[Task]:
         UserError: the file is missing, empty or of another kind, or a row of it cannot be used.
     """
     if not path:
-        raise UserError(
-            f"no dataset for split '{split}'. Set dataset.{split}=<file.jsonl or .parquet>."
-        )
+        hint = f"Set dataset.{split}=<file.jsonl or .parquet>."
+        raise UserError(f"no dataset for split '{split}'. {hint}")
     file = Path(path).expanduser()
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     reader = readers.get(file.suffix)
     if reader is None:
         raise UserError(unknown("dataset suffix", file.suffix, sorted(readers)) + f" File: {file}.")
     if not file.is_file():
-        raise UserError(
-            f"dataset file {file} does not exist. Set dataset.{split} to an existing file."
-        )
-    tasks = [
-        _task(row, f"{split}-{index}", where) for index, (where, row) in enumerate(reader(file))
-    ]
+        hint = f"Set dataset.{split} to an existing file."
+        raise UserError(f"dataset file {file} does not exist. {hint}")
+    rows = enumerate(reader(file))
+    tasks = [_task(row, f"{split}-{index}", where) for index, (where, row) in rows]
     if not tasks:
         raise UserError(f"dataset file {file} has no rows. Write at least one with a `prompt`.")
     return tasks
@@ -59,10 +56,8 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{where}: not a JSON object: {error}. Write one object a line: "
-                '{"prompt": …, "ground_truth": …}.'
-            ) from error
+            hint = 'Write one object a line: {"prompt": …, "ground_truth": …}.'
+            raise UserError(f"{where}: not a JSON object: {error}. {hint}") from error
         _require_prompt(list(row), where)
         yield where, row
 
@@ -96,15 +91,11 @@ def _task(row: dict[str, Any], task_id: str, where: str) -> Task:
     prompt = _prompt(row["prompt"], where)
     truth, extra = row.get("ground_truth"), row.get("extra_info")
     if truth is not None and not isinstance(truth, str):
-        raise UserError(
-            f"{where}: `ground_truth` is {type(truth).__name__}, must be a string or null. "
-            f'Write it as "{truth}".'
-        )
+        what = f"`ground_truth` is {type(truth).__name__}, must be a string or null"
+        raise UserError(f'{where}: {what}. Write it as "{truth}".')
     if extra is not None and not isinstance(extra, dict):
-        raise UserError(
-            f"{where}: `extra_info` is {type(extra).__name__}, must be an object of named values. "
-            'Write it as {"name": value}, or leave it out.'
-        )
+        what = f"`extra_info` is {type(extra).__name__}, must be an object of named values"
+        raise UserError(f'{where}: {what}. Write it as {{"name": value}}, or leave it out.')
     return Task(task_id, prompt, truth, cast(dict[str, Any], extra or {}))
 
 

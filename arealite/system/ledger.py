@@ -18,6 +18,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,15 @@ class Ledger:
 
     def offer(self, seq: int, group_id: str, *, task_id: str, row: int, epoch: int) -> None:
         """Add the next group of the dataset's order."""
-        self._put(
-            "INSERT INTO groups (seq, group_id, task_id, row, epoch, state) "
-            "VALUES (?, ?, ?, ?, ?, 'offered')",
-            *(seq, group_id, task_id, row, epoch),
-        )
+        columns = "seq, group_id, task_id, row, epoch, state"
+        sql = f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, 'offered')"
+        self._put(sql, seq, group_id, task_id, row, epoch)
 
     def lease(self, lease: Lease, *, worker_id: str) -> None:
         """Note who runs which members of a group."""
-        self._put(
-            "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)",
-            *(lease.lease_id, lease.group_id, worker_id),
-            *(json.dumps(lease.members), lease.version),
-        )
+        members, version = json.dumps(lease.members), lease.version
+        sql = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)"
+        self._put(sql, lease.lease_id, lease.group_id, worker_id, members, version)
         self._put("UPDATE groups SET state = 'leased' WHERE group_id = ?", lease.group_id)
 
     def end_lease(self, lease_id: str) -> None:
@@ -144,10 +141,8 @@ class Ledger:
 
     def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
         """Keep a failed attempt at an episode; the second one of a lease is ignored."""
-        self._put(
-            "INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?)",
-            *(group_id, member, lease_id, failure.failure_class, failure.detail),
-        )
+        sql = "INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?)"
+        self._put(sql, group_id, member, lease_id, failure.failure_class, failure.detail)
 
     def set_state(self, group_id: str, state: str, reason: str | None = None) -> None:
         """Move a group to complete, or to filtered with a reason."""
@@ -162,10 +157,8 @@ class Ledger:
 
     def train(self, report: StepReport) -> None:
         """Note that the optimizer has applied a batch."""
-        self._put(
-            "INSERT OR IGNORE INTO steps VALUES (?, ?, ?)",
-            *(report.step, json.dumps(report.trained), json.dumps(report.metrics)),
-        )
+        trained, metrics = json.dumps(report.trained), json.dumps(report.metrics)
+        self._put("INSERT OR IGNORE INTO steps VALUES (?, ?, ?)", report.step, trained, metrics)
         sql = "UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'batched'"
         self._put(sql, report.step)
 
@@ -294,13 +287,12 @@ def read_payloads(path: Path, trajectory_ids: Sequence[str]) -> list[bytes]:
     Raises:
         InvariantError: one is not in the ledger.
     """
-    db = connect(path, read_only=True)
-    try:
-        sql = "SELECT payload FROM trajectories WHERE trajectory_id = ?"
-        rows = [db.execute(sql, (key,)).fetchone() for key in trajectory_ids]
-    finally:
-        db.close()
-    missing = [key for key, row in zip(trajectory_ids, rows, strict=True) if row is None]
-    if missing:
-        raise InvariantError(f"trajectory {missing[0]} is in a batch but not in the ledger {path}")
-    return [bytes(row[0]) for row in rows]
+    payloads: list[bytes] = []
+    with closing(connect(path, read_only=True)) as db:
+        for key in trajectory_ids:
+            sql = "SELECT payload FROM trajectories WHERE trajectory_id = ?"
+            row = db.execute(sql, (key,)).fetchone()
+            if row is None:
+                raise InvariantError(f"trajectory {key} is in a batch but not in the ledger {path}")
+            payloads.append(row[0])
+    return payloads

@@ -84,35 +84,31 @@ class NameRegistry:
 
     @asynccontextmanager
     async def registered(
-        self,
-        role: str,
-        entry_id: str,
-        value: Callable[[], dict[str, Any]],
-        *,
+        self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], *,
         heartbeat_s: float = 1.0,
-    ) -> AsyncGenerator[None, None]:
+    ) -> AsyncGenerator[None, None]:  # fmt: skip
         """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value."""
+
+        over = asyncio.Event()
+
+        async def beat() -> None:
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), heartbeat_s)
+                    return
+                try:
+                    await asyncio.to_thread(self.put, role, entry_id, value())
+                except UserError as error:  # a full disk may be emptied; its age tells others
+                    logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
+
         await asyncio.to_thread(self.put, role, entry_id, value())
-        beat = asyncio.create_task(
-            self._beat(role, entry_id, value, heartbeat_s), name=f"heartbeat of {role}/{entry_id}"
-        )
+        beating = asyncio.create_task(beat(), name=f"heartbeat of {role}/{entry_id}")
         try:
             yield
         finally:
-            beat.cancel()
-            with suppress(asyncio.CancelledError):
-                await beat
+            over.set()  # no cancel: a write in its thread would outlive it and undo the removal
+            await asyncio.gather(beating, return_exceptions=True)
             await asyncio.to_thread(self.remove, role, entry_id)
-
-    async def _beat(
-        self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], heartbeat_s: float
-    ) -> None:
-        while True:
-            await asyncio.sleep(heartbeat_s)
-            try:
-                await asyncio.to_thread(self.put, role, entry_id, value())
-            except UserError as error:  # a full disk may be emptied; the name's age tells others
-                logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
 
     async def wait(self, role: str, *, count: int = 1, seconds: float, owner: str) -> list[Entry]:
         """Wait until at least `count` live names of a role exist, and return them.

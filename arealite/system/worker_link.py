@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -34,8 +35,7 @@ class _Unacknowledged:
     """A result on its way."""
 
     frames: list[bytes]
-    lease_ids: list[str]
-    episodes: int
+    episodes: list[Episode]
     sent: float = field(default_factory=time.monotonic)
 
 
@@ -81,7 +81,10 @@ class WorkerLink:
 
     def submit(self, episode: Episode, payloads: list[bytes]) -> None:
         """Hand over a finished episode; it is kept, and sent again, until it is durable."""
-        self._members.get(episode.lease_id, set[int]()).discard(episode.member)
+        if members := self._members.get(episode.lease_id):
+            members.discard(episode.member)
+            if not members:
+                del self._members[episode.lease_id]
         self._outbox.append((episode, payloads))
         if len(self._outbox) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -96,7 +99,7 @@ class WorkerLink:
     @property
     def unacknowledged(self) -> int:
         """Episodes handed over that are not known to be durable."""
-        return len(self._outbox) + sum(u.episodes for u in self._unacknowledged.values())
+        return len(self._outbox) + sum(len(u.episodes) for u in self._unacknowledged.values())
 
     # ------------------------------------------------------------ the loop
 
@@ -110,11 +113,8 @@ class WorkerLink:
             while not self._is_done():
                 await self._tick()
                 self._wake.clear()
-                try:
-                    async with asyncio.timeout(STATE_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), STATE_S)
             self._tell_state()
         finally:
             if self._channel is not None:
@@ -123,8 +123,8 @@ class WorkerLink:
     async def _tick(self) -> None:
         now = time.monotonic()
         if now - self._heard > self._silence_s:
-            silent = f"{now - self._heard:.0f} s"
-            raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent}")
+            silent = now - self._heard
+            raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent:.0f} s")
         if self._channel is None or now - max(self._heard, self._connected) > SILENT_S:
             await self._connect()
         self._tell_state()
@@ -146,8 +146,7 @@ class WorkerLink:
         self._resend(older_than_s=0.0)
 
     def _is_done(self) -> bool:
-        busy = any(self._members.values()) or self._unacknowledged or self._outbox
-        return self._is_draining and not busy
+        return self._is_draining and not (self._members or self._unacknowledged or self._outbox)
 
     # ------------------------------------------------------------ sending
 
@@ -158,10 +157,10 @@ class WorkerLink:
             self._channel.send([wire.encode(state)])
 
     def _held(self) -> list[str]:
-        held = {lease_id for lease_id, members in self._members.items() if members}
+        held = set(self._members)
         held.update(episode.lease_id for episode, _ in self._outbox)
         for entry in self._unacknowledged.values():
-            held.update(entry.lease_ids)
+            held.update(episode.lease_id for episode in entry.episodes)
         return sorted(held)
 
     def _flush(self) -> None:
@@ -172,8 +171,7 @@ class WorkerLink:
         frames = [wire.encode(Result(result_id, self.worker_id, episodes))]
         for _, payloads in outbox:
             frames += payloads
-        lease_ids = list({episode.lease_id for episode in episodes})
-        self._unacknowledged[result_id] = _Unacknowledged(frames, lease_ids, len(episodes))
+        self._unacknowledged[result_id] = _Unacknowledged(frames, episodes)
         if self._channel is not None:
             self._channel.send(frames)
 
@@ -190,9 +188,9 @@ class WorkerLink:
         self._heard = time.monotonic()
         match wire.decode_to_worker(frames[0]):
             case Ack(result_id=result_id):
-                self._acknowledge(result_id)
+                self._unacknowledged.pop(result_id, None)
             case Lease() as lease:
-                if lease.lease_id not in self._held() and not self._is_draining:
+                if not self._is_draining:
                     self._members[lease.lease_id] = set(lease.members)
                     self._leases.put_nowait(lease)
             case Drain(reason=reason):
@@ -200,17 +198,5 @@ class WorkerLink:
                     logger.info("draining", reason=reason)
                     self._is_draining = True
                     self._leases.put_nowait(None)
-                self._wake_if_done()
-
-    def _acknowledge(self, result_id: str) -> None:
-        entry = self._unacknowledged.pop(result_id, None)
-        if entry is None:
-            return  # the answer to a state, or a second acknowledgement
-        for lease_id in entry.lease_ids:
-            if not self._members.get(lease_id):
-                self._members.pop(lease_id, None)
-        self._wake_if_done()
-
-    def _wake_if_done(self) -> None:
         if self._is_done():
             self._wake.set()
