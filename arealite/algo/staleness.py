@@ -1,5 +1,4 @@
-"""Decides when a group may be leased and when a batch may be released, so that no token gets older
-than η.
+"""Decides when a group is leased and a batch released, so that no token gets older than η.
 
 Pure functions of counts and versions, because the staleness bound is a contract and this is its
 proof. Version v is the policy after v steps; batch k is trained by version k; a token of version s
@@ -51,8 +50,10 @@ def may_lease(outstanding: int, version: int | None, *, eta: int, num_groups: in
 
 
 def fits(starts: Iterable[int], step: int, *, eta: int, num_groups: int) -> bool:
-    """Say whether groups of these start versions, drawn oldest first from batch `step` on, all
-    stay within η (earliest deadline first is optimal, Jackson 1955)."""
+    """Say whether groups of these starts, drawn oldest first from batch `step` on, stay within η.
+
+    Earliest deadline first is optimal (Jackson 1955).
+    """
     return all(
         step + place // num_groups - start <= eta for place, start in enumerate(sorted(starts))
     )

@@ -82,9 +82,8 @@ class Datapipe:
             "group_size": str(ppo.collector.group_size),
         }
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=fingerprint)
-        self.book = GroupBook(
-            self.ledger, train, ppo=ppo, seed=config.seed, shuffle=config.dataset.shuffle
-        )
+        shuffle = config.dataset.shuffle
+        self.book = GroupBook(self.ledger, train, ppo=ppo, seed=config.seed, shuffle=shuffle)
         rows = list(eval)[: ppo.eval.num_prompts or None]
         self.evals = EvalBook(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):
@@ -199,9 +198,7 @@ class Datapipe:
         for episode in result.episodes:
             last = first + len(episode.headers)
             self.workers.finish(result.worker_id, episode.lease_id, episode.member)
-            if self.evals.find(episode.group_id) is not None:
-                self.evals.add(episode)
-            else:
+            if not self.evals.add(episode):
                 self.book.add(episode, payloads[first:last])
             first = last
         self._progress = time.monotonic()

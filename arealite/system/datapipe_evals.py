@@ -46,13 +46,13 @@ class EvalRun:
     """One evaluation under way."""
 
     eval_id: int
-    groups: dict[str, EvalGroup]
+    groups: list[EvalGroup]
     samples: int
 
     @property
     def left(self) -> int:
         """Samples that are neither finished nor failed for good."""
-        done = sum(len(g.finished) + len(g.failed) for g in self.groups.values())
+        done = sum(len(g.finished) + len(g.failed) for g in self.groups)
         return self.samples * len(self.groups) - done
 
 
@@ -67,67 +67,49 @@ class EvalBook:
         self.results: dict[int, dict[str, float]] = {}
         """Metrics of finished ones, as the ledger has them."""
         self._numbers = count()
-        self._issued: set[str] = set()
-        """Leases given: those from before a restart do not count."""
+        self._running: dict[tuple[str, int], EvalGroup] = {}
+        """By (lease id, member); what is not here was lost, answered, or is of another boot."""
 
     def begin(self, eval_id: int) -> None:
         """Begin an evaluation, unless it is under way."""
         if eval_id not in self.runs:
-            names = [f"e{eval_id}-{row}" for row in range(len(self.tasks))]
-            groups = {
-                name: EvalGroup(name, task, set(range(self.samples)))
-                for name, task in zip(names, self.tasks, strict=True)
-            }
+            groups = [
+                EvalGroup(f"e{eval_id}-{row}", task, set(range(self.samples)))
+                for row, task in enumerate(self.tasks)
+            ]
             self.runs[eval_id] = EvalRun(eval_id, groups, self.samples)
-
-    def find(self, group_id: str) -> EvalGroup | None:
-        """Return the group of an evaluation under way."""
-        found = (run.groups[group_id] for run in self.runs.values() if group_id in run.groups)
-        return next(found, None)
 
     def lease(self, *, boot: int, version: int, credit: int) -> Lease | None:
         """Lease up to `credit` samples of the next task that has some nobody runs."""
-        open_groups = (
-            (run, group) for run in self.runs.values() for group in run.groups.values()
-            if group.wanted
-        )  # fmt: skip
-        run, group = next(open_groups, (None, None))
-        if run is None or group is None:
-            return None
-        members = sorted(group.wanted)[:credit]
-        group.wanted.difference_update(members)
-        lease_id = f"{group.group_id}.{boot}.{next(self._numbers)}"
-        self._issued.add(lease_id)
-        split = f"eval-{run.eval_id}"
-        return Lease(lease_id, group.group_id, split, group.task, members, version)
+        for run in self.runs.values():
+            if group := next((group for group in run.groups if group.wanted), None):
+                members = sorted(group.wanted)[:credit]
+                group.wanted.difference_update(members)
+                lease_id = f"{group.group_id}.{boot}.{next(self._numbers)}"
+                self._running |= {(lease_id, member): group for member in members}
+                split = f"eval-{run.eval_id}"
+                return Lease(lease_id, group.group_id, split, group.task, members, version)
+        return None
 
     def release(self, lease: Lease, *, is_lost: bool) -> None:
         """Offer the samples that a worker will not bring again; lost ones count as attempts."""
-        if (group := self.find(lease.group_id)) is None or lease.lease_id not in self._issued:
-            return
-        for member in set(lease.members) - group.finished.keys() - group.failed:
-            self._offer_again(group, member, failures=int(is_lost))
+        for member in lease.members:
+            if group := self._running.pop((lease.lease_id, member), None):
+                self._offer_again(group, member, failures=int(is_lost))
 
-    def add(self, episode: Episode) -> None:
-        """Take in a sample; the first one counts."""
-        group, member = self.find(episode.group_id), episode.member
-        if group is None or episode.lease_id not in self._issued:
-            return
-        if member in group.finished or member in group.failed:
-            return
-        if episode.failure is None:
-            group.wanted.discard(member)
-            group.finished[member] = episode.headers
-        else:
-            self._offer_again(group, member, failures=1)
+    def add(self, episode: Episode) -> bool:
+        """Take in a sample; False if it is none that is waited for."""
+        group = self._running.pop((episode.lease_id, episode.member), None)
+        if group is not None and episode.failure is None:
+            group.finished[episode.member] = episode.headers
+        elif group is not None:
+            self._offer_again(group, episode.member, failures=1)
+        return group is not None
 
     def _offer_again(self, group: EvalGroup, member: int, *, failures: int) -> None:
         group.failures[member] += failures
-        if group.failures[member] >= self.max_attempts:
-            group.wanted.discard(member)
-            group.failed.add(member)
-        else:
-            group.wanted.add(member)
+        is_over = group.failures[member] >= self.max_attempts
+        (group.failed if is_over else group.wanted).add(member)
 
     def take_finished(self) -> list[tuple[int, dict[str, float]]]:
         """Return (eval id, metrics) of the evaluations that are done, and forget them."""
@@ -140,13 +122,13 @@ class EvalBook:
     def forget(self, *, after: int) -> None:
         """Drop what is under way, and the results of later steps: training was rolled back."""
         self.runs.clear()
-        self._issued.clear()
+        self._running.clear()
         self.results = {k: v for k, v in self.results.items() if k <= after}
 
 
 def score(run: EvalRun) -> dict[str, float]:
     """Average an evaluation. Failed samples are counted, never scored."""
-    groups = list(run.groups.values())
+    groups = run.groups
     headers = [h for g in groups for hs in g.finished.values() for h in hs]
     metrics = {
         "eval/num_prompts": float(len(groups)),

@@ -1,5 +1,4 @@
-"""Takes the trainer's requests: each is noted, made durable, and answered once however often it is
-sent.
+"""Takes the trainer's requests: each is noted, made durable, and then answered.
 
 Beside the datapipe's loop, because what a request means to the ledger has nothing to do with
 workers, and what a rank gets must be identical however often it asks, also after a restart.
@@ -219,8 +218,7 @@ class TrainerDesk:
         self._eval_requests[eval_id] = route
 
     def _begin(self) -> None:
-        """Roll the ledger back to where the trainer begins. Between two commits, so that nobody
-        else uses the connection."""
+        """Roll the ledger back: between two commits, when nobody else uses the connection."""
         if self._start is None:
             return
         route, start = self._start

@@ -70,8 +70,10 @@ class Workers:
         return held
 
     def update(self, route: bytes, state: WorkerState) -> list[Lease]:
-        """Take in a worker's state; return the rest of the leases that it does not have (any
-        more): at once while it drains, else when they had time to arrive."""
+        """Take in a worker's state; return what is due of leases that it does not have.
+
+        At once while it drains, else after they had `UNKNOWN_S` to arrive.
+        """
         worker = self.by_id.setdefault(state.worker_id, Worker(state.worker_id))
         now = worker.seen = time.monotonic()
         worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics

@@ -88,7 +88,6 @@ class NameRegistry:
         heartbeat_s: float = 1.0,
     ) -> AsyncGenerator[None, None]:  # fmt: skip
         """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value."""
-
         over = asyncio.Event()
 
         async def beat() -> None:

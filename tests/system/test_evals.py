@@ -1,0 +1,47 @@
+"""Samples of an evaluation are run until they are in or given up, however results arrive."""
+
+from __future__ import annotations
+
+from arealite.system.datapipe_evals import EvalBook
+from tests.system.scenes import episode, failed, tasks
+
+
+def test_attempts_are_counted_once_each() -> None:
+    book = EvalBook(tasks(1, "eval"), samples=2, max_attempts=2)
+    book.begin(0)
+    first = book.lease(boot=1, version=0, credit=2)
+    assert first
+    assert book.lease(boot=1, version=0, credit=2) is None
+    assert book.add(failed(first, 0))
+    assert not book.add(failed(first, 0)), "a result that comes twice"
+    again = book.lease(boot=1, version=0, credit=2)
+    assert again
+    assert again.members == [0]
+    book.release(first, is_lost=True)
+    assert not book.add(episode(first, 1)), "a result of a lost lease"
+    last = book.lease(boot=1, version=0, credit=2)
+    assert last
+    assert last.members == [1], "only what the lost lease still ran is offered again"
+    book.release(last, is_lost=False)
+    last = book.lease(boot=1, version=0, credit=2)
+    assert last, "a lease that was given up is no attempt"
+    assert book.add(episode(last, 1, reward=0.5))
+    assert book.take_finished() == []
+    book.release(again, is_lost=True)
+    ((eval_id, metrics),) = book.take_finished()
+    assert (eval_id, metrics["eval/failed"], metrics["eval/accuracy"]) == (0, 1.0, 0.5)
+
+
+def test_a_roll_back_forgets_what_is_under_way_and_later_results() -> None:
+    book = EvalBook(tasks(1, "eval"), samples=1, max_attempts=2)
+    for eval_id in (1, 2, 3):
+        book.begin(eval_id)
+        lease = book.lease(boot=1, version=0, credit=1)
+        assert lease
+        if eval_id < 3:
+            book.add(episode(lease, 0))
+            book.take_finished()
+    book.forget(after=1)
+    assert (list(book.results), book.runs) == ([1], {})
+    book.begin(3)
+    assert not book.add(episode(lease, 0)), "sampled by a policy that is no more"
