@@ -6,8 +6,8 @@ completion overrides only that one.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -18,8 +18,6 @@ from arealite.base.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_CACHED_PROMPTS = 4096
 
 
 class MathCodeSingleStepAgent(Agent):
@@ -45,7 +43,6 @@ class MathCodeSingleStepAgent(Agent):
         return str(self.tokenizer.decode(response.output_ids, skip_special_tokens=True))
 
 
-_cache: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bytes, list[int]]] = WeakKeyDictionary()
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -58,22 +55,19 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, An
     Raises:
         UserError: chat messages, and the tokenizer has no chat template.
     """
-    known = _cache.setdefault(tokenizer, {})
-    key = _encode(prompt)
-    if key in known:
-        return known[key]
+    return _tokenize(tokenizer, _encode(prompt))
+
+
+@lru_cache(maxsize=4096)
+def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
+    prompt = msgspec.json.decode(encoded)
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif getattr(tokenizer, "chat_template", None):
-        ids = tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    else:
+        return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
+    if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "The prompt is a list of chat messages, but the model's tokenizer has no chat "
             "template. Use a chat model, or write the dataset's prompts as plain text."
         )
-    if len(known) >= MAX_CACHED_PROMPTS:
-        del known[next(iter(known))]
-    known[key] = list(ids)  # type: ignore[arg-type]
-    return known[key]
+    return tokenizer.apply_chat_template(  # type: ignore[return-value]
+        prompt, tokenize=True, add_generation_prompt=True, return_dict=False
+    )

@@ -125,6 +125,6 @@ class Directory:
             self._tell()  # now: a silent server must not keep this one waiting
 
     def _lose(self, server: Server, why: str) -> None:
-        if server.alive or server.scopes:
+        if server.alive or server.limits:
             logger.warning("llm server lost", id=server.id, address=server.address, error=why)
         server.lose()

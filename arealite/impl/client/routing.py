@@ -5,10 +5,11 @@ Pure bookkeeping without I/O: the directory keeps the servers' state up to date,
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from yarl import URL
+
+from arealite.system.limits import Limit
 
 STICKY_GROUPS = 8192
 """Groups whose server is remembered; far more than are in flight."""
@@ -31,7 +32,7 @@ class Server:
     """Questions in a row that it left unanswered."""
     in_flight: int = 0
     served: int = 0
-    scopes: set[asyncio.Timeout] = field(default_factory=set)
+    limits: set[Limit] = field(default_factory=set)
     """One a request in flight, so that a lost server can be left at once."""
 
     def __post_init__(self) -> None:
@@ -40,11 +41,8 @@ class Server:
     def lose(self) -> None:
         """Take it out of traffic and interrupt what waits for it."""
         self.alive = False
-        now = asyncio.get_running_loop().time()
-        for scope in self.scopes:
-            if not scope.expired():
-                scope.reschedule(now)
-        self.scopes.clear()
+        for limit in self.limits:
+            limit.expire()
 
 
 class Router:

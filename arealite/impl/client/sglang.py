@@ -24,6 +24,7 @@ from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
 from arealite.system.deadlines import deadline
+from arealite.system.limits import Limit, Limits
 from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -71,6 +72,7 @@ class SGLangClient(LLMClient):
         self._model_path = args.model.path
         self._server_wait_s = args.server_wait_s
         self._router = Router()
+        self._limits = Limits()
         self._directory = Directory(
             self._router,
             NameRegistry(name_dir(args), ttl_s=args.cluster.ttl_s),
@@ -156,17 +158,28 @@ class SGLangClient(LLMClient):
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
         body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
-        scope = asyncio.timeout_at(generation.deadline)
+        limit = Limit(self._limits, generation.deadline)
+        server.limits.add(limit)
+        server.in_flight += 1
+        server.served += 1
         try:
-            status, raw = await self._exchange(server, scope, body)
+            with limit:
+                response = await self._session.post(server.generate_url, data=body)
+                outcome = response.status, await response.read()
         except asyncio.CancelledError:
             self._abort(server, rid)
             raise
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-            if scope.expired():
+            outcome = error
+        finally:
+            server.in_flight -= 1
+            server.limits.discard(limit)
+        if isinstance(outcome, Exception):
+            if limit.expired:
                 self._abort(server, rid)
-            await self._fail_over(generation, server, error)
+            await self._fail_over(generation, server, outcome)
             return None
+        status, raw = outcome
         if status == 200:
             try:
                 return wire.decode_answer(raw)
@@ -178,21 +191,6 @@ class SGLangClient(LLMClient):
                 raise GenerationRefused(f"{server.address}: {message}")
         await self._server_error(generation, server, message)
         return None
-
-    async def _exchange(
-        self, server: Server, scope: asyncio.Timeout, body: bytes
-    ) -> tuple[int, bytes]:
-        """Post a body and read the answer, in a scope that also ends when the server is lost."""
-        server.scopes.add(scope)
-        server.in_flight += 1
-        server.served += 1
-        try:
-            async with scope:
-                response = await self._session.post(server.generate_url, data=body)
-                return response.status, await response.read()
-        finally:
-            server.in_flight -= 1
-            server.scopes.discard(scope)
 
     def _take(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
@@ -307,8 +305,6 @@ class SGLangClient(LLMClient):
                 await response.read()
         except (aiohttp.ClientError, OSError) as error:
             logger.debug("abort failed", rid=rid, error=repr(error))
-
-    # ------------------------------------------------------------ small helpers
 
     def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -27,6 +27,7 @@ from arealite.base.errors import (
     failure_class,
 )
 from arealite.impl.rollout.segments import make_segments
+from arealite.system.limits import Limit, Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +65,7 @@ class Collector:
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
+        self._limits = Limits()
 
     async def run(self, lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
         """Run one episode; return its end, and a payload for each of its headers.
@@ -89,15 +91,15 @@ class Collector:
         """Run one episode under its deadline; return a trajectory a trainable seat."""
         begin = time.perf_counter()
         agents = self._make_agents(lease, member)
-        limit = self.config.episode_timeout_s
-        scope = asyncio.timeout(limit)
+        seconds = self.config.episode_timeout_s
+        limit = Limit(self._limits, asyncio.get_running_loop().time() + seconds)
         try:
-            async with scope:
+            with limit:
                 await self.env.run(lease.task, **agents)
         except TimeoutError as error:
-            if not scope.expired():
+            if not limit.expired:
                 raise
-            what = f"the episode ran longer than episode_timeout_s={limit}"
+            what = f"the episode ran longer than episode_timeout_s={seconds}"
             raise EpisodeTimeout(what) from error
         seconds = time.perf_counter() - begin
         seats = [agent for agent in agents.values() if agent.trainable]

@@ -37,22 +37,15 @@ def _extends(turn: Turn, last: Turn) -> bool:
 
 def _segment(turns: list[Turn]) -> Segment:
     """Make one segment of turns that extend each other: the last one holds the tokens of all."""
-    mask, logprobs, versions, rewards = bytearray(), array("f"), array("i"), array("f")
+    ids = turns[-1].input_ids + turns[-1].response.output_ids
+    mask = logprobs = versions = b""
+    rewards = array("f", bytes(4 * len(ids)))
     for turn in turns:
         response = turn.response
-        shown, sampled = len(turn.input_ids) - len(mask), len(response.output_ids)
-        mask += bytes(shown) + b"\x01" * sampled
-        logprobs.frombytes(bytes(4 * shown))
-        logprobs.extend(response.logprobs)
-        versions.frombytes(b"\xff" * (4 * shown))
-        versions.extend(response.versions)
-        rewards.frombytes(bytes(4 * (shown + sampled)))
-        rewards[-1] += turn.reward
-    return Segment(
-        array("i", turns[-1].input_ids + turns[-1].response.output_ids).tobytes(),
-        bytes(mask),
-        logprobs.tobytes(),
-        versions.tobytes(),
-        rewards.tobytes(),
-        turns[-1].temperature,
-    )
+        shown = len(turn.input_ids) - len(mask)
+        mask += bytes(shown) + b"\x01" * len(response.output_ids)
+        logprobs += bytes(4 * shown) + array("f", response.logprobs).tobytes()
+        versions += b"\xff" * (4 * shown) + array("i", response.versions).tobytes()
+        rewards[len(mask) - 1] += turn.reward
+    tokens = array("i", ids).tobytes()
+    return Segment(tokens, mask, logprobs, versions, rewards.tobytes(), turns[-1].temperature)

@@ -68,11 +68,4 @@ def test_prompts_are_tokenised_once_by_content(monkeypatch) -> None:
     assert module.tokenize(tok, "abcd") == [4]
     assert calls == ["abc", "abcd"]
     assert module.tokenize(tiny_tokenizer(), "abc") is not first
-
-
-def test_the_cache_of_prompts_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(module, "MAX_CACHED_PROMPTS", 3)
-    tok = tiny_tokenizer()
-    for number in range(10):
-        module.tokenize(tok, str(number))
-    assert len(module._cache[tok]) == 3
+    assert module._tokenize.cache_info().maxsize == 4096

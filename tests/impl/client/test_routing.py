@@ -6,6 +6,7 @@ import asyncio
 
 from arealite.impl.client import routing
 from arealite.impl.client.routing import Router, Server
+from arealite.system.limits import Limit, Limits
 
 
 def router(*versions: int, alive: bool = True) -> Router:
@@ -62,11 +63,10 @@ def test_remembered_groups_are_bounded(monkeypatch) -> None:
 
 async def test_a_lost_server_interrupts_what_waits_for_it() -> None:
     server = Server("s", "http://127.0.0.1:9", alive=True)
-    scope = asyncio.timeout(60)
-    server.scopes.add(scope)
 
     async def wait() -> None:
-        async with scope:
+        with Limit(Limits(), asyncio.get_running_loop().time() + 60) as limit:
+            server.limits.add(limit)
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())

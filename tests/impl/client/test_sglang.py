@@ -234,7 +234,7 @@ async def test_a_request_that_backs_off_holds_no_server(site) -> None:
         while s.client.stats()["failovers"] < 2:
             await s.client._directory.changed()
         (server,) = s.client._router.servers.values()
-        assert (server.in_flight, server.scopes) == (0, set())
+        assert (server.in_flight, server.limits) == (0, set())
         server.lose()
         assert (await task).stop_reason == "length"
 
