@@ -18,14 +18,8 @@ from arealite.api.episode import Seat
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.trajectory import TrajectoryHeader, encode_segments
-from arealite.base import log
-from arealite.base.errors import (
-    EpisodeError,
-    EpisodeTimeout,
-    InvariantError,
-    UserError,
-    failure_class,
-)
+from arealite.base import errors, log
+from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
 from arealite.impl.rollout.segments import make_segments
 from arealite.system.limits import Limit, Limits
 
@@ -54,10 +48,7 @@ class Collector:
     """Makes the environment once, and fresh agents for every episode. Episodes run concurrently."""
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        client: LLMClient,
-        tokenizer: PreTrainedTokenizerBase,
+        self, config: ExperimentConfig, client: LLMClient, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
@@ -78,8 +69,9 @@ class Collector:
         try:
             made = await self._play(lease, member)
         except (Exception, asyncio.CancelledError) as raised:
-            if isinstance(raised, asyncio.CancelledError) and _is_cancelled():
-                raise
+            task = asyncio.current_task()
+            if isinstance(raised, asyncio.CancelledError) and task and task.cancelling():
+                raise  # the episode is cancelled, and not something that it waited for
             error = cause(raised)
             if isinstance(error, FATAL):
                 raise error from raised
@@ -111,16 +103,14 @@ class Collector:
         episode_id = f"{lease.lease_id}/{member}"
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
-        return {
-            name: self._agents.make_agent(
-                self.config.agent,
-                Seat(name, lease.group_id, episode_id, lease.version, sampling),
-            )
+        seats = [
+            Seat(name, lease.group_id, episode_id, lease.version, sampling)
             for name in self.env.seats
-        }
+        ]
+        return {seat.name: self._agents.make_agent(self.config.agent, seat) for seat in seats}
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
-        kind = failure_class(error)
+        kind = errors.failure_class(error)
         if kind not in self._logged:  # the first of each class with its traceback, the rest counted
             self._logged.add(kind)
             trace = None if isinstance(error, EpisodeError) else error
@@ -129,12 +119,6 @@ class Collector:
                 "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
         return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL])
-
-
-def _is_cancelled() -> bool:
-    """Tell whether the episode is cancelled, rather than something that it waited for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def cause(error: BaseException) -> BaseException:
