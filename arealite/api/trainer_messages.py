@@ -128,18 +128,6 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 # ---------------------------------------------------------------- launcher and audit → datapipe
 
 
-class StatusRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the live balance. Answer: Status."""
-
-
-class Status(msgspec.Struct, frozen=True, tag=True):
-    """Counts by state, and where training stands."""
-
-    step: int
-    version: int
-    counts: dict[str, int]
-
-
 FromTrainer = (
     TrainerStart | BatchRequest | StepReport | Published | Checkpointed | EvalRequest | Finish
 )
