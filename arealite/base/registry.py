@@ -53,15 +53,19 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str) -> type[T]:
-        """Import and return the class behind `name`.
+    def check(self, name: str) -> None:
+        """Refuse an unknown name, without importing the class behind a known one.
 
         Raises:
             UserError: no such name; says what was meant, and which exist.
         """
-        target = self._table.get(name)
-        if target is None:
+        if name not in self._table:
             raise UserError(unknown(f"{self.kind} type", name, self.names()))
+
+    def get(self, name: str) -> type[T]:
+        """Import and return the class behind `name`; raises as `check` does."""
+        self.check(name)
+        target = self._table[name]
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
             target = getattr(importlib.import_module(module), attribute)

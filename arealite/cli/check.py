@@ -61,7 +61,7 @@ def check_names(config: ExperimentConfig) -> None:
         (envs, collector.env.type),
         *((loggers, name) for name in config.logger.types),
     ]:
-        table.get(name)
+        table.check(name)
 
 
 def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:

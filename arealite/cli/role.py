@@ -79,10 +79,10 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     from arealite.impl.rollout.worker import RolloutWorker
     from arealite.system.worker_link import WorkerLink
 
-    collector = config.trainer.ppo.collector
+    collector, names = config.trainer.ppo.collector, registry(config)
     host = socket.gethostname()
     link = WorkerLink(
-        datapipe_address(config),
+        lambda: names.address("datapipe"),
         worker_id=f"rollout-{host}-{index}",
         capacity=collector.concurrency,
     )
@@ -108,17 +108,6 @@ def trainer(config: ExperimentConfig, index: int) -> None:
 def registry(config: ExperimentConfig) -> NameRegistry:
     """Return the trial's name registry."""
     return NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
-
-
-def datapipe_address(config: ExperimentConfig) -> Callable[[], str | None]:
-    """Return a function that looks up where the datapipe listens now."""
-    names = registry(config)
-
-    def resolve() -> str | None:
-        entries = names.list("datapipe")
-        return str(entries[0].value["address"]) if entries else None
-
-    return resolve
 
 
 ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {

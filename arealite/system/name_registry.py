@@ -82,6 +82,10 @@ class NameRegistry:
                 found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
         return found
 
+    def address(self, role: str) -> str | None:
+        """Return where the first live name of a role listens; None while there is none."""
+        return next((str(entry.value["address"]) for entry in self.list(role)), None)
+
     @asynccontextmanager
     async def registered(
         self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], *,

@@ -7,10 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from arealite.base.names import RunPaths
+from arealite.cli import main as cli
 from tests.e2e.conftest import Site
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.processes
+
+
+def refused(site: Site, run_root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `arealite train` in this process; return its one line after checking that it refused."""
+    train = site.command(run_root, *words)[2:]
+    assert cli.main(["train", *train]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert len(shown.strip().splitlines()) == 1
+    assert not RunPaths(run_root / "e2e" / "t").ledger.exists()
+    return shown
 
 
 @pytest.mark.parametrize(
@@ -18,44 +31,51 @@ pytestmark = pytest.mark.processes
     [
         ("trainer.ppo.lrr=1", "Did you mean 'trainer.ppo.lr'?"),
         ("trainer.ppo.lr=fast", "could not be converted to Float"),
+        ("trainer.ppo.staleness_policy=pase", "expected one of ['pace', 'mask', 'drop']"),
         ("model.path=/nowhere", "no Hugging Face model folder"),
         ("dataset.train=/nowhere.jsonl", "/nowhere.jsonl"),
         ("trainer.ppo.collector.group_size=6", "group_size 6 does not divide batch_size 16"),
+        ("trainer.ppo.collector.group_size=1", "no other member"),
         ("trainer.ppo.updates=3", "updates 3 does not divide"),
         ("trainer.ppo.batch_size=1024", "a batch needs 256"),
         ("trainer.ppo.collector.agent.type=maths", "Unknown agent type 'maths'"),
         ("trainer.ppo.collector.sampling.max_new_tokens=4096", "leaves no room"),
+        ("trainer.ppo.collector.sampling.temperature=0", "greedy cannot explore"),
         ("trainer.type=ppo", "synchronous"),
         ("resume=must", "holds no run"),
         ("imports=[not_there]", "imports=[not_there]"),
     ],
 )
-def test_one_clear_line(site: Site, tmp_path: Path, override: str, says: str):
-    done = site.train(tmp_path, override)
-    assert done.code == 2, done.shown
-    assert says in done.shown
-    assert len(done.shown.strip().splitlines()) == 1
-    assert not done.paths.ledger.exists()
+def test_one_clear_line(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, says: str
+):
+    assert says in refused(site, tmp_path, capsys, override)
 
 
-def test_no_server(site: Site, tmp_path: Path):
-    done = site.train(tmp_path, "trial_name=other", "server_wait_s=0.3")
+def test_as_a_process(site: Site, tmp_path: Path):
+    done = site.train(tmp_path, "trainer.ppo.lrr=1")
     assert done.code == 2
-    assert "Start one: python3 arealite/launch_llm_server.py" in done.shown
+    assert done.shown.startswith("error: command line: unknown key 'trainer.ppo.lrr'.")
+    assert len(done.shown.splitlines()) == 1
 
 
-def test_a_server_of_another_model(site: Site, tmp_path: Path):
+def test_no_server(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    says = refused(site, tmp_path, capsys, "trial_name=other", "server_wait_s=0.3")
+    assert "Start one: python3 arealite/launch_llm_server.py" in says
+
+
+def test_a_server_of_another_model(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     other = tiny_model(tmp_path / "other", vocab=72)
-    done = site.train(tmp_path / "run", f"model.path={other}")
-    assert done.code == 2
-    assert "serves another model: its vocab_size is 64" in done.shown
+    says = refused(site, tmp_path / "run", capsys, f"model.path={other}")
+    assert "serves another model: its vocab_size is 64" in says
 
 
-def test_a_prompt_longer_than_the_context_is_named(site: Site, tmp_path: Path):
+def test_a_prompt_longer_than_the_context_is_named(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     rows = [{"prompt": "1+1=", "ground_truth": "2"}] * 8
     rows[5] = {"prompt": "1" * 600, "ground_truth": "1"}
     file = tmp_path / "long.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = site.train(tmp_path / "run", f"dataset.train={file}")
-    assert done.code == 2
-    assert "row train-5: its prompt has 600 tokens" in done.shown
+    says = refused(site, tmp_path / "run", capsys, f"dataset.train={file}")
+    assert "row train-5: its prompt has 600 tokens" in says

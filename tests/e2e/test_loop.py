@@ -19,27 +19,6 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
-MY_AGENT = """
-from dataclasses import dataclass
-from pathlib import Path
-
-from arealite.api.agent import MathCodeSingleStepConfig, agents
-from arealite.api.fields import opt
-from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
-
-
-@dataclass(frozen=True, kw_only=True)
-class MyAgentConfig(MathCodeSingleStepConfig):
-    my_param: str = opt("unset", "written down by every episode")
-
-
-@agents.register("my_agent", config=MyAgentConfig)
-class MyAgent(MathCodeSingleStepAgent):
-    async def act(self, observation):
-        Path("heard").write_text(self.config.my_param)
-        return await super().act(observation)
-"""
-
 
 def server_version(site: Site) -> str:
     (entry,) = (site.folder / "names").rglob("llm_server/*.json")
@@ -134,9 +113,10 @@ def test_a_killed_role_stops_the_run_by_name(site: Site, tmp_path: Path, role: s
     assert not psutil.wait_procs(children, timeout=5)[1]
     report = audit(paths.ledger)
     assert not report.lost and not report.repeated
-    again = site.train(tmp_path, "trainer.ppo.total_steps=3")
-    assert again.code == 0, again.shown + again.logs()
-    assert audit(paths.ledger).ok
+    if role == "datapipe-0":
+        again = site.train(tmp_path, "trainer.ppo.total_steps=3")
+        assert again.code == 0, again.shown + again.logs()
+        assert audit(paths.ledger).ok
 
 
 def test_two_ranks_and_two_workers(site: Site, tmp_path: Path):
@@ -150,19 +130,6 @@ def test_two_ranks_and_two_workers(site: Site, tmp_path: Path):
     assert done.code == 0, done.shown + done.logs()
     assert steps_of(done.metrics()) == [0, 1]
     assert audit(done.paths.ledger).ok
-
-
-def test_a_custom_agent_by_the_command_line_of_the_readme(site: Site, tmp_path: Path):
-    (tmp_path / "my_agent.py").write_text(MY_AGENT)
-    done = site.train(
-        tmp_path,
-        "imports=[my_agent]",
-        "trainer.ppo.collector.agent.type=my_agent",
-        "trainer.ppo.collector.agent.my_agent.my_param='hello'",
-        "trainer.ppo.total_steps=1",
-    )
-    assert done.code == 0, done.shown + done.logs()
-    assert (tmp_path / "heard").read_text() == "hello"
 
 
 def test_the_synchronous_trainer(site: Site, tmp_path: Path):

@@ -83,3 +83,10 @@ async def test_wait_returns_when_enough_are_there(tmp_path: Path) -> None:
 async def test_wait_names_who_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"trainer waited .* for 1 live 'datapipe'"):
         await NameRegistry(tmp_path).wait("datapipe", seconds=0.05, owner="trainer")
+
+
+def test_address_is_that_of_the_first_live_name(tmp_path: Path):
+    names = NameRegistry(tmp_path)
+    assert names.address("datapipe") is None
+    names.put("datapipe", "0", {"address": "tcp://127.0.0.1:1"})
+    assert names.address("datapipe") == "tcp://127.0.0.1:1"

@@ -49,10 +49,6 @@ def assemble(config: ExperimentConfig) -> Parts:
     engine: Any = engines.get(ppo.engine.type)
     publisher: Any = publishers.get(ppo.publisher.type)
 
-    def resolve() -> str | None:
-        entries = registry.list("datapipe")
-        return str(entries[0].value["address"]) if entries else None
-
     made = Parts(
         world=world,
         engine=engine(
@@ -63,7 +59,9 @@ def assemble(config: ExperimentConfig) -> Parts:
             total_updates=ppo.total_steps * ppo.updates,
             seed=config.seed,
         ),
-        connect=lambda: TrainerLink(resolve, rank=world.rank, world_size=world.size),
+        connect=lambda: TrainerLink(
+            lambda: registry.address("datapipe"), rank=world.rank, world_size=world.size
+        ),
     )
     if world.lead:
         made.publisher = publisher(
