@@ -106,9 +106,18 @@ class LocalLauncher(Launcher):
         self._stops += 1
         if self._stops == 1:
             self.progress.say("stopping after this step, with a checkpoint (again: stop now)")
-            for child in self.children:
-                if child.name.startswith("trainer") and child.running:
-                    child.process.terminate()
+            self._terminate("trainer")
+
+    def _terminate(self, role: str) -> None:
+        for child in self.children:
+            if child.name.startswith(role) and child.running:
+                child.process.terminate()
+
+    def _ended_well(self, child: Child) -> bool:
+        """Whether a child ended by itself, or by our SIGTERM before it could listen to it."""
+        over = any(c.name.startswith("datapipe") and not c.running for c in self.children)
+        late = over and child.process.returncode == -signal.SIGTERM
+        return child.process.returncode == 0 or (child.name.startswith("rollout") and late)
 
     async def _watch(self) -> int:
         """Wait until every child ended well, one ended badly, or the end took too long."""
@@ -122,8 +131,10 @@ class LocalLauncher(Launcher):
                 )
                 self.progress.poll()
                 for child in [exits.pop(task) for task in done]:
-                    if child.process.returncode != 0:
+                    if not self._ended_well(child):
                         return self._report_death(child)
+                    if child.name.startswith("datapipe"):
+                        self._terminate("rollout")  # one that came too late was not let go
                 if self._stops > 1:
                     return 130
                 # After its last step the trainer lets the others go, so any of them may end first.

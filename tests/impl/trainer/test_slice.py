@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from arealite.system.audit import audit
 from safetensors.torch import load_file
 
 from arealite.api.config import (
@@ -30,6 +29,7 @@ from arealite.api.trainer import CheckpointConfig, CollectorConfig, PPOConfig, T
 from arealite.api.trajectory import encode_segments
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
 from arealite.impl.trainer.ppo import PPOTrainer
+from arealite.system.audit import audit
 from arealite.system.datapipe import Datapipe
 from arealite.system.name_registry import NameRegistry
 from arealite.system.worker_link import WorkerLink
@@ -77,9 +77,10 @@ class Others:
             pipe = Datapipe(self.config, train=TASKS, eval=[], registry=self.names)
             link = WorkerLink(self._resolve, worker_id="w0", capacity=16)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(pipe.run())
                 tasks.create_task(link.run())
                 tasks.create_task(self._work(link))
+                await pipe.run()
+                link.drain()  # a link that came too late was not told to, as the launcher knows
 
     def _resolve(self) -> str | None:
         entries = self.names.list("datapipe")
