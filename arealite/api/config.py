@@ -90,7 +90,7 @@ class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
     types: list[str] = sub(lambda: ["tensorboard"], "names in the table of loggers")
-    level: str = opt("info", "log level of every role: debug, info, warning or error")
+    level: Literal["debug", "info", "warning", "error"] = opt("info", "log level of every role")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -69,7 +69,7 @@ class LLMServerConfig:
     context_length: int | None = opt(
         None, "prompt + output tokens; null takes the model's own limit"
     )
-    log_level: str = opt("info", "debug, info, warning or error")
+    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "what is logged")
     embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")
 
 

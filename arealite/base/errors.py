@@ -20,6 +20,8 @@ failed episode.
 class ArealiteError(Exception):
     """Root of all errors raised on purpose."""
 
+    exit_code = 1
+
 
 class UserError(ArealiteError):
     """Wrong input, found before anything was started; the message names the fix."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from arealite.system.name_registry import Entry, NameRegistry
 def check(config: ExperimentConfig) -> None:
     """Check numbers, names, files, dataset and server of an experiment, in this order."""
     check_names(config)
+    check_positive(config)
     check_numbers(config.trainer.ppo, config.trainer.type)
     model = check_model(config.model.path)
     tasks = load_tasks(required(config.dataset.train, "dataset.train"), "train")
@@ -48,7 +51,10 @@ def required(value: str | None, key: str) -> str:
 
 
 def check_names(config: ExperimentConfig) -> None:
-    """Check that each `type` names a known part."""
+    """Check that each `type` names a known part, and that the run's names can be folders."""
+    for key in ("experiment_name", "trial_name"):
+        if not re.fullmatch(r"\w[\w.-]*", name := getattr(config, key)):
+            raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.' only.")
     ppo = config.trainer.ppo
     collector = ppo.collector
     for table, name in [
@@ -64,20 +70,41 @@ def check_names(config: ExperimentConfig) -> None:
         table.check(name)
 
 
+def check_positive(config: ExperimentConfig) -> None:
+    """Check the numbers that must be at least 1, or above 0 and finite."""
+    ppo, local = config.trainer.ppo, config.launcher.local
+    counts = {
+        "trainer.ppo.batch_size": ppo.batch_size,
+        "trainer.ppo.collector.group_size": ppo.collector.group_size,
+        "trainer.ppo.collector.concurrency": ppo.collector.concurrency,
+        "trainer.ppo.updates": ppo.updates,
+        "trainer.ppo.total_steps": ppo.total_steps,
+        "trainer.ppo.max_attempts": ppo.max_attempts,
+        "trainer.ppo.eval.samples": ppo.eval.samples,
+        "launcher.local.trainer_ranks": local.trainer_ranks,
+        "launcher.local.rollout_workers": local.rollout_workers,
+        "launcher.local.trainer_threads": local.trainer_threads,
+    }
+    amounts = {
+        "trainer.ppo.lr": ppo.lr,
+        "trainer.ppo.collector.episode_timeout_s": ppo.collector.episode_timeout_s,
+        "trainer.ppo.publisher.timeout_s": ppo.publisher.timeout_s,
+        "cluster.ttl_s": config.cluster.ttl_s,
+        "cluster.heartbeat_s": config.cluster.heartbeat_s,
+        "datapipe.lease_ttl_s": config.datapipe.lease_ttl_s,
+        "datapipe.stall_timeout_s": config.datapipe.stall_timeout_s,
+    }
+    for key, value in counts.items():
+        if value < 1:
+            raise UserError(f"{key}={value} must be at least 1.")
+    for key, value in amounts.items():
+        if not 0 < value < math.inf:
+            raise UserError(f"{key}={value} must be a number above 0.")
+
+
 def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
     """Check that the numbers of the algorithm fit together."""
     size, group = ppo.batch_size, ppo.collector.group_size
-    at_least_one = {
-        "batch_size": size,
-        "collector.group_size": group,
-        "updates": ppo.updates,
-        "total_steps": ppo.total_steps,
-        "collector.concurrency": ppo.collector.concurrency,
-        "max_attempts": ppo.max_attempts,
-    }
-    for key, value in at_least_one.items():
-        if value < 1:
-            raise UserError(f"trainer.ppo.{key}={value} must be at least 1.")
     if size % group:
         raise UserError(
             f"group_size {group} does not divide batch_size {size}: a batch holds whole groups. "

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from arealite import __version__
-from arealite.base.errors import UserError
+from arealite.base.errors import ArealiteError, UserError
 from arealite.base.registry import unknown
 
 COMMANDS = {
@@ -42,14 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(module: str, argv: Sequence[str]) -> int:
-    """Call the module's `main(argv)`; a UserError becomes one line on stderr and exit code 2."""
+    """Call the module's `main(argv)`; what was raised on purpose ends as one line on stderr.
+
+    A UserError is that line and exit code 2; others come with their traceback, and exit code 1.
+    """
     try:
         return int(importlib.import_module(module).main(argv))
-    except UserError as error:
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (ArealiteError, ExceptionGroup) as raised:
+        error = first(raised)
+        if error is None:
+            raise
+        if not isinstance(error, UserError):
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+
+
+def first(error: BaseException) -> ArealiteError | None:
+    """Return the first error raised on purpose in a group of a TaskGroup, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for e in error.exceptions if (found := first(e))), None)
+    return error if isinstance(error, ArealiteError) else None
 
 
 if __name__ == "__main__":

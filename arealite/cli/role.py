@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import gc
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
-from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
+from arealite.system.locks import held
 from arealite.system.name_registry import NameRegistry
 
 PR_SET_PDEATHSIG = 1
@@ -67,7 +70,16 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
         address=f"tcp://{config.cluster.host}:0",
     )
     gc.freeze()
-    asyncio.run(pipe.run())
+    with held(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
+        asyncio.run(until_terminated(pipe.run()))
+
+
+async def until_terminated(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`; SIGTERM cancels it, so that it can take its name back."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def rollout(config: ExperimentConfig, index: int) -> None:

@@ -10,6 +10,7 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.launcher import launchers
 from arealite.base import config as base_config
 from arealite.cli import configs, options
+from arealite.system.locks import held
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,5 +33,6 @@ def main(argv: Sequence[str]) -> int:
     check(config)
     paths = run_paths(config)
     paths.logs.mkdir(parents=True, exist_ok=True)
-    base_config.save(config, paths.config)
-    return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+    with held(paths.root / ".lock", fix="Stop it, or choose another trial_name."):
+        base_config.save(config, paths.config)
+        return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from arealite import __version__
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,39 @@ def test_help_imports_nothing_heavy():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (UserError("wrong"), 2),
+        (RoleError("gone"), 1),
+        (ExceptionGroup("tasks", [ValueError("x"), InvariantError("broken")]), 1),
+    ],
+)
+def test_what_is_raised_on_purpose_ends_in_one_line(
+    raised: Exception,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fail(argv: object) -> int:
+        raise raised
+
+    monkeypatch.setattr("arealite.cli.audit.main", fail)
+    assert cli.main(["audit", "x"]) == code
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1] in ("error: wrong", "error: gone", "error: broken")
+    assert (len(shown) == 1) == (code == 2), "a traceback for what is no user's mistake"
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    def fail(argv: object) -> int:
+        raise ExceptionGroup("tasks", [ValueError("x")])
+
+    monkeypatch.setattr("arealite.cli.audit.main", fail)
+    with pytest.raises(ExceptionGroup):
+        cli.main(["audit", "x"])
 
 
 @pytest.mark.parametrize("script", ["train.py", "arealite/launch_llm_server.py"])

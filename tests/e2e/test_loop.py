@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from arealite.base.names import RunPaths
+from arealite.cli import main as cli
 from arealite.system.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, Site, strays
 from tests.waiting import until
@@ -62,7 +63,9 @@ def test_resume_goes_on_where_the_checkpoint_stands(site: Site, tmp_path: Path):
     assert "already holds a run" in refused.shown
 
 
-def test_ctrl_c_leaves_a_checkpoint_to_resume_from(site: Site, tmp_path: Path):
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     paths = RunPaths(tmp_path / "e2e" / "t")
     with subprocess.Popen(
         site.command(tmp_path, "trainer.ppo.total_steps=100000"),
@@ -75,6 +78,8 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(site: Site, tmp_path: Path):
         until(lambda: trained() or run.poll() is not None, what="a trained step", seconds=60)
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 3
+        assert cli.main(["train", *site.command(tmp_path)[2:]]) == 2, "a second train.py"
+        assert f"in use by process {run.pid}" in capsys.readouterr().err
         run.send_signal(signal.SIGINT)
         shown = run.communicate(timeout=60)[0]
     assert run.returncode == 130, shown

@@ -39,8 +39,10 @@ class Child:
         return self.process.returncode is None
 
     def tail(self) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of its log, or only the last where that says it all."""
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        if lines and lines[-1].startswith("error: "):
+            lines = lines[-1:]
         return "\n".join(f"    {line}" for line in lines)
 
 

@@ -32,7 +32,7 @@ class Progress:
         self._begin = time.time()
         self._total = total_steps
         self._every = every
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def poll(self) -> None:
         """Show what was written since the last call."""

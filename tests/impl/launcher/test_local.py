@@ -112,6 +112,14 @@ def test_a_dead_child_is_named_with_its_code_and_last_lines(tmp_path: Path):
     assert_nothing_survives(launcher)
 
 
+def test_a_last_line_that_says_it_all_is_shown_alone(tmp_path: Path):
+    dying = "import sys; print('Traceback [x]'); print('error: no such [/thing]'); sys.exit(2)"
+    code, shown, _ = run(tmp_path, datapipe=UNTIL_TERM, rollout=dying, trainer=UNTIL_TERM)
+    assert code == 2
+    assert "error: no such [/thing]" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
     dying = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     code, shown, launcher = run(tmp_path, datapipe=dying, rollout=UNTIL_TERM, trainer=UNTIL_TERM)

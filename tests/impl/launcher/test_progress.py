@@ -44,6 +44,12 @@ def test_a_rewritten_file_is_read_from_its_start(
     assert capsys.readouterr().out.splitlines() == ["step 2/9  reward 0.500"]
 
 
+def test_log_lines_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = "cannot read [/data/tools.json] of ROLES[role] :smile:"
+    Progress(tmp_path / "m", 3).say(text)
+    assert capsys.readouterr().out == text + "\n"
+
+
 def test_evaluations_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/accuracy": 0.25})
     assert capsys.readouterr().out == "eval at step 2: held-out accuracy 0.250\n"
