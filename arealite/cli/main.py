@@ -7,6 +7,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import cast
 
 from arealite import __version__
 from arealite.base.errors import ArealiteError, UserError
@@ -65,7 +66,8 @@ def run(module: str, argv: Sequence[str]) -> int:
 def first(error: BaseException) -> ArealiteError | None:
     """Return the first error raised on purpose in a group of a TaskGroup, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
-        return next((found for e in error.exceptions if (found := first(e))), None)
+        inner = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return next((found for each in inner if (found := first(each))), None)
     return error if isinstance(error, ArealiteError) else None
 
 
