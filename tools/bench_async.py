@@ -26,10 +26,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from arealite.api.agent import agents  # noqa: E402
+from arealite.api.agent import Agent, agents  # noqa: E402
+from arealite.api.env import Env, envs  # noqa: E402
+from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
 
 WARM_STEPS = 3
+
+
+@envs.register("coin")
+class CoinEnv(Env):
+    """Rewards each episode by a coin that its seat's name tosses: every batch has a gradient."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        (agent,) = agents.values()
+        await agent.act(task.prompt)
+        agent.reward(float(random.Random(agent.seat.episode_id).random() < 0.5))
 
 
 @agents.register("heavy_tail")
@@ -76,15 +88,15 @@ def main() -> None:
 
 
 def make_kit(folder: Path) -> None:
-    """Write a random model of 0.8 M parameters and short tasks."""
+    """Write a random model of 0.1 M parameters (the demo's shape) and short tasks."""
     from tests.models import tiny_model
 
     tiny_model(
         folder / "model",
         seed=0,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
         init_std=0.02,
     )
     with (folder / "train.jsonl").open("w") as file:
@@ -129,6 +141,7 @@ def tokens_per_s(folder: Path, trainer: str, steps: int, repeat: int) -> float:
         f"cluster.run_root={run_root}",
         "imports=[bench_async]",
         "trainer.ppo.collector.agent.type=heavy_tail",
+        "trainer.ppo.collector.env.type=coin",
         "trainer.ppo.batch_size=256",
         "trainer.ppo.collector.group_size=8",
         "trainer.ppo.collector.sampling.max_new_tokens=128",

@@ -187,7 +187,9 @@ class Engine:
             retracted = self.decoder.clear()
             for generation in retracted:
                 generation.retractions += 1
-            self.waiting.extendleft(reversed(retracted))
+            # Side by side with their like, they are padded least when they are computed again.
+            retracted.sort(key=lambda g: len(g.prompt) + len(g.output), reverse=True)
+            self.waiting.extendleft(retracted)
 
     def _resume(self) -> None:
         if self.paused is not None:
