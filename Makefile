@@ -9,7 +9,7 @@ SEED ?= 1
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test check bench bench-server bench-rollout bench-datapipe bench-reward bench-async bench-start clean help
+.PHONY: demo demo-seeds test check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async clean help
 
 help:
 	@echo "make demo    the whole loop on this machine: server, training, curve, audit (SEED=1)"
@@ -43,9 +43,9 @@ check: $(VENV)/.dev
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/check_sizes.py
 
-bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-async
+bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async
 
-bench-server bench-rollout bench-datapipe bench-reward bench-async bench-start: bench-%: $(VENV)/.dev
+bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 clean:

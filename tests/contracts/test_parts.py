@@ -1,0 +1,91 @@
+"""What holds for every part of every kind: its class, its config, and what each kind must do."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.agent import Agent, AgentConfig, agents
+from arealite.api.config import LauncherConfig
+from arealite.api.engine import TrainEngine, TrainEngineConfig, engines
+from arealite.api.env import Env, EnvConfig, EnvFactory, envs
+from arealite.api.launcher import Launcher, launchers
+from arealite.api.llm import (
+    LLMClient,
+    LLMClientConfig,
+    LLMServer,
+    LLMServerConfig,
+    clients,
+    servers,
+)
+from arealite.api.logger import MetricLogger, loggers
+from arealite.api.publisher import PublisherConfig, WeightPublisher, publishers
+from arealite.api.reward import Reward, RewardConfig, RewardFactory, rewards
+from arealite.api.trainer import Trainer, trainers
+
+KINDS: list[tuple[Any, type, type | None]] = [
+    (agents, Agent, AgentConfig),
+    (clients, LLMClient, LLMClientConfig),
+    (engines, TrainEngine, TrainEngineConfig),
+    (envs, Env, EnvConfig),
+    (launchers, Launcher, LauncherConfig),
+    (loggers, MetricLogger, None),
+    (publishers, WeightPublisher, PublisherConfig),
+    (rewards, Reward, RewardConfig),
+    (servers, LLMServer, LLMServerConfig),
+    (trainers, Trainer, None),
+]
+PARTS = [(table, name, base, config) for table, base, config in KINDS for name in table.names()]
+IDS = [f"{table.kind}-{name}" for table, name, _, _ in PARTS]
+
+
+@pytest.mark.parametrize(("table", "name", "base", "config"), PARTS, ids=IDS)
+def test_a_part_is_whole(table: Any, name: str, base: type, config: type | None):
+    part = table.get(name)
+    assert issubclass(part, base)
+    assert not inspect.isabstract(part), "every abstract method is there"
+    assert (part.__doc__ or "").strip(), "a part says what it is"
+    if config is not None and name in {"math_verify", "math", "sglang", "embedded", "disk", "fsdp"}:
+        own = {field.name for field in dataclasses.fields(config)}
+        assert name in own, "its options stand under its name"
+
+
+@pytest.mark.parametrize(("_table", "_base", "config"), KINDS)
+def test_the_default_of_a_kind_is_in_its_table(_table: Any, _base: type, config: type | None):
+    if config is not None:
+        assert config().type in _table.names()
+
+
+@pytest.mark.parametrize("name", rewards.names())
+async def test_a_reward_scores_right_and_wrong(name: str):
+    reward = RewardFactory(args=None).make_reward(RewardConfig(type=name))
+    await reward.setup()
+    try:
+        assert await reward.score("42", "42") > await reward.score("41", "42")
+        assert await reward.score("nothing to see", "42") == 0.0
+    finally:
+        await reward.close()
+
+
+@pytest.mark.parametrize("name", loggers.names())
+def test_a_logger_takes_steps_in_order_and_closes(name: str, tmp_path: Path):
+    logger = loggers.get(name)(tmp_path)
+    logger.log(0, {"reward/mean": 0.25})
+    logger.log(1, {"reward/mean": 0.5})
+    logger.close()
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written, "it left something below the run's folder"
+    assert all(path.stat().st_size > 0 for path in written)
+
+
+@pytest.mark.parametrize("name", envs.names())
+async def test_an_environment_starts_and_stops_more_than_once(name: str):
+    for _ in range(2):
+        env = EnvFactory(args=None).make_env(EnvConfig(type=name))
+        await env.setup()
+        await env.close()
+    assert env.seats
