@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from arealite.api.trainer import PPOConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
 from arealite.system.dataset import load_tasks
 from arealite.system.name_registry import Entry, NameRegistry
+
+MIN_FREE_BYTES = 64 << 20
 
 
 def check(config: ExperimentConfig) -> None:
@@ -184,6 +187,11 @@ def check_run_folder(config: ExperimentConfig) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(f"run folder {paths.root} cannot be written: {error.strerror}.") from error
+    if (free := shutil.disk_usage(paths.root).free) < MIN_FREE_BYTES:
+        raise UserError(
+            f"the disk of run folder {paths.root} has {free >> 20} MiB free, a run needs at least "
+            f"{MIN_FREE_BYTES >> 20} MiB. Free some, or set cluster.run_root to another disk."
+        )
 
 
 def find_server(config: ExperimentConfig) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,14 @@ def test_a_prompt_longer_than_the_context_is_named(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     says = refused(site, tmp_path / "run", capsys, f"dataset.train={file}")
     assert "row train-5: its prompt has 600 tokens" in says
+
+
+def test_a_full_disk(
+    site: Site,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    usage = shutil.disk_usage(tmp_path)._replace(free=5 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "has 5 MiB free" in refused(site, tmp_path, capsys)

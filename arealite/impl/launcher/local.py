@@ -18,6 +18,7 @@ from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.launcher import Launcher
+from arealite.base.errors import UserError
 from arealite.impl.launcher.progress import Progress
 from arealite.system.audit import audit
 
@@ -43,7 +44,7 @@ class Child:
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         if lines and lines[-1].startswith("error: "):
             lines = lines[-1:]
-        return "\n".join(f"    {line}" for line in lines)
+        return "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
 
 
 class LocalLauncher(Launcher):
@@ -175,8 +176,11 @@ class LocalLauncher(Launcher):
             await child.process.wait()
 
     def _close(self, code: int) -> int:
-        if self.paths.ledger.exists():
+        try:
             report = audit(self.paths.ledger)
+        except UserError as error:  # the run ended before there was a ledger to hold it against
+            self.progress.say(f"no audit: {error}")
+        else:
             self.progress.say(report.table())
             code = code or (0 if report.ok else 1)
         self.progress.say(f"run folder: {self.paths.root}")

@@ -120,6 +120,14 @@ def test_a_last_line_that_says_it_all_is_shown_alone(tmp_path: Path):
     assert "Traceback" not in shown
 
 
+def test_a_child_without_a_word_and_a_run_without_a_ledger(tmp_path: Path):
+    dying = "import sys; sys.exit(3)"
+    code, shown, _ = run(tmp_path, datapipe=dying, rollout=UNTIL_TERM, trainer=UNTIL_TERM)
+    assert code == 3
+    assert "is the disk full?" in shown
+    assert "no audit: " in shown
+
+
 def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
     dying = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     code, shown, launcher = run(tmp_path, datapipe=dying, rollout=UNTIL_TERM, trainer=UNTIL_TERM)
