@@ -196,7 +196,7 @@ def check_run_folder(config: ExperimentConfig) -> None:
 
 def find_server(config: ExperimentConfig) -> Entry:
     """Wait for a live language-model server of this trial."""
-    names = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+    names = NameRegistry.of(config)
     wait = names.wait("llm_server", seconds=config.server_wait_s, owner="train.py")
     try:
         return asyncio.run(wait)[0]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
@@ -66,7 +66,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
         config,
         train=load_tasks(config.dataset.train, "train"),
         eval=load_tasks(config.dataset.eval, "eval") if config.dataset.eval else [],
-        registry=registry(config),
+        registry=NameRegistry.of(config),
         address=f"tcp://{config.cluster.host}:0",
     )
     gc.freeze()
@@ -91,7 +91,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     from arealite.impl.rollout.worker import RolloutWorker
     from arealite.system.worker_link import WorkerLink
 
-    collector, names = config.trainer.ppo.collector, registry(config)
+    collector, names = config.trainer.ppo.collector, NameRegistry.of(config)
     host = socket.gethostname()
     link = WorkerLink(
         lambda: names.address("datapipe"),
@@ -115,11 +115,6 @@ def trainer(config: ExperimentConfig, index: int) -> None:
     from arealite.api.trainer import trainers
 
     trainers.get(config.trainer.type)(config).train()  # type: ignore[call-arg]
-
-
-def registry(config: ExperimentConfig) -> NameRegistry:
-    """Return the trial's name registry."""
-    return NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
 
 
 ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.system.deadlines import deadline
@@ -44,6 +45,11 @@ class NameRegistry:
     def __init__(self, root: Path, *, ttl_s: float = 5.0) -> None:
         self.root = root
         self.ttl_s = ttl_s
+
+    @classmethod
+    def of(cls, config: ExperimentConfig | ServerConfig) -> NameRegistry:
+        """Return the registry of a config's trial."""
+        return cls(name_dir(config), ttl_s=config.cluster.ttl_s)
 
     def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
         """Write or renew a name atomically: readers see the old file or the new, never half of one.

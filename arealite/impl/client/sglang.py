@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
 from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
@@ -75,7 +75,7 @@ class SGLangClient(LLMClient):
         self._limits = Limits()
         self._directory = Directory(
             self._router,
-            NameRegistry(name_dir(args), ttl_s=args.cluster.ttl_s),
+            NameRegistry.of(args),
             refresh_s=self.config.refresh_s,
             timeout_s=self.config.connect_timeout_s,
         )

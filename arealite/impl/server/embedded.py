@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from arealite.api.config import ServerConfig, name_dir
+from arealite.api.config import ServerConfig
 from arealite.api.llm import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
@@ -101,7 +101,7 @@ class EmbeddedServer(LLMServer):
     async def _until_stopped(self, app: App) -> None:
         """Hold the server's name until told to stop or the engine dies."""
         cluster = self.config.cluster
-        registry = NameRegistry(name_dir(self.config), ttl_s=cluster.ttl_s)
+        registry = NameRegistry.of(self.config)
         entry_id = self.address.removeprefix("http://").replace(":", "-")
         async with registry.registered(
             "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s

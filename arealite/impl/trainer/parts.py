@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine, engines
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
@@ -45,7 +45,7 @@ def assemble(config: ExperimentConfig) -> Parts:
     """Join the other ranks, load the model, and open what rank 0 alone has."""
     ppo, paths = config.trainer.ppo, run_paths(config)
     world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
-    registry = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+    registry = NameRegistry.of(config)
     engine: Any = engines.get(ppo.engine.type)
     publisher: Any = publishers.get(ppo.publisher.type)
 
