@@ -67,13 +67,6 @@ class Segment(msgspec.Struct, frozen=True):
     """The sampling temperature; the trainer divides logits by it."""
 
 
-class Trajectory(msgspec.Struct, frozen=True):
-    """Header and payload together, as the collector makes it and the trainer reads it."""
-
-    header: TrajectoryHeader
-    segments: list[Segment]
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Segment])
 

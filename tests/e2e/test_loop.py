@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -30,6 +32,22 @@ def server_version(site: Site) -> str:
 
 def steps_of(metrics: list[dict[str, float]]) -> list[int]:
     return [int(line["step"]) for line in metrics if "reward/mean" in line]
+
+
+@contextlib.contextmanager
+def training(site: Site, run_root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a train.py that would go on for long; yield it once a step is trained."""
+    metrics = RunPaths(run_root / "e2e" / "t").metrics
+    with subprocess.Popen(
+        site.command(run_root, "trainer.ppo.total_steps=100000"),
+        cwd=run_root,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as run:
+        trained = lambda: metrics.exists() and '"reward/mean"' in metrics.read_text()  # noqa: E731
+        until(lambda: trained() or run.poll() is not None, what="a trained step", seconds=60)
+        yield run
 
 
 def test_a_run_from_start_to_export(site: Site, tmp_path: Path):
@@ -67,15 +85,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     paths = RunPaths(tmp_path / "e2e" / "t")
-    with subprocess.Popen(
-        site.command(tmp_path, "trainer.ppo.total_steps=100000"),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    ) as run:
-        trained = lambda: paths.metrics.exists() and '"reward/mean"' in paths.metrics.read_text()  # noqa: E731
-        until(lambda: trained() or run.poll() is not None, what="a trained step", seconds=60)
+    with training(site, tmp_path) as run:
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 3
         assert cli.main(["train", *site.command(tmp_path)[2:]]) == 2, "a second train.py"
@@ -99,15 +109,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
 @pytest.mark.parametrize("role", ["rollout-0", "datapipe-0", "trainer-0"])
 def test_a_killed_role_stops_the_run_by_name(site: Site, tmp_path: Path, role: str):
     paths = RunPaths(tmp_path / "e2e" / "t")
-    with subprocess.Popen(
-        site.command(tmp_path, "trainer.ppo.total_steps=100000"),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    ) as run:
-        trained = lambda: paths.metrics.exists() and '"reward/mean"' in paths.metrics.read_text()  # noqa: E731
-        until(lambda: trained() or run.poll() is not None, what="a trained step", seconds=60)
+    with training(site, tmp_path) as run:
         kind, index = role.split("-")
         children = psutil.Process(run.pid).children()
         (victim,) = [c for c in children if c.cmdline()[-3:-1] == [kind, index]]
