@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from arealite.api.episode import Action, Record, Seat, Turn
 from arealite.api.fields import opt, sub
-from arealite.api.llm import (
-    LLMClient,
-    LLMClientConfig,
-    LLMRequest,
-    LLMResponse,
-    clients,
-)
+from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, clients
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from arealite.api.fields import opt, sub
-from arealite.api.llm import LLMServerConfig
+from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base.names import RunPaths
 
@@ -108,6 +108,9 @@ class ExperimentConfig:
     cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
+    llm_server: ExternalServersConfig = sub(
+        ExternalServersConfig, "servers not started by launch_llm_server"
+    )
     trainer: TrainerConfig = sub(TrainerConfig, "the learning")
     datapipe: DatapipeConfig = sub(DatapipeConfig, "the ledger's process")
     launcher: LauncherConfig = sub(LauncherConfig, "the processes")

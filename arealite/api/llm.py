@@ -1,4 +1,4 @@
-"""Language-model generation: request and answer, the client agents use, the server that runs.
+"""Language-model generation: request and answer, and the client that agents use.
 
 Tokens in, tokens out: text exists only inside an agent.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -48,29 +48,6 @@ class LLMClientConfig:
 
     type: str = opt("sglang", "name in the table of clients")
     sglang: SGLangClientConfig = sub(SGLangClientConfig, "options of type=sglang")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddedServerConfig:
-    """The server for laptops: a transformers model behind SGLang's protocol, one process."""
-
-    max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
-    num_threads: int = opt(1, "torch threads on a CPU")
-    device: str = opt("auto", "auto, cpu or cuda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LLMServerConfig:
-    """Which server `launch_llm_server` starts, and where it listens."""
-
-    type: str = opt("embedded", "name in the table of servers")
-    host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
-    port: int = opt(0, "0 takes a free port")
-    context_length: int | None = opt(
-        None, "prompt + output tokens; null takes the model's own limit"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "what is logged")
-    embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")
 
 
 class LLMRequest(msgspec.Struct, frozen=True):
@@ -128,21 +105,6 @@ class LLMClient(ABC):
         """Close connections."""
 
 
-class LLMServer(ABC):
-    """A server process, seen from the command that runs it."""
-
-    @abstractmethod
-    def __init__(self, args: Any) -> None:
-        """Take the whole ServerConfig; load nothing yet."""
-
-    @abstractmethod
-    async def serve(self) -> None:
-        """Load the model, listen, register under the trial's names, and serve until cancelled."""
-
-
 clients: Registry[LLMClient] = Registry(
     "llm_client", {"sglang": "arealite.impl.client.sglang:SGLangClient"}
-)
-servers: Registry[LLMServer] = Registry(
-    "llm_server", {"embedded": "arealite.impl.server.embedded:EmbeddedServer"}
 )

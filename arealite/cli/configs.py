@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from arealite.api.agent import AgentConfig, agents
 from arealite.api.engine import TrainEngineConfig, engines
 from arealite.api.env import EnvConfig, envs
-from arealite.api.llm import LLMClientConfig, LLMServerConfig, clients, servers
+from arealite.api.llm import LLMClientConfig, clients
+from arealite.api.llm_server import LLMServerConfig, servers
 from arealite.api.publisher import PublisherConfig, publishers
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.trainer import TrainerConfig, trainers

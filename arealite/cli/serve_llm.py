@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from arealite.api.config import ServerConfig
-from arealite.api.llm import servers
+from arealite.api.llm_server import servers
 from arealite.base import log
 from arealite.cli import configs, options
 

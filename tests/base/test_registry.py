@@ -11,7 +11,8 @@ from arealite.api.agent import agents
 from arealite.api.engine import engines
 from arealite.api.env import envs
 from arealite.api.launcher import launchers
-from arealite.api.llm import clients, servers
+from arealite.api.llm import clients
+from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.reward import rewards

@@ -14,14 +14,8 @@ from arealite.api.config import LauncherConfig
 from arealite.api.engine import TrainEngine, TrainEngineConfig, engines
 from arealite.api.env import Env, EnvConfig, EnvFactory, envs
 from arealite.api.launcher import Launcher, launchers
-from arealite.api.llm import (
-    LLMClient,
-    LLMClientConfig,
-    LLMServer,
-    LLMServerConfig,
-    clients,
-    servers,
-)
+from arealite.api.llm import LLMClient, LLMClientConfig, clients
+from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import PublisherConfig, WeightPublisher, publishers
 from arealite.api.reward import Reward, RewardConfig, RewardFactory, rewards

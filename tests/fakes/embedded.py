@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
-from arealite.api.llm import EmbeddedServerConfig, LLMServerConfig
+from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
 from arealite.impl.server.embedded import EmbeddedServer
 
 

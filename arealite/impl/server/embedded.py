@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from arealite.api.config import ServerConfig
-from arealite.api.llm import LLMServer
+from arealite.api.llm_server import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.server.app import App

@@ -1,0 +1,85 @@
+"""Language-model servers: which one `launch_llm_server` runs, and which others a run uses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from arealite.api.fields import opt, sub
+from arealite.base.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedServerConfig:
+    """The server for laptops: a transformers model behind SGLang's protocol, one process."""
+
+    max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
+    num_threads: int = opt(1, "torch threads on a CPU")
+    device: str = opt("auto", "auto, cpu or cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangServerConfig:
+    """SGLang servers on this host: `sglang.launch_server` processes, watched and restarted."""
+
+    python: str | None = opt(
+        None, "the Python that has sglang, perhaps of another virtual environment; null: this one"
+    )
+    num_servers: int = opt(1, "on this host; the i-th takes port + i and the next devices")
+    device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is a GPU")
+    tp: int = opt(1, "tensor parallelism: devices of one copy of the model")
+    dp: int = opt(1, "data parallelism: copies of the model in one server; disk publisher only")
+    mem_fraction: float | None = opt(
+        None, "share of a device's memory for weights and KV cache; null leaves it to SGLang"
+    )
+    attention_backend: str | None = opt(None, "null leaves it to SGLang; torch_native on a CPU")
+    extra_args: list[str] = sub(list, "more arguments of sglang.launch_server, as they are")
+    start_timeout_s: float = opt(600.0, "from its start until it answers, else it has failed")
+    silence_s: float = opt(30.0, "without an answer for this long it is killed and restarted")
+    drain_timeout_s: float = opt(10.0, "at SIGTERM: time for running requests to end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMServerConfig:
+    """Which server `launch_llm_server` starts, and where it listens."""
+
+    type: str = opt("embedded", "name in the table of servers")
+    host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
+    port: int = opt(0, "0 takes a free port")
+    context_length: int | None = opt(
+        None, "prompt + output tokens; null takes the model's own limit"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "what is logged")
+    embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")
+    sglang: SGLangServerConfig = sub(SGLangServerConfig, "options of type=sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalServersConfig:
+    """Servers that others started, besides those in the name registry."""
+
+    addresses: list[str] = sub(
+        list, "host:port of running SGLang servers; used and updated, never stopped"
+    )
+
+
+class LLMServer(ABC):
+    """A server process, seen from the command that runs it."""
+
+    @abstractmethod
+    def __init__(self, args: Any) -> None:
+        """Take the whole ServerConfig; load nothing yet."""
+
+    @abstractmethod
+    async def serve(self) -> None:
+        """Load the model, listen, register under the trial's names, and serve until cancelled."""
+
+
+servers: Registry[LLMServer] = Registry(
+    "llm_server",
+    {
+        "embedded": "arealite.impl.server.embedded:EmbeddedServer",
+        "sglang": "arealite.impl.server.sglang:SGLangServer",
+    },
+)

@@ -1,0 +1,48 @@
+"""A process group beside the default one, in which a trainer sends weights to servers.
+
+The default group is the trainer's own ranks; servers come and go, so theirs is made and unmade at
+any time. SGLang makes its side in the same way, so names, sizes and back end must agree.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+
+def join(
+    address: tuple[str, int], name: str, *, rank: int, world_size: int, backend: str, seconds: float
+) -> dist.ProcessGroup:
+    """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks are there.
+
+    `name` is fresh for every group: a store remembers the ranks of an earlier one. `seconds` bounds
+    the wait and every later collective.
+
+    Raises:
+        RuntimeError, OSError: the others did not come in time, or the port is taken.
+    """
+    timeout = timedelta(seconds=seconds)
+    url = f"tcp://{address[0]}:{address[1]}"
+    store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    made = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    group: Any = made[0]
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Destroy the group; fine also after one of its collectives has failed."""
+    dist.destroy_process_group(group)
