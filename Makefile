@@ -6,16 +6,21 @@ PY := $(VENV)/bin/python
 TORCH ?= torch==2.13.0
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SEED ?= 1
+# embedded, or sglang: a real SGLang server on the CPU, in a virtual environment of its own.
+BACKEND ?= embedded
+SGLANG_VENV ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async clean help
+.PHONY: demo demo-seeds test test-sglang sglang check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
 
 help:
-	@echo "make demo    the whole loop on this machine: server, training, curve, audit (SEED=1)"
-	@echo "make test    the tests"
-	@echo "make check   format, lint, types, import floors, sizes"
-	@echo "make bench   every benchmark; each prints a table and writes out/bench/<name>.json"
+	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
+	@echo "make test         the tests"
+	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
+	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
+	@echo "make check        format, lint, types, import floors, sizes"
+	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
 
 $(VENV)/.run: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -27,14 +32,20 @@ $(VENV)/.dev: $(VENV)/.run
 	$(PIP) install -e ".[dev,demo]"
 	touch $@
 
-demo: $(VENV)/.run
-	$(PY) tools/demo.py --seed $(SEED)
+sglang:
+	PYTHON=$(PYTHON) tools/setup_sglang_cpu.sh $(SGLANG_VENV)
+
+demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
+	$(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done
 
 test: $(VENV)/.dev
 	$(PY) -m pytest
+
+test-sglang: $(VENV)/.dev sglang
+	$(PY) -m pytest -m sglang
 
 check: $(VENV)/.dev
 	$(PY) -m ruff format --check .
@@ -48,5 +59,8 @@ bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-
 bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
+bench-sglang: $(VENV)/.dev sglang
+	$(PY) tools/bench_sglang.py
+
 clean:
-	rm -rf $(VENV) out runs build dist
+	rm -rf $(VENV) $(SGLANG_VENV) out runs build dist
