@@ -1,0 +1,51 @@
+"""Fixtures that any test may use: the session's real SGLang server.
+
+Mark the test (or the module: `pytestmark = pytest.mark.sglang`) and ask for `sglang_server`:
+
+    @pytest.mark.sglang
+    async def test_pause(sglang_server: SharedServer) -> None:
+        async with aiohttp.ClientSession(sglang_server.address) as session: ...
+
+The server starts with the first test that asks (20 s); before each one it is reset: running, idle,
+no open update session, weights of `folders[0]` (`folders[1]` and `[2]` are others of the same
+shape) under the version "default", an empty cache. A test that kills, freezes or starves a server
+starts its own with tests.sglang.real.real_sglang; groups made by init_weights_update_group need
+fresh names, as they survive a reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sglang.shared import SharedServer, shared_server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a test time for the start of a server on a loaded machine."""
+    for item in items:
+        if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def sglang_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """Hold the one server of a session; tests take `sglang_server`."""
+    with shared_server(tmp_path_factory.mktemp("sglang")) as server:
+        yield server
+
+
+@pytest.fixture
+def sglang_server(
+    request: pytest.FixtureRequest, sglang_session: SharedServer
+) -> Iterator[SharedServer]:
+    """Give a reset server; fail the test that killed it."""
+    assert request.node.get_closest_marker("sglang"), "mark the test: pytest.mark.sglang"
+    sglang_session.reset()
+    yield sglang_session
+    assert sglang_session.alive, f"the test killed the session's server\n{tail(sglang_session)}"
+
+
+def tail(server: SharedServer) -> str:
+    return server.real.tail() if server.real else ""
