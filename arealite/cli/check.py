@@ -41,9 +41,10 @@ def check(config: ExperimentConfig) -> None:
     held_out = load_tasks(config.dataset.eval, "eval") if config.dataset.eval else []
     check_size(config, tasks)
     check_run_folder(config)
-    server = find_server(config)
-    check_same_model(config, model, server)
-    check_prompts(config, [*tasks, *held_out], server)
+    servers = find_servers(config, model)
+    for server in servers:
+        check_same_model(config, model, server)
+    check_prompts(config, [*tasks, *held_out], servers)
 
 
 def required(value: str | None, key: str) -> str:
@@ -194,12 +195,16 @@ def check_run_folder(config: ExperimentConfig) -> None:
         )
 
 
-def find_server(config: ExperimentConfig) -> Entry:
-    """Wait for a live language-model server of this trial."""
+def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    """Ask the external servers, if any, or wait for a live server of this trial."""
     names = NameRegistry.of(config)
+    if config.llm_server.addresses:
+        from arealite.impl.server import external  # imports aiohttp
+
+        return [*external.examine(config, model), *names.list("llm_server")]
     wait = names.wait("llm_server", seconds=config.server_wait_s, owner="train.py")
     try:
-        return asyncio.run(wait)[0]
+        return asyncio.run(wait)
     except DeadlineError as error:
         raise UserError(
             f"no language-model server for {config.experiment_name}/{config.trial_name} within "
@@ -221,12 +226,15 @@ def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: En
             )
 
 
-def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], server: Entry) -> None:
-    """Check that every prompt and its answer fit the server's context."""
-    context = server.value.get("context_length")
+def check_prompts(
+    config: ExperimentConfig, tasks: Sequence[Task], servers: Sequence[Entry]
+) -> None:
+    """Check that every prompt and its answer fit the shortest context of a server."""
+    contexts = [length for server in servers if (length := server.value.get("context_length"))]
     budget = config.trainer.ppo.collector.sampling.max_new_tokens
-    if context is None:
+    if not contexts:
         return
+    context = min(contexts)
     if budget >= context:
         raise UserError(
             f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "

@@ -71,7 +71,20 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     )
     gc.freeze()
     with held(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
-        asyncio.run(until_terminated(pipe.run()))
+        asyncio.run(until_terminated(with_externals(config, pipe.run())))
+
+
+async def with_externals(config: ExperimentConfig, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, and speak for the servers of `llm_server.addresses` meanwhile."""
+    if not config.llm_server.addresses:
+        await work
+        return
+    from arealite.impl.server.external import ExternalServers  # imports aiohttp
+
+    async with asyncio.TaskGroup() as tasks:
+        speaking = tasks.create_task(ExternalServers(config).run(), name="external servers")
+        await work
+        speaking.cancel()
 
 
 async def until_terminated(work: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,268 @@
+"""Holds the names of servers that others started, so that a run uses and updates them as its own.
+
+They register nowhere, so this asks each of them and speaks for it while it answers; it never stops
+one. Two trials that publish to one server would overwrite each other's weights, so `examine`
+refuses a server for which another trial has a live name here. It cannot see trials whose names are
+in another `cluster.name_root`: keep to one trial a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from arealite.api.config import ExperimentConfig, name_dir
+from arealite.base import log
+from arealite.base.errors import RoleError, UserError
+from arealite.system.deadlines import deadline
+from arealite.system.name_registry import Entry, NameRegistry
+
+logger = log.get(__name__)
+
+ANSWER_S = 10.0
+"""For a server to say all about itself; a loaded one may need seconds."""
+SILENT = (aiohttp.ClientError, OSError, RoleError)
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+UNTRUSTED = "-1"
+"""The version under which a server gets no traffic until the publisher has updated it."""
+
+
+class ExternalServers:
+    """Keeps the names of `llm_server.addresses` for as long as `run` runs."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self.addresses = config.llm_server.addresses
+        self.cluster = config.cluster
+        self.registry = NameRegistry.of(config)
+        self.model = read_model(config.model.path)
+        self._known: dict[str, str] = {}
+        """Incarnation last seen at each address."""
+
+    async def run(self) -> None:
+        """Speak for every server until cancelled."""
+        async with aiohttp.ClientSession() as self._session, asyncio.TaskGroup() as tasks:
+            for address in self.addresses:
+                tasks.create_task(self._hold(address), name=f"external server {address}")
+
+    async def _hold(self, address: str) -> None:
+        """Hold a server's name while it answers. Waits for: the server, and the clock."""
+        why, silences = None, 0
+        while True:
+            try:
+                entry = await describe(self._session, address)
+                entry["pid"] = entry["pid"] or f"seen {silences}"
+                await self._welcome(address, entry)
+            except (*SILENT, UserError) as error:
+                if str(error) != why:  # once, not every second
+                    why = str(error)
+                    logger.warning("external server not in use", address=address, error=why)
+                await asyncio.sleep(self.cluster.heartbeat_s)
+                continue
+            async with self.registry.registered(
+                "llm_server", entry_id(address), entry.copy, heartbeat_s=self.cluster.heartbeat_s
+            ):
+                logger.info("external server in use", address=address, version=entry["version"])
+                why = await self._until_silent(entry)
+            silences += 1
+            logger.warning("external server lost", address=address, error=why)
+
+    async def _welcome(self, address: str, entry: dict[str, Any]) -> None:
+        """Check a server's model; distrust the version of one that this run has not updated: an
+        earlier run's numbers mean other weights."""
+        if difference := other_model(entry, self.model):
+            raise UserError(difference)
+        entry["vocab_size"] = vocab_size(self.model)
+        if self._known.get(address) == entry["pid"]:
+            return
+        url, body = f"{entry['address']}/update_weight_version", {"new_version": UNTRUSTED}
+        async with (
+            deadline(f"an answer of {url}", owner="external servers", seconds=ANSWER_S),
+            self._session.post(url, json=body | {"abort_all_requests": False}) as response,
+        ):
+            if response.status == 200:  # servers without the route keep their label
+                entry["version"] = UNTRUSTED
+        self._known[address] = entry["pid"]
+
+    async def _until_silent(self, entry: dict[str, Any]) -> str:
+        """Keep version and load of a registered server fresh; return why that ended."""
+        url, cluster = entry["address"], self.cluster
+        while True:
+            await asyncio.sleep(cluster.heartbeat_s)
+            try:
+                info = await self._ask(f"{url}/model_info", seconds=cluster.ttl_s)
+            except SILENT as error:
+                return str(error) or repr(error)
+            entry["version"] = info.get("weight_version")
+            entry["load"] = None
+            with suppress(*SILENT):  # its scheduler says nothing while it loads weights
+                answer = await self._ask(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
+                loads = answer.get("loads") or []
+                entry["load"] = {
+                    name: sum(load.get(f"num_{name}_reqs", 0) for load in loads)
+                    for name in ("running", "waiting")
+                }
+
+    async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
+        async with deadline(f"an answer of {url}", owner="external servers", seconds=seconds):
+            return await get(self._session, url)
+
+
+def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    """Ask every external server; return what will stand in the name registry.
+
+    Raises:
+        UserError: a line for each address that cannot be used.
+    """
+    addresses = config.llm_server.addresses
+    for address in addresses:
+        check_form(address, addresses)
+    return asyncio.run(_examine(config, model))
+
+
+async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    addresses, problems = config.llm_server.addresses, list[str]()
+    async with aiohttp.ClientSession() as session:
+        questions = (describe(session, address) for address in addresses)
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+    found: list[Entry] = []
+    for address, answer in zip(addresses, answers, strict=True):
+        if isinstance(answer, UserError):
+            problems.append(str(answer))
+        elif isinstance(answer, SILENT):
+            why = "did not answer" if isinstance(answer, RoleError) else "cannot be reached"
+            problems.append(f"the server {why}: {answer}. Start it, or correct the address.")
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif problem := other_model(answer, model) or taken(config, address):
+            problems.append(problem)
+        else:
+            answer["vocab_size"] = vocab_size(model)
+            found.append(Entry("llm_server", entry_id(address), answer, 0.0))
+            continue
+        problems[-1] = f"llm_server.addresses: {address}: {problems[-1]}"
+    if problems:
+        raise UserError("\n".join(problems))
+    return found
+
+
+def check_form(address: str, addresses: Sequence[str]) -> None:
+    """Refuse what is not host:port, and what is given twice."""
+    host = r"\[[0-9a-fA-F:.]+\]|[\w.-]+"
+    match = re.fullmatch(rf"(?:{host}):(\d{{1,5}})", address)
+    if match is None or not 0 < int(match[1]) < 2**16:
+        raise UserError(
+            f"llm_server.addresses: {address!r} is not host:port, as in 10.0.0.7:30000."
+        )
+    if addresses.count(address) > 1:
+        raise UserError(f"llm_server.addresses: {address} is given twice. Give it once.")
+
+
+def taken(config: ExperimentConfig, address: str) -> str | None:
+    """Say which trial has a live name for this server, if one has besides this run's own."""
+    own = name_dir(config)
+    for file in own.parents[2].glob(f"*/*/*/llm_server/{entry_id(address)}.json"):
+        root = file.parents[1]
+        for entry in NameRegistry(root, ttl_s=config.cluster.ttl_s).list("llm_server"):
+            is_ours = root == own and entry.value.get("type") == "external"
+            if entry.id == file.stem and not is_ours:
+                trial = "/".join(root.parts[-2:])
+                return f"{trial} has this server already. Remove the address, or end that trial."
+    return None
+
+
+def entry_id(address: str) -> str:
+    """Return the name under which the server at `address` is registered."""
+    return address.replace("localhost", "127.0.0.1").replace(":", "-")
+
+
+async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
+    """Return the registry entry of a server, all but its vocabulary, which it does not tell.
+
+    Raises:
+        UserError: what answers is no SGLang server.
+        DeadlineError, aiohttp.ClientError, OSError: it does not answer.
+    """
+    url = f"http://{address}"
+    async with deadline(f"an answer of {url}", owner="external servers", seconds=ANSWER_S):
+        info = await get(session, f"{url}/model_info")
+        more = await get(session, f"{url}/server_info")
+        models = (await get(session, f"{url}/v1/models")).get("data") or [{}]
+    if "model_path" not in info or "weight_version" not in info:
+        raise UserError(
+            f"what answers is not an SGLang server (its /model_info says {str(info)[:80]}). "
+            "Correct the address."
+        )
+    # A prompt with all but one token of its answer must still pass as a prompt, after an abort.
+    contexts = (more.get("max_req_input_len"), models[0].get("max_model_len"))
+    started = more.get("random_seed"), (more.get("startup_time") or {}).get("tokenizer_e2e")
+    return {
+        "address": url,
+        "type": "external",
+        "model_path": info.get("tokenizer_path") or info["model_path"],  # the latter changes
+        "model_type": info.get("model_type"),
+        "architectures": info.get("architectures"),
+        "context_length": min((length for length in contexts if length), default=None),
+        "version": info["weight_version"],
+        "host": address.rpartition(":")[0],
+        "pid": "/".join(map(str, started)) if any(started) else None,
+    }
+
+
+async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Return a JSON object; an empty one where the server has none at `url`."""
+    async with session.get(url) as response:
+        raw = await response.read()
+    try:
+        found = json.loads(raw) if response.status == 200 else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
+    """Say in what a server's model differs from `model` (the trainer's config.json), if it does.
+
+    The sizes are compared where the server's folder can be read here: it tells only the kind.
+    """
+    folder = Path(str(entry["model_path"]))
+    theirs = read_model(folder) if folder.is_absolute() else {}
+    theirs |= {key: entry[key] for key in ("architectures", "model_type") if entry[key]}
+    for key in ("architectures", "model_type", *SIZES):
+        if key in theirs and theirs[key] != model.get(key):
+            return f"it serves another model: its {key} is {theirs[key]}, model.path has " + (
+                f"{model.get(key)}. Correct the address, or restart it with this model."
+            )
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    longest = (model.get("max_position_embeddings") or math.inf) * (rope.get("factor") or 1)
+    if (context := entry["context_length"] or 0) > longest:
+        return f"it serves another model: its context is {context}, the model's is {longest:g}."
+    return None
+
+
+def read_model(folder: Path | str) -> dict[str, Any]:
+    """Return a model folder's config.json; empty where there is none to read."""
+    try:
+        return json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def vocab_size(model: dict[str, Any]) -> int | None:
+    """Return how many token ids a config.json allows."""
+    return model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")

@@ -1,0 +1,244 @@
+"""Servers that others started: examined before a run, spoken for while it lasts, never stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
+from arealite.api.llm_server import ExternalServersConfig
+from arealite.base.errors import UserError
+from arealite.cli import role
+from arealite.impl.server import external
+from arealite.system.name_registry import NameRegistry
+from tests.fakes.sglang import FakeSGLang
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "max_position_embeddings": 2048,
+}
+
+
+def experiment(folder: Path, *addresses: str, trial: str = "t") -> ExperimentConfig:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    return ExperimentConfig(
+        trial_name=trial,
+        cluster=ClusterConfig(
+            name_root=str(folder / "names"), user="test", heartbeat_s=0.05, ttl_s=1.0
+        ),
+        model=ModelConfig(path=str(folder / "model")),
+        llm_server=ExternalServersConfig(addresses=list(addresses)),
+    )
+
+
+def at(server: FakeSGLang) -> str:
+    return server.url.removeprefix("http://")
+
+
+async def examine(config: ExperimentConfig) -> Any:
+    return await asyncio.to_thread(external.examine, config, MODEL)
+
+
+async def refusal(config: ExperimentConfig) -> str:
+    with pytest.raises(UserError) as refused:
+        await examine(config)
+    return str(refused.value)
+
+
+@asynccontextmanager
+async def speaking(config: ExperimentConfig) -> AsyncIterator[Callable[..., Any]]:
+    """Speak for the config's servers; give a wait for what their only name must be like."""
+    names = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+
+    async def named(like: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        async with asyncio.timeout(10):
+            while True:
+                for entry in names.list("llm_server"):
+                    if like(entry.value):
+                        return entry.value
+                await asyncio.sleep(0.02)
+
+    async def unnamed() -> None:
+        async with asyncio.timeout(10):
+            while names.list("llm_server"):  # noqa: ASYNC110  (files have no event)
+                await asyncio.sleep(0.02)
+
+    named.gone = unnamed  # type: ignore[attr-defined]
+    task = asyncio.create_task(external.ExternalServers(config).run())
+    try:
+        yield named
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert not names.list("llm_server")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost", "http://localhost:1", "h:0", "h:99999", ":80", "a b:80", "h:80/v1", "::1:80"],
+)
+async def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
+    assert "is not host:port" in await refusal(experiment(tmp_path, address))
+
+
+@pytest.mark.parametrize("address", ["h:1", "10.0.0.7:30000", "my-host.net:65535", "[::1]:80"])
+def test_addresses_may_be_names_or_numbers(address: str) -> None:
+    external.check_form(address, [address])
+
+
+async def test_an_address_given_twice_is_refused(tmp_path: Path) -> None:
+    assert "given twice" in await refusal(experiment(tmp_path, "h:80", "h:80"))
+
+
+async def test_every_silent_address_is_named(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
+        async with FakeSGLang() as server:
+            says = await refusal(experiment(tmp_path, at(server), nobody, "127.0.0.1:1"))
+    first, second = says.splitlines()
+    assert first.startswith(f"llm_server.addresses: {nobody}: the server cannot be reached")
+    assert "127.0.0.1:1: the server cannot be reached" in second
+
+
+async def test_a_server_that_accepts_and_is_silent_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(external, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        says = await refusal(experiment(tmp_path, f"127.0.0.1:{deaf.getsockname()[1]}"))
+    assert "did not answer: external servers waited 0.2 s" in says
+
+
+async def test_another_kind_of_server_is_refused(tmp_path: Path) -> None:
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text="<html>welcome</html>")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    says = await refusal(experiment(tmp_path, f"127.0.0.1:{runner.addresses[0][1]}"))
+    await runner.cleanup()
+    assert "what answers is not an SGLang server" in says
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"hidden_size": 64}, "its hidden_size is 64, model.path has 32"),
+        ({"vocab_size": 300}, "its vocab_size is 300, model.path has 320"),
+    ],
+)
+async def test_a_model_of_other_sizes_is_refused(
+    tmp_path: Path, theirs: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODEL | theirs))
+    async with FakeSGLang(model_path=str(tmp_path / "theirs")) as server:
+        assert says in await refusal(experiment(tmp_path, at(server)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"model_type": "llama"}, "its model_type is llama, model.path has qwen2"),
+        ({"architectures": ["X"]}, "its architectures is ['X']"),
+        ({"context_length": 4096}, "its context is 4096, the model's is 2048"),
+        ({"context_length": None}, None),
+    ],
+)
+def test_other_models_are_told_apart(entry: dict[str, Any], says: str | None) -> None:
+    base = {"model_path": "m", "architectures": None, "model_type": None, "context_length": 2048}
+    said = external.other_model(base | entry, MODEL)
+    assert said is None if says is None else says in str(said)
+
+
+async def test_a_server_of_another_trial_is_refused(tmp_path: Path) -> None:
+    async with FakeSGLang() as server:
+        config = experiment(tmp_path, at(server))
+        other = experiment(tmp_path, trial="other")
+        entry_id = external.entry_id(at(server))
+        theirs = NameRegistry(name_dir(other))
+        theirs.put("llm_server", entry_id, server.entry() | {"type": "external"})
+        assert "arealite/other has this server already" in await refusal(config)
+        theirs.remove("llm_server", entry_id)
+        ours = NameRegistry(name_dir(config))
+        ours.put("llm_server", entry_id, server.entry() | {"type": "external"})
+        (found,) = await examine(config)  # left by an earlier run of this trial
+        assert found.value["vocab_size"] == 320
+        ours.put("llm_server", entry_id, server.entry() | {"type": "sglang"})
+        assert "arealite/t has this server already" in await refusal(config)
+
+
+async def test_a_server_is_named_while_it_answers(tmp_path: Path) -> None:
+    async with FakeSGLang(version="80") as server:
+        async with speaking(experiment(tmp_path, at(server))) as named:
+            entry = await named(lambda value: value["type"] == "external")
+            assert entry["address"] == server.url
+            assert (entry["vocab_size"], entry["model_type"]) == (320, "qwen2")
+            server.version = "5"
+            await named(lambda value: value["version"] == "5")
+            await server.kill()
+            await named.gone()
+            await server.restart()
+            again = await named(lambda value: value["version"] != "5")
+            assert again["pid"] != entry["pid"]
+        assert {path for path, _ in server.calls} <= {"/update_weight_version"}
+
+
+async def test_a_silent_server_loses_its_name(tmp_path: Path) -> None:
+    async with (
+        FakeSGLang() as server,
+        speaking(experiment(tmp_path, at(server))) as named,
+    ):
+        await named(lambda value: value["version"] is not None)
+        server.fail_next("hang", path="/model_info")
+        await named.gone()
+        await named(lambda value: True)
+
+
+async def test_a_server_that_comes_back_with_another_model_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 64}))
+    async with FakeSGLang() as server:
+        config = experiment(tmp_path, at(server))
+        async with speaking(config) as named:
+            await named(lambda value: True)
+            await server.kill()
+            server.model_path = str(tmp_path / "theirs")
+            await named.gone()
+            await server.restart()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await named(lambda value: True)
+            server.model_path = "m"
+            await named(lambda value: True)
+
+
+async def test_the_datapipe_speaks_for_them_while_it_works(tmp_path: Path) -> None:
+    over = asyncio.Event()
+    async with FakeSGLang() as server:
+        config = experiment(tmp_path, at(server))
+        names = NameRegistry(name_dir(config))
+        async with asyncio.timeout(10):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(role.with_externals(config, over.wait()))  # type: ignore[arg-type]
+                while not names.list("llm_server"):  # noqa: ASYNC110  (files have no event)
+                    await asyncio.sleep(0.02)
+                over.set()
+        assert not names.list("llm_server")
+        await role.with_externals(replace(config, llm_server=ExternalServersConfig()), over.wait())  # type: ignore[arg-type]
