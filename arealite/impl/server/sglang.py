@@ -1,0 +1,263 @@
+"""SGLang servers of this host: checks what the user asked for, starts them, ends them together.
+
+They run as processes of perhaps another Python, so that SGLang's pins never meet ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from arealite.api.config import ServerConfig
+from arealite.api.llm_server import LLMServer
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
+
+ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+"""Else /health generates, and a paused server is not healthy."""
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+"""More threads fight each other, and compiling makes the first request wait for half a minute."""
+CPU_ARGUMENTS = {
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "none",
+    "--max-total-tokens": 65536,
+    "--max-running-requests": 128,
+}
+CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
+
+PROBE = """
+import importlib.util, sys
+if importlib.util.find_spec("sglang") is None:
+    sys.exit("it has no sglang")
+if sys.argv[1] == "cpu":
+    print(0)
+else:
+    import torch
+    print(torch.cuda.device_count())
+"""
+PROBE_S = 120.0
+
+
+class SGLangServer(LLMServer):
+    """`num_servers` servers, each with its port, devices and log."""
+
+    def __init__(self, args: ServerConfig) -> None:
+        self.config = args
+
+    async def serve(self) -> None:
+        """Keep all servers alive until SIGTERM or SIGINT; a second one skips what the first waits
+        for.
+
+        Raises:
+            UserError: nothing can be started from this config, or one was never healthy.
+        """
+        launches = await asyncio.to_thread(plan, self.config)
+        loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+        def stop() -> None:
+            for task in tasks:
+                task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        try:
+            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+                for launch in launches:
+                    server = SGLangProcess(launch, self.config, session)
+                    tasks.append(group.create_task(server.run(), name=launch.name))
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def plan(config: ServerConfig) -> list[Launch]:
+    """Return how to start each server; nothing has been started yet.
+
+    Raises:
+        UserError: the config does not fit itself, the Python, the model or this machine.
+    """
+    options = config.llm_server.sglang
+    check_numbers(config)
+    about = describe(config)
+    python = find_python(options.python)
+    devices = None
+    if options.device == "cpu":
+        probe(python, "cpu")
+    else:
+        devices = assign_devices(config, visible_devices(probe(python, options.device)))
+    ports = find_ports(config)
+    logs = log_folder(config)
+    return [
+        Launch(
+            name=f"llm_server-{i}",
+            command=partial(command, config, python, i, devices is None),
+            environment=environment(devices[i] if devices else None),
+            port=port,
+            logs=logs,
+            about=about,
+        )
+        for i, port in enumerate(ports)
+    ]
+
+
+def check_numbers(config: ServerConfig) -> None:
+    """Refuse counts and shares that can mean nothing."""
+    server, options = config.llm_server, config.llm_server.sglang
+    prefix = "llm_server.sglang."
+    counts = {f"{prefix}{name}": getattr(options, name) for name in ("num_servers", "tp", "dp")}
+    if server.context_length is not None:
+        counts["llm_server.context_length"] = server.context_length
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{name}={value}: must be at least 1.")
+    share = options.mem_fraction
+    if share is not None and not 0 < share < 1:
+        raise UserError(f"{prefix}mem_fraction={share}: must lie between 0 and 1.")
+
+
+def describe(config: ServerConfig) -> dict[str, Any]:
+    """Return what the names say of the model, from its config.json."""
+    path = config.model.path
+    if not path:
+        raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
+    folder = Path(path).expanduser().absolute()
+    try:
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.path={path}: no model there (config.json: {error}). Give a Hugging Face folder."
+        ) from error
+    text = model.get("text_config") or {}
+    return {
+        "type": "sglang",
+        "model_path": str(folder),
+        "model_type": model.get("model_type"),
+        "architectures": model.get("architectures") or [],
+        "vocab_size": text.get("vocab_size") or model.get("vocab_size"),
+        "host": config.cluster.host,
+    }
+
+
+def find_python(wanted: str | None) -> str:
+    """Return the Python that runs SGLang."""
+    python = sys.executable if wanted is None else os.path.expanduser(wanted)
+    if shutil.which(python) is None:
+        raise UserError(f"llm_server.sglang.python={wanted}: there is no such program.")
+    return python
+
+
+def probe(python: str, device: str) -> int:
+    """Return how many GPUs `python` sees (0 unasked with device=cpu); refuse one without sglang."""
+    try:
+        done = subprocess.run(
+            [python, "-c", PROBE, device], capture_output=True, text=True, timeout=PROBE_S
+        )
+        if done.returncode == 0:
+            return int(done.stdout)
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    raise UserError(
+        f"llm_server.sglang.python: {python} cannot run SGLang: {why}. Name a Python that has it "
+        "(for a CPU, tools/setup_sglang_cpu.sh makes one), or pip install sglang there."
+    )
+
+
+def visible_devices(count: int) -> list[str]:
+    """Return the names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES writes them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
+
+
+def assign_devices(config: ServerConfig, visible: list[str]) -> list[str] | None:
+    """Return each server's CUDA_VISIBLE_DEVICES; None: there are none, and it may be the CPU."""
+    options = config.llm_server.sglang
+    if not visible and options.device == "auto":
+        return None
+    each = options.tp * options.dp
+    needed = options.num_servers * each
+    if needed > len(visible):
+        raise UserError(
+            f"llm_server.sglang: {options.num_servers} servers of tp {options.tp} x dp "
+            f"{options.dp} need {needed} GPUs, but {len(visible)} are visible. Lower one of them, "
+            "widen CUDA_VISIBLE_DEVICES, or take device=cpu."
+        )
+    return [",".join(visible[i * each : (i + 1) * each]) for i in range(options.num_servers)]
+
+
+def find_ports(config: ServerConfig) -> list[int]:
+    """Return one port a server."""
+    server, count = config.llm_server, config.llm_server.sglang.num_servers
+    last = f" to {server.port + count - 1}" if count > 1 else ""
+    try:
+        return take_ports(server.host, server.port, count)
+    except (OSError, OverflowError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise UserError(
+            f"llm_server cannot listen on {server.host}:{server.port}{last}: {why}. "
+            "Choose another llm_server.port, or 0 for free ones."
+        ) from error
+
+
+def log_folder(config: ServerConfig) -> Path:
+    """Return the trial's log folder, made."""
+    root = Path(config.cluster.run_root).expanduser().absolute()
+    logs = RunPaths(root / config.experiment_name / config.trial_name).logs
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{logs} cannot be made: {error.strerror}. Set cluster.run_root to a folder that can "
+            "be written; the servers' logs go there."
+        ) from error
+    return logs
+
+
+def environment(devices: str | None) -> dict[str, str]:
+    """Return a server's environment; without devices, that of a CPU. The user's own wins."""
+    if devices is None:
+        return {**ENVIRONMENT, **CPU_ENVIRONMENT, **os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    return {**ENVIRONMENT, **os.environ, "CUDA_VISIBLE_DEVICES": devices}
+
+
+def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int) -> list[str]:
+    """Return the command line of a server; where an argument comes twice, SGLang takes the last."""
+    server, options = config.llm_server, config.llm_server.sglang
+    values: dict[str, Any] = {
+        "--model-path": Path(config.model.path).expanduser().absolute(),
+        "--dtype": config.model.dtype,
+        "--device": "cpu" if cpu else "cuda",
+        "--tp-size": options.tp,
+        "--dp-size": options.dp,
+        "--mem-fraction-static": options.mem_fraction,
+        "--attention-backend": options.attention_backend,
+        "--context-length": server.context_length,
+        "--host": server.host,
+        "--port": port,
+        "--log-level": server.log_level,
+        "--log-level-http": "warning",  # else a line for each of our own questions
+        "--random-seed": config.seed + index,
+    }
+    given = {name: str(value) for name, value in values.items() if value is not None}
+    if cpu:
+        given = {name: str(value) for name, value in CPU_ARGUMENTS.items()} | given
+    words = [word for pair in given.items() for word in pair]
+    switches = CPU_SWITCHES if cpu else []
+    return [python, "-m", "sglang.launch_server", *words, *switches, *options.extra_args]

@@ -1,0 +1,270 @@
+"""One SGLang server process: started, registered while it answers, started again when it dies.
+
+Apart from the command line and the checks, because what happens to a process is the hard half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from arealite.api.config import ServerConfig
+from arealite.base import log
+from arealite.base.errors import RoleError, UserError
+from arealite.system.deadlines import deadline
+from arealite.system.name_registry import NameRegistry
+
+T = TypeVar("T")
+logger = log.get(__name__)
+
+GUARD = """
+exec 3<&0 </dev/null
+(trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &
+exec "$@" 3<&-
+"""
+"""Run by sh in the server's process group: when our end of the pipe closes, however we died, the
+whole group is killed, grandchildren included, which a death signal from the kernel would miss."""
+
+POLL_S = 0.1
+LOAD_S = 1.0
+"""Longest wait for /v1/loads: the scheduler answers it, which is busy while weights change."""
+TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL: a paused server with requests in it never ends by itself."""
+KILL_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+STEADY_S = 60.0
+"""Healthy for this long, a server's next death is its first again."""
+TAIL_LINES = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one server is started, and what its name says that never changes."""
+
+    name: str
+    command: Callable[[int], list[str]]
+    """Of the port."""
+    environment: dict[str, str]
+    port: int
+    logs: Path
+    about: dict[str, Any]
+
+
+class SGLangProcess:
+    """Keeps one server alive."""
+
+    def __init__(
+        self, launch: Launch, config: ServerConfig, session: aiohttp.ClientSession
+    ) -> None:
+        self.launch = launch
+        self.config = config
+        self.options = config.llm_server.sglang
+        self.port = launch.port
+        self.log: Path
+        self._session = session
+        self._registry = NameRegistry.of(config)
+        self._process: Process
+        self._log_begin = 0
+        self._entry: dict[str, Any] = {}
+        self._healthy_at: float | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://{reachable(self.config)}:{self.port}"
+
+    @property
+    def entry_id(self) -> str:
+        return self.address.removeprefix("http://").replace(":", "-")
+
+    async def run(self) -> None:
+        """Keep the server alive until cancelled; then let its requests end, and end its group.
+
+        Raises:
+            UserError: it was never healthy; holds the last lines of its log.
+        """
+        pause_s, first = FIRST_PAUSE_S, True
+        while True:
+            self._healthy_at = None
+            try:
+                await self._live()
+            except RoleError as error:
+                if first and self._healthy_at is None:
+                    what = f"{error}. Its last lines ({self.log}):\n{self.tail()}"
+                    raise UserError(what) from error
+                if self._healthy_at and time.monotonic() - self._healthy_at > STEADY_S:
+                    pause_s = FIRST_PAUSE_S
+                logger.warning("server lost", error=str(error), restart_in_s=pause_s)
+            first = False
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _live(self) -> None:
+        """Start the process and stay with it to its end, which is always an error."""
+        await self._start()
+        try:
+            await self._until_exit(self._healthy())
+            beat_s = self.config.cluster.heartbeat_s
+            async with self._registry.registered(
+                "llm_server", self.entry_id, lambda: self._entry, heartbeat_s=beat_s
+            ):
+                await self._until_exit(self._follow())
+        except asyncio.CancelledError:
+            await self._leave()
+            raise
+        finally:
+            with suppress(ProcessLookupError):  # what is left of the group: the guard at least,
+                os.killpg(self._process.pid, signal.SIGKILL)  # so this id is nobody else's
+            async with deadline(f"the end of {self.address}", owner="llm_server", seconds=KILL_S):
+                await self._process.wait()
+
+    async def _start(self) -> None:
+        if self.config.llm_server.port == 0:
+            with suppress(OSError):
+                self.port = take_ports(self.config.llm_server.host, self.port, 1)[0]
+        self.log = self.launch.logs / f"llm_server-{self.entry_id}.log"
+        with self.log.open("ab") as output:
+            self._log_begin = output.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                "/bin/sh",
+                "-c",
+                GUARD,
+                "sh",
+                *self.launch.command(self.port),
+                env=self.launch.environment,
+                stdin=PIPE,  # held open, never written to: see GUARD
+                stdout=output,
+                stderr=STDOUT,
+                start_new_session=True,
+            )
+        logger.info("server starting", address=self.address, log=str(self.log))
+
+    async def _healthy(self) -> None:
+        """Wait until it answers; learn what its name shall say."""
+        begin, seconds = time.monotonic(), self.options.start_timeout_s
+        async with deadline(f"{self.address}/health", owner="llm_server", seconds=seconds):
+            await self._answer("/health")
+            models = await self._answer("/v1/models")
+            self._entry = {"context_length": models["data"][0].get("max_model_len")}
+            await self._ask()
+        self._healthy_at = time.monotonic()
+        took = round(self._healthy_at - begin, 1)
+        logger.info("server ready", address=self.address, seconds=took, server=self._process.pid)
+
+    async def _follow(self) -> None:
+        """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
+        while True:
+            what = f"an answer of {self.address}/model_info"
+            async with deadline(what, owner="llm_server", seconds=self.options.silence_s):
+                await self._ask()
+            await asyncio.sleep(self.config.cluster.heartbeat_s)
+
+    async def _ask(self) -> None:
+        """Renew what the name says."""
+        info = await self._answer("/model_info")
+        load = await self._load()
+        self._entry = {
+            "address": self.address,
+            **self.launch.about,
+            "context_length": self._entry["context_length"],
+            "version": info.get("weight_version"),
+            "pid": self._process.pid,
+            **({"load": load} if load else {}),
+        }
+
+    async def _answer(self, path: str) -> Any:
+        """Ask until it answers."""
+        while (answer := await self._get(path, self.options.silence_s / 3)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        return answer
+
+    async def _load(self) -> dict[str, int] | None:
+        """Return its requests, over all copies of the model; None when it cannot say."""
+        answer = await self._get("/v1/loads?include=core", LOAD_S)
+        if answer is None:
+            return None
+        loads = answer["loads"]
+        return {
+            "running": sum(load["num_running_reqs"] for load in loads),
+            "waiting": sum(load["num_waiting_reqs"] for load in loads),
+        }
+
+    async def _get(self, path: str, seconds: float) -> Any:
+        """Return the answer; None if there is none, or one that is not 200."""
+        limit = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with self._session.get(self.address + path, timeout=limit) as response:
+                body = await response.read()
+                return msgspec.json.decode(body or b"{}") if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            return None
+
+    async def _until_exit(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, but no longer than the process lives."""
+        job = asyncio.ensure_future(work)
+        exit_ = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait((job, exit_), return_when=asyncio.FIRST_COMPLETED)
+            if exit_.done():
+                code = exit_.result()
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                raise RoleError(f"llm_server {self.address} died ({how})")
+            return job.result()
+        finally:
+            job.cancel()
+            exit_.cancel()
+            await asyncio.gather(job, exit_, return_exceptions=True)
+
+    async def _leave(self) -> None:
+        """Give running requests their time, then SIGTERM and its time.
+
+        Only to the first process, which ends the others: where they end before it, SGLang takes
+        that for a crash and stays five seconds longer.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.options.drain_timeout_s):
+                while (load := await self._load()) and any(load.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TERMINATE_S):
+                await self._process.wait()
+
+    def tail(self) -> str:
+        """Return the last lines that this start of the server wrote."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_begin)
+            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n".join(f"    {line}" for line in lines) or "    (empty: is the disk full?)"
+
+
+def reachable(config: ServerConfig) -> str:
+    """Return the host under which others reach a server that binds `llm_server.host`."""
+    host = config.llm_server.host
+    return config.cluster.host if host in ("0.0.0.0", "::", "") else host
+
+
+def take_ports(host: str, port: int, count: int) -> list[int]:
+    """Return `count` ports from `port` on, or free ones if it is 0; all were free a moment ago.
+
+    Raises:
+        OSError: one is taken, or `host` is not this machine's.
+    """
+    import socket
+
+    with ExitStack() as held:
+        sockets = [socket.create_server((host, port and port + i)) for i in range(count)]
+        for each in sockets:
+            held.enter_context(each)
+        return [each.getsockname()[1] for each in sockets]

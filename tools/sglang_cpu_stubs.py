@@ -1,0 +1,70 @@
+"""Lets SGLang be imported where there is no GPU: stand-ins for CUDA packages it names at import.
+
+tools/setup_sglang_cpu.sh puts this file and a .pth line into the virtual environment, so that every
+process of the server has the stand-ins from its first line on. A package that is there wins.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+MODULES = {"sgl_kernel", "sgl_kernel.kvcacheio"}
+"""Others below sgl_kernel must stay missing: SGLang has plain torch code in their place."""
+PACKAGES = {"torchvision"}
+"""With everything below."""
+
+
+class Absent(type):
+    """Makes the classes that stand for whatever is imported: fit for annotations, bases and
+    isinstance, with attributes of the same kind; calling one is an error."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(f"{cls.__name__}.{name}")
+
+
+def absent(name: str) -> Any:
+    """Return the stand-in for `name`."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name} was called, but only a stand-in of it is installed (no GPU)")
+
+    return Absent(name, (), {"__new__": refuse})
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules above when nothing else did."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in MODULES and name.partition(".")[0] not in PACKAGES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def attribute(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return absent(f"{module.__name__}.{name}")
+
+        module.__dict__["__getattr__"] = attribute
+
+
+def install() -> None:
+    """Add the stand-ins to this interpreter; who only asks for a package is told it is missing."""
+    stand_ins, real = StandIns(), importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        spec = real(name, package)
+        return None if spec is not None and spec.loader is stand_ins else spec
+
+    importlib.util.find_spec = find_spec
+    sys.meta_path.append(stand_ins)
+
+
+install()
