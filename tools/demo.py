@@ -31,6 +31,18 @@ SERVER_GRACE_S = 10.0
 PLOT_HEIGHT = 8
 VERSIONS = "publish/version", "eval/newest_version"
 """Metrics that tell which version the servers hold; version n is there after n updates."""
+SGLANG_PYTHON = ".venv-sglang/bin/python"
+BACKENDS = {
+    "embedded": [],
+    "sglang": [
+        "llm_server.type=sglang",
+        "llm_server.sglang.device=cpu",
+        f"llm_server.sglang.python={os.environ.get('SGLANG_PYTHON', SGLANG_PYTHON)}",
+    ],
+}
+"""What launch_llm_server is told; training is the same with each."""
+SERVER_WAIT_S = 240
+"""SGLang takes 20 s to start, and minutes on a loaded machine."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -39,42 +51,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="batches to train; default: config/demo.yaml's")
+    parser.add_argument("--backend", choices=list(BACKENDS), default="embedded", help="the server")
     parser.add_argument("--keep", action="store_true", help="move an earlier run aside")
     options = parser.parse_args(argv)
     os.chdir(ROOT)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        return run(options.seed, options.steps, keep=options.keep)
+        return run(options)
     except KeyboardInterrupt:
         return 130
 
 
-def run(seed: int, steps: int | None, *, keep: bool) -> int:
+def run(options: argparse.Namespace) -> int:
     """Make the kit, train with real processes, and show what came of it."""
     OUT.mkdir(parents=True, exist_ok=True)
-    paths = RunPaths((OUT / f"seed{seed}").absolute())
-    with (OUT / f"seed{seed}.lock").open("w") as lock:
+    trial = f"seed{options.seed}" + ("-sglang" if options.backend == "sglang" else "")
+    paths = RunPaths((OUT / trial).absolute())
+    with (OUT / f"{trial}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"a demo with seed {seed} is running in {paths.root}; take another --seed")
+            print(
+                f"a demo with seed {options.seed} is running in {paths.root}; take another --seed"
+            )
             return 2
-        return run_locked(paths, seed, steps, keep=keep)
+        return run_locked(paths, options)
 
 
-def run_locked(paths: RunPaths, seed: int, steps: int | None, *, keep: bool) -> int:
+def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     """Run the demo while no other uses this folder and these names."""
-    kit = make_kit(seed)
-    clear(paths.root, keep=keep)
-    names = ["experiment_name=demo", f"trial_name=seed{seed}", f"seed={seed}"]
+    begin, trial = time.perf_counter(), paths.root.name
+    kit = make_kit(options.seed)
+    clear(paths.root, keep=options.keep)
+    names = ["experiment_name=demo", f"trial_name={trial}", f"seed={options.seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]
-    with server(overrides, log=OUT / f"seed{seed}-server.log"):
-        code = train(kit, overrides, steps)
+    with server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log"):
+        code = train(kit, [*overrides, f"server_wait_s={SERVER_WAIT_S}"], options.steps)
     if code != 0:
         print(f"training ended with code {code}; logs are in {paths.logs}")
         return code
-    report(paths, seed)
+    more = {"seed": options.seed, "backend": options.backend}
+    report(paths, more | {"seconds": round(time.perf_counter() - begin, 1)})
     return 0
 
 
@@ -146,13 +164,13 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
             process.send_signal(signal.SIGINT)
 
 
-def report(paths: RunPaths, seed: int) -> None:
+def report(paths: RunPaths, more: dict[str, Any]) -> None:
     """Print curve, accuracy and places, below train.py's audit; write summary.json."""
     from arealite.system.audit import audit
 
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     audited = audit(paths.ledger)
-    summary = summarize(lines, audited) | {"seed": seed}
+    summary = summarize(lines, audited) | more
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (paths.root / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

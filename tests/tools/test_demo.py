@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.base import config as base_config
+from arealite.base.names import RunPaths
 from tools import demo
 
 AUDIT = SimpleNamespace(
@@ -148,6 +150,27 @@ def test_training_gets_each_interruption_once(monkeypatch, tmp_path):
     assert demo.train(Path("kit"), [], None) == 7
 
 
+@pytest.mark.parametrize("backend", list(demo.BACKENDS))
+def test_the_server_is_started_as_its_config_allows(monkeypatch, tmp_path, backend):
+    words = demo.BACKENDS[backend]
+    config = base_config.load(ServerConfig, [demo.ROOT / "config/llm_server.yaml"], words, {})
+    assert config.llm_server.type == backend
+    started = {}
+
+    def note(name, result):
+        return lambda *words, **_: started.setdefault(name, words) and result
+
+    monkeypatch.setattr(demo, "make_kit", note("kit", tmp_path))
+    monkeypatch.setattr(demo, "server", note("server", contextlib.nullcontext()))
+    monkeypatch.setattr(demo, "train", note("train", 3))
+    options = SimpleNamespace(seed=4, steps=None, keep=False, backend=backend)
+    assert demo.run_locked(RunPaths(tmp_path / "seed4-x"), options) == 3
+    assert set(words) <= set(started["server"][0])
+    assert not set(words) & set(started["train"][1])  # the same recipe with every server
+    assert "trial_name=seed4-x" in started["server"][0]
+    assert "trial_name=seed4-x" in started["train"][1]
+
+
 def test_a_kit_that_cannot_be_made_says_why(monkeypatch, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "demo_task.py").write_text("import sys; sys.exit('no torch')")
@@ -158,11 +181,9 @@ def test_a_kit_that_cannot_be_made_says_why(monkeypatch, tmp_path):
 
 def test_a_second_demo_of_one_seed_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    codes = []
-    monkeypatch.setattr(
-        demo, "run_locked", lambda *_, **__: codes.append(demo.run(1, None, keep=False)) or 0
-    )
-    assert demo.run(1, None, keep=False) == 0
+    codes, options = [], SimpleNamespace(seed=1, backend="embedded")
+    monkeypatch.setattr(demo, "run_locked", lambda *_: codes.append(demo.run(options)) or 0)
+    assert demo.run(options) == 0
     assert codes == [2]
     assert "seed 1 is running" in capsys.readouterr().out
 
@@ -177,4 +198,4 @@ def test_help_names_the_options():
         timeout=60,
     )
     assert shown.returncode == 0
-    assert all(option in shown.stdout for option in ("--seed", "--steps", "--keep"))
+    assert all(option in shown.stdout for option in ("--seed", "--steps", "--keep", "--backend"))
