@@ -41,8 +41,8 @@ BACKENDS = {
     ],
 }
 """What launch_llm_server is told; training is the same with each."""
-SERVER_WAIT_S = 240
-"""SGLang takes 20 s to start, and minutes on a loaded machine."""
+SERVER_WAIT_S = 120
+"""SGLang takes 20 s to start, and a minute on a loaded machine."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -87,7 +87,9 @@ def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     names = ["experiment_name=demo", f"trial_name={trial}", f"seed={options.seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]
     with server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log"):
-        code = train(kit, [*overrides, f"server_wait_s={SERVER_WAIT_S}"], options.steps)
+        if options.backend == "sglang":
+            overrides.append(f"server_wait_s={SERVER_WAIT_S}")
+        code = train(kit, overrides, options.steps)
     if code != 0:
         print(f"training ended with code {code}; logs are in {paths.logs}")
         return code
