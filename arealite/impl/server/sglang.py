@@ -127,6 +127,11 @@ def check_numbers(config: ServerConfig) -> None:
     for name, value in counts.items():
         if value < 1:
             raise UserError(f"{name}={value}: must be at least 1.")
+    if not 0 <= server.port <= 65536 - options.num_servers:
+        last = server.port + options.num_servers - 1
+        raise UserError(
+            f"llm_server.port={server.port}: ports {server.port} to {last} do not exist."
+        )
     share = options.mem_fraction
     if share is not None and not 0 < share < 1:
         raise UserError(f"{prefix}mem_fraction={share}: must lie between 0 and 1.")
@@ -208,8 +213,8 @@ def find_ports(config: ServerConfig) -> list[int]:
     last = f" to {server.port + count - 1}" if count > 1 else ""
     try:
         return take_ports(server.host, server.port, count)
-    except (OSError, OverflowError) as error:
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
         raise UserError(
             f"llm_server cannot listen on {server.host}:{server.port}{last}: {why}. "
             "Choose another llm_server.port, or 0 for free ones."

@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from arealite.api.config import ServerConfig
 from arealite.base import log
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
 
@@ -46,6 +47,37 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 STEADY_S = 60.0
 """Healthy for this long, a server's next death is its first again."""
 TAIL_LINES = 25
+
+
+class ModelInfo(msgspec.Struct):
+    """The part of /model_info that a name says."""
+
+    weight_version: str | int | None = None
+
+
+class Model(msgspec.Struct):
+    """An item of /v1/models."""
+
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    """The part of /v1/models that a name says."""
+
+    data: Annotated[list[Model], msgspec.Meta(min_length=1)]
+
+
+class Load(msgspec.Struct):
+    """Requests of one copy of the model."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+
+
+class Loads(msgspec.Struct):
+    """The part of /v1/loads that a name says."""
+
+    loads: list[Load]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +110,8 @@ class SGLangProcess:
         self._log_begin = 0
         self._entry: dict[str, Any] = {}
         self._healthy_at: float | None = None
+        self._served = False
+        """Whether it was ever registered: a later failure is no longer the user's."""
 
     @property
     def address(self) -> str:
@@ -93,19 +127,20 @@ class SGLangProcess:
         Raises:
             UserError: it was never healthy; holds the last lines of its log.
         """
-        pause_s, first = FIRST_PAUSE_S, True
+        pause_s = FIRST_PAUSE_S
         while True:
             self._healthy_at = None
             try:
                 await self._live()
-            except RoleError as error:
-                if first and self._healthy_at is None:
+            except (ArealiteError, OSError) as error:
+                if not self._served:
+                    if isinstance(error, UserError):
+                        raise
                     what = f"{error}. Its last lines ({self.log}):\n{self.tail()}"
                     raise UserError(what) from error
                 if self._healthy_at and time.monotonic() - self._healthy_at > STEADY_S:
                     pause_s = FIRST_PAUSE_S
                 logger.warning("server lost", error=str(error), restart_in_s=pause_s)
-            first = False
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -118,6 +153,7 @@ class SGLangProcess:
             async with self._registry.registered(
                 "llm_server", self.entry_id, lambda: self._entry, heartbeat_s=beat_s
             ):
+                self._served = True
                 await self._until_exit(self._follow())
         except asyncio.CancelledError:
             await self._leave()
@@ -130,9 +166,9 @@ class SGLangProcess:
 
     async def _start(self) -> None:
         if self.config.llm_server.port == 0:
-            with suppress(OSError):
-                self.port = take_ports(self.config.llm_server.host, self.port, 1)[0]
+            self.port = self._free_port()
         self.log = self.launch.logs / f"llm_server-{self.entry_id}.log"
+        self.launch.logs.mkdir(parents=True, exist_ok=True)  # again: runs are cleared away
         with self.log.open("ab") as output:
             self._log_begin = output.tell()
             self._process = await asyncio.create_subprocess_exec(
@@ -149,14 +185,22 @@ class SGLangProcess:
             )
         logger.info("server starting", address=self.address, log=str(self.log))
 
+    def _free_port(self) -> int:
+        """Return the port it had, or another one if somebody took that while it was down."""
+        host = self.config.llm_server.host
+        try:
+            return take_ports(host, self.port, 1)[0]
+        except OSError:
+            return take_ports(host, 0, 1)[0]
+
     async def _healthy(self) -> None:
         """Wait until it answers; learn what its name shall say."""
         begin, seconds = time.monotonic(), self.options.start_timeout_s
         async with deadline(f"{self.address}/health", owner="llm_server", seconds=seconds):
-            await self._answer("/health")
-            models = await self._answer("/v1/models")
-            self._entry = {"context_length": models["data"][0].get("max_model_len")}
-            await self._ask()
+            await self._answer("/health", dict)
+            models = await self._answer("/v1/models", Models)
+            self._entry = {"context_length": models.data[0].max_model_len}
+            await self._renew(await self._answer("/model_info", ModelInfo))
         self._healthy_at = time.monotonic()
         took = round(self._healthy_at - begin, 1)
         logger.info("server ready", address=self.address, seconds=took, server=self._process.pid)
@@ -166,47 +210,47 @@ class SGLangProcess:
         while True:
             what = f"an answer of {self.address}/model_info"
             async with deadline(what, owner="llm_server", seconds=self.options.silence_s):
-                await self._ask()
+                info = await self._answer("/model_info", ModelInfo)
+            await self._renew(info)
             await asyncio.sleep(self.config.cluster.heartbeat_s)
 
-    async def _ask(self) -> None:
+    async def _renew(self, info: ModelInfo) -> None:
         """Renew what the name says."""
-        info = await self._answer("/model_info")
         load = await self._load()
         self._entry = {
             "address": self.address,
             **self.launch.about,
             "context_length": self._entry["context_length"],
-            "version": info.get("weight_version"),
+            "version": info.weight_version,
             "pid": self._process.pid,
             **({"load": load} if load else {}),
         }
 
-    async def _answer(self, path: str) -> Any:
+    async def _load(self) -> dict[str, int] | None:
+        """Return its requests, over all copies of the model; None when it cannot say."""
+        answer = await self._get("/v1/loads?include=core", Loads, LOAD_S)
+        if answer is None:
+            return None
+        return {
+            "running": sum(load.num_running_reqs for load in answer.loads),
+            "waiting": sum(load.num_waiting_reqs for load in answer.loads),
+        }
+
+    async def _answer(self, path: str, kind: type[T]) -> T:
         """Ask until it answers."""
-        while (answer := await self._get(path, self.options.silence_s / 3)) is None:  # noqa: ASYNC110
+        seconds = self.options.silence_s / 3
+        while (answer := await self._get(path, kind, seconds)) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return answer
 
-    async def _load(self) -> dict[str, int] | None:
-        """Return its requests, over all copies of the model; None when it cannot say."""
-        answer = await self._get("/v1/loads?include=core", LOAD_S)
-        if answer is None:
-            return None
-        loads = answer["loads"]
-        return {
-            "running": sum(load["num_running_reqs"] for load in loads),
-            "waiting": sum(load["num_waiting_reqs"] for load in loads),
-        }
-
-    async def _get(self, path: str, seconds: float) -> Any:
-        """Return the answer; None if there is none, or one that is not 200."""
+    async def _get(self, path: str, kind: type[T], seconds: float) -> T | None:
+        """Return the answer; None if there is none, or not the one that SGLang gives."""
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.get(self.address + path, timeout=limit) as response:
-                body = await response.read()
-                return msgspec.json.decode(body or b"{}") if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+                response.raise_for_status()
+                return msgspec.json.decode(await response.read() or b"{}", type=kind)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
             return None
 
     async def _until_exit(self, work: Coroutine[Any, Any, T]) -> T:
@@ -261,10 +305,7 @@ def take_ports(host: str, port: int, count: int) -> list[int]:
     Raises:
         OSError: one is taken, or `host` is not this machine's.
     """
-    import socket
-
     with ExitStack() as held:
-        sockets = [socket.create_server((host, port and port + i)) for i in range(count)]
-        for each in sockets:
-            held.enter_context(each)
+        wanted = [(host, port and port + i) for i in range(count)]
+        sockets = [held.enter_context(socket.create_server(address)) for address in wanted]
         return [each.getsockname()[1] for each in sockets]

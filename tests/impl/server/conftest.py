@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.fakes.sglang_program import Program
 from tests.models import tiny_model
 
 
@@ -12,3 +14,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three tiny Qwen2 folders of one shape, with different weights."""
     root = tmp_path_factory.mktemp("server-models")
     return [tiny_model(root / f"m{seed}", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """A stand-in for a Python that has SGLang."""
+    return Program(tmp_path)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A model's description without its weights: enough for who only reads that."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder

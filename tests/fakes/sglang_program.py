@@ -1,0 +1,151 @@
+"""A program that stands in for `python -m sglang.launch_server`: a real process, without a model.
+
+It does what a JSON file beside it says, read again at each request, so that a test can change its
+mind. `Program(folder)` writes it; its path is what a test gives as `llm_server.sglang.python`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
+from arealite.api.llm_server import LLMServerConfig, SGLangServerConfig
+
+OPTIONS = {field.name for field in dataclasses.fields(SGLangServerConfig)}
+
+SOURCE = """#!{python} -S
+import json, os, pathlib, signal, socketserver, subprocess, sys, threading, time
+from http.server import BaseHTTPRequestHandler
+
+FOLDER = pathlib.Path(__file__).parent
+BEGIN = time.monotonic()
+
+
+def orders():
+    return json.loads((FOLDER / "orders.json").read_text())
+
+
+if sys.argv[1] == "-c":
+    if not orders()["sglang"]:
+        sys.exit("it has no sglang")
+    print(0 if sys.argv[3] == "cpu" else orders()["gpus"])
+    sys.exit()
+words = sys.argv[3:]
+port = int(words[words.index("--port") + 1])
+seed = words[words.index("--random-seed") + 1]
+about = {{"arguments": words, "environment": dict(os.environ), "pids": [os.getpid()]}}
+if orders()["grandchild"]:
+    stay = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    about["pids"].append(subprocess.Popen([sys.executable, "-S", "-c", stay]).pid)
+print(orders()["says"], flush=True)
+if seed in orders()["exits"]:
+    sys.exit(orders()["exits"][seed])
+
+
+def on_term(*_):
+    with (FOLDER / f"term-{{seed}}").open("a") as file:
+        file.write("x")
+    if not orders()["ignores_term"]:
+        os._exit(0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path, now = self.path.partition("?")[0], orders()
+        if path in now["hangs"]:
+            time.sleep(600)
+        body = now["answers"].get(path)
+        if seed in now["sick"]:
+            body = None
+        self.send_response(503 if body is None else 200)
+        self.end_headers()
+        self.wfile.write(b"" if body is None else json.dumps(body).encode())
+
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+
+
+signal.signal(signal.SIGTERM, on_term)
+(FOLDER / f"started-{{seed}}.json").write_text(json.dumps(about))
+Server(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class Program:
+    """The program in `folder`, and what it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "python"
+        self.orders: dict[str, Any] = {
+            "sglang": True,
+            "gpus": 0,
+            "says": "hello from the stand-in",
+            "exits": {},
+            "sick": [],
+            "hangs": [],
+            "grandchild": False,
+            "ignores_term": False,
+            "answers": {
+                "/health": {},
+                "/model_info": {"weight_version": "default"},
+                "/v1/models": {"data": [{"id": "m", "max_model_len": 77}]},
+            },
+        }
+        self.load(0, 0)
+        self.path.write_text(SOURCE.format(python=sys.executable))
+        self.path.chmod(0o755)
+
+    def load(self, running: int, waiting: int) -> None:
+        """Say how many requests it has, as two copies of a model would."""
+        first = {"num_running_reqs": running, "num_waiting_reqs": 0}
+        second = {"num_running_reqs": 0, "num_waiting_reqs": waiting}
+        self.tell(answers=self.orders["answers"] | {"/v1/loads": {"loads": [first, second]}})
+
+    def tell(self, **orders: Any) -> None:
+        """Change what it does, from its next request (or start) on."""
+        self.orders |= orders
+        temporary = self.folder / "orders.tmp"
+        temporary.write_text(json.dumps(self.orders))
+        temporary.replace(self.folder / "orders.json")
+
+    def started(self, seed: int = 1) -> dict[str, Any]:
+        """Return what the server of that seed was started with, newest start."""
+        return json.loads((self.folder / f"started-{seed}.json").read_text())
+
+    def terms(self, seed: int = 1) -> int:
+        """Return how often it was sent SIGTERM."""
+        file = self.folder / f"term-{seed}"
+        return len(file.read_text()) if file.exists() else 0
+
+
+def wrapper_config(
+    program: Program,
+    model: Path | str,
+    *,
+    dtype: str = "float32",
+    heartbeat_s: float = 1.0,
+    **server: Any,
+) -> ServerConfig:
+    """Return a config that runs `program`; options of type=sglang go where they belong."""
+    own = {name: server.pop(name) for name in list(server) if name in OPTIONS}
+    own = {"python": str(program.path), "device": "cpu"} | own
+    return ServerConfig(
+        trial_name="t",
+        cluster=ClusterConfig(
+            name_root=str(program.folder / "names"),
+            run_root=str(program.folder / "runs"),
+            user="u",
+            heartbeat_s=heartbeat_s,
+        ),
+        model=ModelConfig(path=str(model), dtype=dtype),
+        llm_server=LLMServerConfig(type="sglang", sglang=SGLangServerConfig(**own), **server),
+    )

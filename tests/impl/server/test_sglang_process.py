@@ -1,0 +1,350 @@
+"""Servers that die, fall silent, never come up or are told to go, as real processes of a scripted
+stand-in for SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import structlog.testing
+
+from arealite.api.config import ServerConfig, name_dir
+from arealite.base.errors import UserError
+from arealite.impl.server import sglang_process
+from arealite.impl.server.sglang import SGLangServer
+from arealite.system.name_registry import Entry, NameRegistry
+from tests.fakes.sglang_program import Program, wrapper_config
+from tests.waiting import until
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
+
+
+def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerConfig:
+    server = {"start_timeout_s": 20.0, "silence_s": 0.6, "drain_timeout_s": 0.2} | server
+    return wrapper_config(program, model_folder, heartbeat_s=0.05, **server)
+
+
+def names(config: ServerConfig) -> list[Entry]:
+    return NameRegistry(name_dir(config)).list("llm_server")
+
+
+async def eventually(condition: Callable[[], object], what: str, seconds: float = 20.0) -> Any:
+    """Return what `condition` gives as soon as it is true."""
+    async with asyncio.timeout(seconds):
+        while not (found := condition()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert found, what
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in pids
+    )
+
+
+@asynccontextmanager
+async def serving(config: ServerConfig, count: int = 1) -> AsyncIterator[asyncio.Task[None]]:
+    """Run the wrapper in this loop; yield when `count` servers have a name."""
+    task = asyncio.ensure_future(SGLangServer(config).serve())
+    try:
+        await eventually(lambda: task.done() or len(names(config)) == count, "names")
+        if task.done():
+            task.result()
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+        assert not names(config)
+
+
+async def test_a_name_says_what_clients_need_and_follows_the_server(
+    program: Program, model_folder: Path
+):
+    settings = quick_config(program, model_folder)
+    async with serving(settings):
+        (entry,) = names(settings)
+        port = entry.value["address"].rsplit(":", 1)[1]
+        assert entry.id == f"127.0.0.1-{port}"
+        assert entry.value == {
+            "address": f"http://127.0.0.1:{port}",
+            "type": "sglang",
+            "model_path": str(model_folder),
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 64,
+            "context_length": 77,
+            "version": "default",
+            "host": "127.0.0.1",
+            "pid": program.started()["pids"][0],
+            "load": {"running": 0, "waiting": 0},
+        }
+        program.load(3, 4)
+        program.tell(answers=program.orders["answers"] | {"/model_info": {"weight_version": "5"}})
+        value = await eventually(
+            lambda: (v := names(settings)[0].value)["version"] == "5" and v, "version 5"
+        )
+        assert value["load"] == {"running": 3, "waiting": 4}
+        log = program.folder / f"runs/arealite/t/logs/llm_server-{entry.id}.log"
+        assert "hello from the stand-in" in log.read_text()
+
+
+async def test_a_server_that_cannot_tell_its_load_has_none(program: Program, model_folder: Path):
+    program.tell(answers=program.orders["answers"] | {"/v1/loads": None})
+    settings = quick_config(program, model_folder)
+    async with serving(settings):
+        assert "load" not in names(settings)[0].value
+        program.tell(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
+        age = names(settings)[0].age_s
+        await eventually(lambda: names(settings)[0].age_s < age, "another heartbeat")
+        assert "load" not in names(settings)[0].value
+
+
+async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
+    program: Program, model_folder: Path
+):
+    settings = quick_config(program, model_folder)
+    program.tell(grandchild=True)
+    async with serving(settings):
+        (before,) = names(settings)
+        group = program.started()["pids"]
+        begin = time.monotonic()
+        os.kill(before.value["pid"], signal.SIGKILL)
+        await eventually(lambda: not names(settings), "the name to go")
+        assert time.monotonic() - begin < 0.5
+        await eventually(lambda: gone(group), "the rest of the group to die")
+        (after,) = await eventually(lambda: names(settings), "the name to come back")
+        assert after.id == before.id
+        assert after.value["pid"] != before.value["pid"]
+
+
+async def test_a_port_that_somebody_took_meanwhile_is_given_up(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.5)
+    settings = quick_config(program, model_folder)
+    async with serving(settings):
+        (before,) = names(settings)
+        port = int(before.value["address"].rsplit(":", 1)[1])
+        os.kill(before.value["pid"], signal.SIGKILL)
+        await eventually(lambda: not names(settings), "the name to go")
+        with socket.create_server(("127.0.0.1", port)):
+            (after,) = await eventually(lambda: names(settings), "another name")
+        assert after.id != before.id
+
+
+async def test_restarts_wait_longer_and_longer_until_one_holds(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(sglang_process, "LONGEST_PAUSE_S", 0.15)
+    settings = quick_config(program, model_folder)
+    with structlog.testing.capture_logs() as events:
+        async with serving(settings):
+
+            def pauses() -> list[float]:
+                return [e["restart_in_s"] for e in events if e["event"] == "server lost"]
+
+            program.tell(exits={"1": 9})
+            os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
+            await eventually(lambda: len(pauses()) >= 6, "six deaths")
+            assert pauses()[:6] == [0.02, 0.04, 0.08, 0.15, 0.15, 0.15]
+            assert any("exit code 9" in e.get("error", "") for e in events)
+            program.tell(exits={})
+            (entry,) = await eventually(lambda: names(settings), "the name to come back")
+            monkeypatch.setattr(sglang_process, "STEADY_S", 0.0)
+            deaths = len(pauses())
+            os.kill(entry.value["pid"], signal.SIGKILL)
+            await eventually(lambda: len(pauses()) > deaths, "another death")
+            assert pauses()[-1] == 0.02, "it had held, so this is its first death again"
+
+
+@pytest.mark.parametrize("how", ["stopped", "refusing", "hanging"])
+async def test_a_silent_server_is_killed_and_started_again(
+    program: Program, model_folder: Path, how: str
+):
+    settings = quick_config(program, model_folder)
+    async with serving(settings):
+        pid = names(settings)[0].value["pid"]
+        if how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        elif how == "refusing":
+            program.tell(sick=["1"])
+        else:
+            program.tell(hangs=["/model_info"])
+        await eventually(lambda: not names(settings), "the name to go", seconds=3.0)
+        await eventually(lambda: gone([pid]), "the process to die")
+        program.tell(sick=[], hangs=[])
+        (entry,) = await eventually(lambda: names(settings), "the name to come back")
+        assert entry.value["pid"] != pid
+
+
+async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)
+    settings = quick_config(program, model_folder, silence_s=0.3)
+    async with serving(settings):
+        pid = names(settings)[0].value["pid"]
+        program.tell(hangs=["/v1/loads"])
+        await eventually(lambda: "load" not in names(settings)[0].value, "a name without load")
+        assert names(settings)[0].value["pid"] == pid
+
+
+@pytest.mark.parametrize(
+    ("orders", "text"),
+    [
+        ({"exits": {"2": 3}}, "died (exit code 3)"),
+        ({"sick": ["2"]}, "/health"),
+    ],
+)
+async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
+    program: Program, model_folder: Path, orders: dict[str, Any], text: str
+):
+    program.tell(says="line one\nno memory is left for the KV cache", grandchild=True, **orders)
+    settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=1.5)
+    begin = time.monotonic()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with serving(settings, count=2):
+            pass
+    (error,) = caught.value.exceptions
+    assert isinstance(error, UserError)
+    assert text in str(error)
+    assert "no memory is left for the KV cache" in str(error)
+    assert "/logs/llm_server-127.0.0.1-" in str(error)
+    if orders.get("exits"):
+        assert time.monotonic() - begin < 1.5, "nobody waits for a dead process"
+    else:
+        await eventually(lambda: gone(program.started(2)["pids"]), "the sick one to end")
+        await eventually(lambda: gone(program.started(1)["pids"]), "the healthy one to end")
+
+
+async def test_sigterm_lets_running_requests_end(program: Program, model_folder: Path):
+    settings = quick_config(program, model_folder, drain_timeout_s=20.0)
+    program.tell(grandchild=True)
+    async with serving(settings) as task:
+        program.load(1, 0)
+        pids = program.started()["pids"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: not names(settings), "the name to go first")
+        await asyncio.sleep(3 * sglang_process.POLL_S)
+        assert not program.terms() and not gone(pids), "a request is running"
+        program.load(0, 0)
+        await task
+        assert program.terms() == 1
+        await eventually(lambda: gone(pids), "the group to end")
+
+
+async def test_what_does_not_listen_is_killed_after_its_time(program: Program, model_folder: Path):
+    program.tell(ignores_term=True, grandchild=True)
+    settings = quick_config(program, model_folder)
+    async with serving(settings) as task:
+        program.load(1, 1)
+        pids = program.started()["pids"]
+        begin = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await task
+        assert 0.7 <= time.monotonic() - begin < 3.0, "drain_timeout_s, then TERMINATE_S"
+        assert program.terms() == 1
+        await eventually(lambda: gone(pids), "the group to end")
+
+
+async def test_a_second_signal_does_not_wait(program: Program, model_folder: Path):
+    settings = quick_config(program, model_folder, drain_timeout_s=60.0)
+    async with serving(settings) as task:
+        program.load(1, 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        await eventually(lambda: not names(settings), "the name to go")
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(5):
+            await task
+        await eventually(lambda: gone(program.started()["pids"]), "the group to end")
+
+
+@contextmanager
+def command(
+    program: Program, model_folder: Path, *overrides: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Type what a user types; yield when the server is ready, or the command has ended."""
+    words = [
+        "llm_server.type=sglang",
+        f"llm_server.sglang.python={program.path}",
+        "llm_server.sglang.device=cpu",
+        f"model.path={model_folder}",
+        f"cluster.name_root={program.folder / 'names'}",
+        f"cluster.run_root={program.folder / 'runs'}",
+        "cluster.user=u",
+        "trial_name=t",
+        *overrides,
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "arealite" / "launch_llm_server.py"), *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    registry = NameRegistry(program.folder / "names/u/arealite/t")
+    try:
+        until(lambda: process.poll() is not None or registry.list("llm_server"), what="a name")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0)])
+def test_the_command_ends_well_when_told(
+    program: Program, model_folder: Path, number: signal.Signals, code: int
+):
+    program.tell(grandchild=True)
+    with command(program, model_folder) as process:
+        pids = program.started()["pids"]
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=20)
+        assert process.returncode == code, shown
+        assert "server ready" in shown and "logs/llm_server-127.0.0.1-" in shown
+    until(lambda: gone(pids), what="the group to end")
+
+
+@pytest.mark.processes
+def test_nothing_survives_a_killed_command(program: Program, model_folder: Path):
+    program.tell(grandchild=True, ignores_term=True)
+    with command(program, model_folder, "llm_server.sglang.num_servers=2") as process:
+        until((program.folder / "started-2.json").exists, what="the second server")
+        pids = program.started(1)["pids"] + program.started(2)["pids"]
+        group = psutil.Process(process.pid).children(recursive=True)
+        assert len(pids) == 4 and {p.pid for p in group} >= set(pids)
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(group, timeout=10)
+        assert not alive
+
+
+@pytest.mark.processes
+def test_a_failed_start_is_shown_without_a_traceback(program: Program, model_folder: Path):
+    program.tell(says="Traceback of SGLang's\nRuntimeError: no such dtype", exits={"1": 1})
+    with command(program, model_folder) as process:
+        _, shown = process.communicate(timeout=20)
+    assert process.returncode == 2
+    error = shown[shown.index("error: ") :]
+    assert "died (exit code 1)" in error and "RuntimeError: no such dtype" in error
+    assert "Traceback (most recent" not in shown
