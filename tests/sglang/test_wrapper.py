@@ -1,0 +1,208 @@
+"""`launch_llm_server.py llm_server.type=sglang` and what becomes of its real SGLang server.
+
+One wrapper for the module: the tests run in their order, and the last one ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from arealite.system.name_registry import NameRegistry
+from tests.models import tiny_model
+from tests.sglang.real import PYTHON, ROOT
+from tests.sglang.shared import call
+from tests.waiting import until
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+START_S = 240.0
+
+
+class Wrapper:
+    """The command as a user types it, in a folder of its own."""
+
+    def __init__(self, folder: Path, model: Path, *overrides: str) -> None:
+        self.registry = NameRegistry(folder / "names/u/arealite/t")
+        self.shown = folder / "shown.log"
+        words = [
+            "llm_server.type=sglang",
+            f"llm_server.sglang.python={PYTHON}",
+            "llm_server.sglang.device=cpu",
+            "llm_server.sglang.drain_timeout_s=1",
+            "cluster.heartbeat_s=0.1",
+            f"model.path={model}",
+            f"cluster.name_root={folder / 'names'}",
+            f"cluster.run_root={folder / 'runs'}",
+            "cluster.user=u",
+            "trial_name=t",
+            *overrides,
+        ]
+        with self.shown.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "arealite" / "launch_llm_server.py"), *words],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def name(self) -> dict[str, Any] | None:
+        """Return what the server's name says; None while it has none."""
+        return next((entry.value for entry in self.registry.list("llm_server")), None)
+
+    def await_name(self) -> dict[str, Any]:
+        ended = lambda: self.process.poll() is not None  # noqa: E731
+        until(lambda: self.name() or ended(), what="the server's name", seconds=START_S)
+        name = self.name()
+        assert name is not None, self.shown.read_text()
+        return name
+
+    def family(self) -> list[psutil.Process]:
+        """Return all processes of the server."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("wrapped") / "model")
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Wrapper]:
+    started = Wrapper(tmp_path_factory.mktemp("wrapper"), model, "llm_server.context_length=300")
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def generate(address: str, count: int) -> list[threading.Thread]:
+    """Send generations of 250 tokens; who waits for them is left alone with their end."""
+    sampling = {"max_new_tokens": 250, "ignore_eos": True}
+
+    def send(i: int) -> None:
+        try:
+            body = {"input_ids": [5, 6 + i], "sampling_params": sampling}
+            call(address, "/generate", body, seconds=60)
+        except OSError:
+            pass  # the server died, which is what these tests are about
+
+    threads = [threading.Thread(target=send, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def load(wrapper: Wrapper) -> int:
+    name = wrapper.name() or {}
+    return sum(name.get("load", {}).values())
+
+
+def test_a_broken_model_ends_the_command_with_the_servers_words(tmp_path: Path, model: Path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(
+            file.read_bytes()[: 100 if file.suffix != ".json" else None]
+        )
+    wrapper = Wrapper(tmp_path, broken)
+    try:
+        assert wrapper.process.wait(START_S) == 2
+        shown = wrapper.shown.read_text()
+        error = shown[shown.index("error: llm_server http://127.0.0.1:") :]
+        assert "died (" in error and "Its last lines (" in error
+        assert "safetensors" in error, "SGLang's own words"
+        assert wrapper.name() is None
+    finally:
+        wrapper.close()
+
+
+def test_nothing_survives_a_wrapper_killed_while_the_server_starts(tmp_path: Path, model: Path):
+    wrapper = Wrapper(tmp_path, model)
+    try:
+        scheduler = lambda: any("scheduler" in p.name() for p in wrapper.family())  # noqa: E731
+        until(scheduler, what="SGLang's scheduler", seconds=START_S)
+        family = wrapper.family()
+        wrapper.process.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+        assert len(family) >= 3
+    finally:
+        wrapper.close()
+
+
+def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Path):
+    name = wrapper.await_name()
+    assert name == {
+        "address": name["address"],
+        "type": "sglang",
+        "model_path": str(model),
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 64,
+        "context_length": 300,
+        "version": "default",
+        "host": "127.0.0.1",
+        "pid": wrapper.family()[0].pid,
+        "load": {"running": 0, "waiting": 0},
+    }
+    address = name["address"]
+    body = {"model_path": str(model), "weight_version": "7"}
+    assert call(address, "/update_weights_from_disk", body)[0] == 200
+    until(lambda: (wrapper.name() or {})["version"] == "7", what="version 7 in the name")
+    threads = generate(address, 8)
+    until(lambda: load(wrapper) == 8, what="eight requests in the name")
+    until(lambda: load(wrapper) == 0, what="an idle server's name", seconds=60)
+    for thread in threads:
+        thread.join()
+
+
+def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapper: Wrapper):
+    before = wrapper.await_name()
+    family = wrapper.family()
+    generate(before["address"], 16)
+    until(lambda: load(wrapper) >= 16, what="requests in flight")
+    begin = time.monotonic()
+    os.kill(before["pid"], signal.SIGKILL)
+    until(lambda: wrapper.name() is None, what="the name to go")
+    gone_s = time.monotonic() - begin
+    after = wrapper.await_name()
+    back_s = time.monotonic() - begin
+    print(f"\nkill -9 → no name: {gone_s:.2f} s; → healthy and named again: {back_s:.1f} s")
+    assert gone_s < 1.0
+    assert after["pid"] != before["pid"]
+    assert (before["version"], after["version"]) == ("7", "default")
+    assert after["address"] == before["address"]
+    assert not psutil.wait_procs(family, timeout=1)[1], "the old group is gone"
+    assert call(after["address"], "/health")[0] == 200
+
+
+def test_sigterm_ends_a_paused_server_with_requests_in_it(wrapper: Wrapper):
+    address = wrapper.await_name()["address"]
+    generate(address, 16)
+    until(lambda: load(wrapper) == 16, what="requests in flight")
+    call(address, "/pause_generation", {"mode": "retract"})
+    family = wrapper.family()
+    begin = time.monotonic()
+    wrapper.process.terminate()
+    until(lambda: wrapper.name() is None, what="the name to go first", seconds=1.0)
+    assert wrapper.process.wait(60) == 0
+    seconds = time.monotonic() - begin
+    print(f"\nSIGTERM while paused with 16 requests → ended: {seconds:.1f} s")
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert len(family) >= 4
+    assert seconds < 15
