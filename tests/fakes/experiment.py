@@ -29,8 +29,7 @@ def experiment(
     own = CollectorConfig(
         env=EnvConfig(type=env),
         agent=AgentConfig(type=agent),
-        sampling=SamplingConfig(max_new_tokens=8),
-        **{"concurrency": 8} | collector,
+        **{"concurrency": 8, "sampling": SamplingConfig(max_new_tokens=8)} | collector,
     )
     evaluation = EvalConfig(sampling=SamplingConfig(temperature=0.0, max_new_tokens=8))
     return ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(collector=own, eval=evaluation)))

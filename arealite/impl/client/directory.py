@@ -33,6 +33,8 @@ class Directory:
         self.registry = registry
         self.refresh_s = refresh_s
         self.timeout_s = timeout_s
+        self.vocab_size: int | None = None
+        """For servers whose name tells none: what a server is not asked may kill it."""
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -70,17 +72,13 @@ class Directory:
         servers = self.router.servers
         for entry in entries:
             held, value = servers.get(entry.id), entry.value
-            if held is not None and held.address == value["address"]:
-                continue
-            if held is not None:
-                held.lose()
-            servers[entry.id] = Server(
-                entry.id,
-                value["address"],
-                vocab_size=value.get("vocab_size"),
-                context_length=value.get("context_length"),
-            )
-            logger.info("llm server found", id=entry.id, address=value["address"])
+            if held is None or held.address != value["address"]:
+                if held is not None:
+                    held.lose()
+                held = servers[entry.id] = Server(entry.id, value["address"])
+                logger.info("llm server found", id=entry.id, address=value["address"])
+            held.vocab_size = value.get("vocab_size") or self.vocab_size
+            held.context_length = value.get("context_length")
         named = {entry.id for entry in entries}
         await asyncio.gather(*(self._ask(s, s.id in named) for s in servers.values()))
         for server in list(servers.values()):

@@ -1,0 +1,177 @@
+"""A rollout worker on real servers: leases in, episodes out, and what went over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
+from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
+from arealite.api.llm import SGLangClientConfig as Options
+from arealite.impl.client import wire
+from arealite.impl.client.routing import Server
+from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.rollout.worker import RolloutWorker
+from arealite.system.name_registry import NameRegistry
+from tests.fakes import experiment as small
+from tests.impl.rollout import worlds
+from tests.impl.rollout.test_worker import FakeLink
+from tests.sglang.shared import SharedServer
+from tests.waiting import until
+
+TOKENS = 160
+EOS = 2
+EXACT = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+"""Every generation has one length, so a lost token shows."""
+
+
+class Client(SGLangClient):
+    """Remembers what agents got."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.finished: list[tuple[LLMRequest, LLMResponse]] = []
+
+    async def generate(self, request: LLMRequest) -> LLMResponse:
+        response = await super().generate(request)
+        self.finished.append((request, response))
+        return response
+
+    def server(self, server: SharedServer) -> Server:
+        return next(s for s in self._router.servers.values() if s.address == server.address)
+
+
+class Rollout:
+    """The worker, its client, and the answers of servers by request id (without the attempt)."""
+
+    def __init__(self, config: ExperimentConfig, monkeypatch: Any) -> None:
+        self.names = NameRegistry(name_dir(config), ttl_s=600.0)
+        self.client = Client(config, config.trainer.ppo.collector.client)
+        self.link = FakeLink()
+        self.worker = RolloutWorker(
+            config, link=self.link, client=self.client, tokenizer=small.tokenizer()
+        )
+        self.answers: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._leased = 0
+        decode = wire.decode_answer
+
+        def remember(raw: bytes) -> wire.Answer:
+            answer = json.loads(raw)
+            self.answers[answer["meta_info"]["id"].rpartition("~")[0]].append(answer)
+            return decode(raw)
+
+        monkeypatch.setattr(wire, "decode_answer", remember)
+
+    def add(self, server: SharedServer, **fields: Any) -> None:
+        """Register a server, as whoever started it would."""
+        assert server.real is not None
+        entry = {"address": server.address, "pid": server.real.process.pid, "vocab_size": 64}
+        entry |= {"context_length": 506, "type": "sglang"} | fields
+        self.names.put("llm_server", server.address.rpartition(":")[2], entry)
+
+    def start(self, groups: int, *, members: int = 4, version: int = 0) -> None:
+        """Lease episodes of one generation each."""
+        for number in range(self._leased, self._leased + groups):
+            lease = small.lease(number, members=members, prompt="ok", version=version)
+            self.link.leases.put_nowait(lease)
+        self._leased += groups
+
+    async def end(self, episodes: int) -> list[LLMResponse]:
+        """Wait for all episodes, none of which may have failed; return what was generated."""
+        async with asyncio.timeout(120):
+            while len(self.link.submitted) < episodes:
+                self.link.seen.clear()
+                await self.link.seen.wait()
+        failures = [episode.failure for episode, _ in self.link.submitted if episode.failure]
+        assert not failures, failures
+        keys = {(episode.lease_id, episode.member) for episode, _ in self.link.submitted}
+        assert len(keys) == len(self.link.submitted) == episodes
+        return [response for _, response in self.client.finished]
+
+    def kept(self) -> int:
+        """Check that each output is its answers' tokens, one after the other; return how many
+        tokens came in answers that were not the last."""
+        partial = 0
+        for request, response in self.client.finished:
+            answers = self.answers[request.request_id]
+            assert response.output_ids == [t for a in answers for t in a["output_ids"]]
+            pairs = [p for a in answers for p in a["meta_info"]["output_token_logprobs"]]
+            assert response.logprobs == [pair[0] for pair in pairs]
+            partial += sum(len(answer["output_ids"]) for answer in answers[:-1])
+        return partial
+
+
+@asynccontextmanager
+async def rollout(
+    folder: Path, monkeypatch: Any, *servers: SharedServer, **options: Any
+) -> AsyncIterator[Rollout]:
+    """Run a worker on reset servers; `options` are the client's."""
+    assert worlds is not None
+    assert servers
+    base = small.experiment(
+        "world",
+        sampling=EXACT,
+        concurrency=256,
+        client=LLMClientConfig(sglang=Options(**{"refresh_s": 0.2} | options)),
+    )
+    config = replace(
+        base,
+        cluster=ClusterConfig(name_root=str(folder / "names"), user="test", ttl_s=600.0),
+        model=ModelConfig(path=servers[0].folders[0]),
+    )
+    made = Rollout(config, monkeypatch)
+    for server in servers:
+        made.add(server)
+    task = asyncio.create_task(made.worker.run())
+    try:
+        ready = lambda: any(s.alive for s in made.client._router.servers.values())  # noqa: E731
+        await eventually(ready, "a server in traffic")
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    """Wait beside the event loop for what a server does."""
+    await asyncio.to_thread(until, condition, what=what, seconds=seconds)
+
+
+def running(server: SharedServer, at_least: int) -> Callable[[], bool]:
+    """Return a question: does the server generate this many now?"""
+
+    def ask() -> bool:
+        return server.get("/v1/loads")[1]["loads"][0]["num_running_reqs"] >= at_least
+
+    return ask
+
+
+async def update(server: SharedServer, mode: str, version: int) -> None:
+    """Bring the server to `folders[version]`, as a publisher does."""
+    body = {"model_path": server.folders[version], "weight_version": str(version)}
+    for path, more in (
+        ("/pause_generation", {"mode": mode}),
+        ("/update_weights_from_disk", body),
+        ("/continue_generation", {}),
+    ):
+        status, answer = await asyncio.to_thread(server.post, path, **more)
+        assert status == 200, answer
+
+
+def logprobs_under(folder: str, prompt: list[int], output: list[int]) -> list[float]:
+    """Return the output's logprobs by transformers, with no EOS, as EXACT samples."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    logits_TV[:, EOS] = -torch.inf
+    ids_T1 = torch.tensor(output)[:, None]
+    return logits_TV.log_softmax(-1).gather(-1, ids_T1)[:, 0].tolist()

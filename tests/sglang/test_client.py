@@ -1,0 +1,204 @@
+"""The rollout path on real SGLang: no episode is lost, whatever happens to servers and weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arealite.api.llm import LLMRequest, SamplingConfig
+from arealite.base.errors import ContextOverflow, GenerationRefused
+from arealite.impl.client import wire
+from tests.sglang import rollout as scenes
+from tests.sglang.rollout import TOKENS, eventually, rollout, running, update
+from tests.sglang.shared import SharedServer, shared_server
+
+pytestmark = pytest.mark.sglang
+
+MOVED_S = 3.0
+"""The promise: traffic of a dead server is elsewhere, and a new one has some, in this time."""
+
+
+@pytest.fixture(scope="module")
+def second_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    with shared_server(tmp_path_factory.mktemp("second")) as server:
+        yield server
+
+
+@pytest.fixture
+def second(sglang_server: SharedServer, second_session: SharedServer) -> SharedServer:
+    """A second server of the same models, which a test may freeze or kill."""
+    second_session.folders = sglang_server.folders
+    second_session.reset()
+    return second_session
+
+
+def request(**settings: object) -> LLMRequest:
+    fields = {"max_new_tokens": 8} | {k: v for k, v in settings.items() if k != "input_ids"}
+    sampling = SamplingConfig(**fields)  # type: ignore[arg-type]
+    ids = settings.get("input_ids", [5, 6, 7])
+    return LLMRequest("r", "g", ids, sampling)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_an_update_interrupts_and_loses_nothing(
+    sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    async with rollout(tmp_path, monkeypatch, sglang_server) as run:
+        run.start(6)
+        await eventually(running(sglang_server, 24), "24 running requests")
+        await update(sglang_server, mode, 1)
+        responses = await run.end(24)
+        stats = run.client.stats()
+    partial = run.kept()
+    assert all(len(r.output_ids) == TOKENS and r.stop_reason == "length" for r in responses)
+    assert {v for r in responses for v in r.versions} == {0, 1}
+    assert all(r.versions == sorted(r.versions) for r in responses)
+    assert stats["failovers"] == stats["server_errors"] == 0
+    answers = [answer for group in run.answers.values() for answer in group]
+    if mode == "retract":
+        assert stats["resubmissions"] == partial == 0
+        assert len(answers) == 24
+        assert sum(a["meta_info"]["num_retractions"] for a in answers) == stats["interruptions"] > 0
+    else:
+        cut = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "abort"]
+        assert stats["resubmissions"] == len(cut) == stats["interruptions"] > 0
+        assert partial > 0
+    mixed = next((q, r) for q, r in run.client.finished if set(r.versions) == {0, 1})
+    prompt, response = mixed[0].input_ids, mixed[1]
+    recomputed = [
+        scenes.logprobs_under(folder, prompt, response.output_ids)
+        for folder in sglang_server.folders[:2]
+    ]
+    expected = [recomputed[version][i] for i, version in enumerate(response.versions)]
+    assert response.logprobs == pytest.approx(expected, abs=2e-4)
+
+
+async def test_a_frozen_server_is_left_and_taken_back(
+    sglang_server: SharedServer,
+    second: SharedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half open: it accepts connections and answers nothing."""
+    async with rollout(tmp_path, monkeypatch, sglang_server, second, connect_timeout_s=1.0) as run:
+        run.start(8)
+        frozen = run.client.server(second)
+        await eventually(running(second, 8), "traffic on both servers")
+        assert second.real is not None
+        os.killpg(second.real.process.pid, signal.SIGSTOP)
+        try:
+            responses = await run.end(32)
+            assert not frozen.alive
+        finally:
+            os.killpg(second.real.process.pid, signal.SIGCONT)
+        run.kept()
+        assert all(len(r.output_ids) == TOKENS for r in responses)
+        assert run.client.stats()["failovers"] > 0
+        await eventually(lambda: frozen.alive, "the thawed server in traffic")
+        await eventually(second.idle, "the aborts to reach the thawed server")
+
+
+async def test_a_server_that_joins_gets_traffic(
+    sglang_server: SharedServer,
+    second: SharedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await update(sglang_server, "retract", 1)
+    async with rollout(tmp_path, monkeypatch, sglang_server, refresh_s=1.0) as run:
+        run.start(8, version=1)
+        await eventually(running(sglang_server, 32), "traffic on the first server")
+        run.add(second)
+        run.start(2, version=1)
+        await eventually(lambda: len(run.client._router.servers) == 2, "the second server")
+        late = run.client.server(second)
+        await eventually(lambda: late.alive, "the second server's answer")
+        assert (late.version, late.served) == (0, 0)  # it does not hold version 1 yet
+        await update(second, "retract", 1)
+        begin = time.perf_counter()
+        await eventually(lambda: late.version == 1, "the second server's version", MOVED_S)
+        run.start(4, version=1)
+        await eventually(lambda: late.served, "traffic", MOVED_S)
+        assert time.perf_counter() - begin < MOVED_S
+        responses = await run.end(56)
+    assert {version for r in responses for version in r.versions} == {1}
+    assert run.client.stats()["failovers"] == 0
+
+
+async def test_what_kills_a_server_is_never_sent(
+    sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rollout(tmp_path, monkeypatch, sglang_server) as run:
+        run.add(sglang_server, vocab_size=None)  # then the model's own counts
+        server = run.client.server(sglang_server)
+        for ids in ([5, 64], [5, -1], [10**9]):
+            with pytest.raises(GenerationRefused, match="the model has 64"):
+                await run.client.generate(request(input_ids=ids))
+        with pytest.raises(ContextOverflow, match="exceed the context of 506"):
+            await run.client.generate(request(input_ids=[5] * 499))
+        assert server.served == 0
+        assert len((await run.client.generate(request())).output_ids) <= 8
+    assert sglang_server.get("/health")[0] == 200
+
+
+async def test_a_prompt_with_nearly_all_of_its_answer_still_passes_as_a_prompt(
+    sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes prompts of at most its context less 7, and cuts answers short by 2."""
+    status, info = sglang_server.get("/server_info")
+    assert (status, info["max_req_input_len"]) == (200, 506)
+    async with rollout(tmp_path, monkeypatch, sglang_server) as run:
+        response = await run.client.generate(
+            request(input_ids=[5] * 6, max_new_tokens=500, min_new_tokens=500)
+        )
+        assert len(response.output_ids) == 500
+        again = request(input_ids=[5] * 505, max_new_tokens=1)
+        assert len((await run.client.generate(again)).output_ids) == 1
+
+
+async def test_refusals_and_errors_are_told_apart(
+    sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rollout(tmp_path, monkeypatch, sglang_server) as run:
+        with pytest.raises(GenerationRefused, match="HTTP 400: temperature must be"):
+            await run.client.generate(request(temperature=-1.0))
+        encode, broken = wire.encode_body, [b'{"input_ids": [5], "rid": ["a", "b"]}']  # a 500
+        monkeypatch.setattr(wire, "encode_body", lambda b: broken.pop() if broken else encode(b))
+        assert len((await run.client.generate(request())).output_ids) <= 8
+        assert run.client.stats()["server_errors"] == 1
+
+
+async def test_a_killed_servers_episodes_finish_elsewhere(
+    sglang_server: SharedServer,
+    second: SharedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rollout(tmp_path, monkeypatch, sglang_server, second) as run:
+        run.start(16)
+        victim, survivor = run.client.server(second), run.client.server(sglang_server)
+        await eventually(running(second, 20), "traffic on both servers")
+        assert victim.in_flight + survivor.in_flight == 64
+        # Half of it is cut first: tokens that came must survive the server that sampled them.
+        for rid in (f"l{number}/{member}/agent/0~0" for number in range(8) for member in range(4)):
+            await asyncio.to_thread(second.post, "/abort_request", rid=rid)
+        await eventually(lambda: len(run.answers) >= 16, "the cut answers")
+        assert second.real is not None
+        os.killpg(second.real.process.pid, signal.SIGKILL)
+        begin = time.perf_counter()
+        await eventually(lambda: not victim.in_flight, "the requests to move", MOVED_S)
+        moved_s = time.perf_counter() - begin
+        responses = await run.end(64)
+        stats = run.client.stats()
+    assert second.real.process.wait(10) == -signal.SIGKILL
+    assert moved_s < MOVED_S
+    assert stats["failovers"] > 0
+    assert stats["server_errors"] == 0
+    assert run.kept() > 0
+    assert all(len(r.output_ids) == TOKENS for r in responses)
