@@ -154,7 +154,7 @@ def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Pa
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 64,
-        "context_length": 300,
+        "context_length": 294,  # what SGLang takes as a prompt
         "version": "default",
         "host": "127.0.0.1",
         "pid": wrapper.family()[0].pid,

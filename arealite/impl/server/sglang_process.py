@@ -67,6 +67,12 @@ class Models(msgspec.Struct):
     data: Annotated[list[Model], msgspec.Meta(min_length=1)]
 
 
+class ServerInfo(msgspec.Struct):
+    """The part of /server_info that a name says."""
+
+    max_req_input_len: int | None = None
+
+
 class Load(msgspec.Struct):
     """Requests of one copy of the model."""
 
@@ -199,7 +205,11 @@ class SGLangProcess:
         async with deadline(f"{self.address}/health", owner="llm_server", seconds=seconds):
             await self._answer("/health", dict)
             models = await self._answer("/v1/models", Models)
-            self._entry = {"context_length": models.data[0].max_model_len}
+            more = await self._get("/server_info", ServerInfo, self.options.silence_s / 3)
+            # Less than the model's: a prompt with nearly all of its answer, as it is sent again
+            # after an abort, must still pass as a prompt, and SGLang keeps some tokens back.
+            usable = more.max_req_input_len if more else None
+            self._entry = {"context_length": usable or models.data[0].max_model_len}
             await self._renew(await self._answer("/model_info", ModelInfo))
         self._healthy_at = time.monotonic()
         took = round(self._healthy_at - begin, 1)
