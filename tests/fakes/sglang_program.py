@@ -98,6 +98,7 @@ class Program:
                 "/health": {},
                 "/model_info": {"weight_version": "default"},
                 "/v1/models": {"data": [{"id": "m", "max_model_len": 77}]},
+                "/server_info": {"max_req_input_len": 71},
             },
         }
         self.load(0, 0)

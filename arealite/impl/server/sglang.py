@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +39,7 @@ CPU_ARGUMENTS = {
     "--max-total-tokens": 65536,
     "--max-running-requests": 128,
 }
-CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
+CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule"]
 
 PROBE = """
 import importlib.util, sys
@@ -81,7 +80,7 @@ class SGLangServer(LLMServer):
             async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
                 for launch in launches:
                     server = SGLangProcess(launch, self.config, session)
-                    tasks.append(group.create_task(server.run(), name=launch.name))
+                    tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -96,17 +95,12 @@ def plan(config: ServerConfig) -> list[Launch]:
     options = config.llm_server.sglang
     check_numbers(config)
     about = describe(config)
-    python = find_python(options.python)
-    devices = None
-    if options.device == "cpu":
-        probe(python, "cpu")
-    else:
-        devices = assign_devices(config, visible_devices(probe(python, options.device)))
+    python = os.path.expanduser(options.python or sys.executable)
+    devices = assign_devices(config, probe(python, options.device))
     ports = find_ports(config)
     logs = log_folder(config)
     return [
         Launch(
-            name=f"llm_server-{i}",
             command=partial(command, config, python, i, devices is None),
             environment=environment(devices[i] if devices else None),
             port=port,
@@ -160,14 +154,6 @@ def describe(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def find_python(wanted: str | None) -> str:
-    """Return the Python that runs SGLang."""
-    python = sys.executable if wanted is None else os.path.expanduser(wanted)
-    if shutil.which(python) is None:
-        raise UserError(f"llm_server.sglang.python={wanted}: there is no such program.")
-    return python
-
-
 def probe(python: str, device: str) -> int:
     """Return how many GPUs `python` sees (0 unasked with device=cpu); refuse one without sglang."""
     try:
@@ -177,7 +163,9 @@ def probe(python: str, device: str) -> int:
         if done.returncode == 0:
             return int(done.stdout)
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
+        why = error.strerror
+    except (ValueError, subprocess.TimeoutExpired) as error:
         why = str(error)
     raise UserError(
         f"llm_server.sglang.python: {python} cannot run SGLang: {why}. Name a Python that has it "
@@ -185,25 +173,21 @@ def probe(python: str, device: str) -> int:
     )
 
 
-def visible_devices(count: int) -> list[str]:
-    """Return the names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES writes them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
-
-
-def assign_devices(config: ServerConfig, visible: list[str]) -> list[str] | None:
-    """Return each server's CUDA_VISIBLE_DEVICES; None: there are none, and it may be the CPU."""
+def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
+    """Return each server's CUDA_VISIBLE_DEVICES, of `count` GPUs; None: they run on the CPU."""
     options = config.llm_server.sglang
-    if not visible and options.device == "auto":
+    if options.device == "cpu" or (options.device == "auto" and not count):
         return None
     each = options.tp * options.dp
     needed = options.num_servers * each
-    if needed > len(visible):
+    if needed > count:
         raise UserError(
             f"llm_server.sglang: {options.num_servers} servers of tp {options.tp} x dp "
-            f"{options.dp} need {needed} GPUs, but {len(visible)} are visible. Lower one of them, "
+            f"{options.dp} need {needed} GPUs, but {count} are visible. Lower one of them, "
             "widen CUDA_VISIBLE_DEVICES, or take device=cpu."
         )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(i) for i in range(count)]
     return [",".join(visible[i * each : (i + 1) * each]) for i in range(options.num_servers)]
 
 
@@ -214,7 +198,7 @@ def find_ports(config: ServerConfig) -> list[int]:
     try:
         return take_ports(server.host, server.port, count)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error
+        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
         raise UserError(
             f"llm_server cannot listen on {server.host}:{server.port}{last}: {why}. "
             "Choose another llm_server.port, or 0 for free ones."

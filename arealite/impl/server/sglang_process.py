@@ -90,7 +90,6 @@ class Loads(msgspec.Struct):
 class Launch:
     """How one server is started, and what its name says that never changes."""
 
-    name: str
     command: Callable[[int], list[str]]
     """Of the port."""
     environment: dict[str, str]

@@ -140,7 +140,10 @@ def test_a_model_with_a_text_part_has_that_parts_vocabulary(program: Program, mo
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"python": "/no/such/python"}, "python=/no/such/python: there is no such program"),
+        (
+            {"python": "/no/such/python"},
+            "/no/such/python cannot run SGLang: No such file or directory. Name",
+        ),
         ({"python": sys.executable}, "it has no sglang. Name a Python that has it (for a CPU, too"),
         ({"python": "/bin/false"}, "cannot run SGLang: exit code 1"),
         ({"python": "/bin/echo"}, "cannot run SGLang: invalid literal"),

@@ -91,7 +91,7 @@ async def test_a_name_says_what_clients_need_and_follows_the_server(
             "model_type": "qwen2",
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 64,
-            "context_length": 77,
+            "context_length": 71,  # what is left for a prompt
             "version": "default",
             "host": "127.0.0.1",
             "pid": program.started()["pids"][0],
@@ -107,11 +107,15 @@ async def test_a_name_says_what_clients_need_and_follows_the_server(
         assert "hello from the stand-in" in log.read_text()
 
 
-async def test_a_server_that_cannot_tell_its_load_has_none(program: Program, model_folder: Path):
-    program.tell(answers=program.orders["answers"] | {"/v1/loads": None})
+async def test_an_old_server_that_cannot_tell_its_load_has_none(
+    program: Program, model_folder: Path
+):
+    missing = {"/v1/loads": None, "/server_info": None}
+    program.tell(answers=program.orders["answers"] | missing)
     settings = quick_config(program, model_folder)
     async with serving(settings):
         assert "load" not in names(settings)[0].value
+        assert names(settings)[0].value["context_length"] == 77, "the model's own"
         program.tell(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
         age = names(settings)[0].age_s
         await eventually(lambda: names(settings)[0].age_s < age, "another heartbeat")
