@@ -126,9 +126,12 @@ class TrainEngine(ABC):
         """Write a Hugging Face folder that `from_pretrained` loads; rank 0 writes."""
 
     @abstractmethod
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full CPU tensor) one at a time on rank 0; other ranks take
-        part and yield nothing."""
+    def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, full tensor) one at a time on rank 0; other ranks take part and
+        yield nothing.
+
+        A tensor is a CPU copy; with `on_device` it is where the model is, and good until the next.
+        """
 
 
 engines: Registry[TrainEngine] = Registry(

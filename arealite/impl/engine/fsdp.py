@@ -162,13 +162,13 @@ class FSDPEngine(TrainEngine):
             list(weights)
         dist.barrier()
 
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """See TrainEngine.stream_weights; compute dtype, own memory, tied weights once."""
         for name, param in self._model.causal_lm.named_parameters():
             full = param.detach().to(self.dtype)
             full = full.full_tensor() if isinstance(full, DTensor) else full
             if dist.get_rank() == 0:
-                yield name, full.to("cpu", copy=True)
+                yield name, full if on_device else full.to("cpu", copy=True)
 
     def _plan(self, rows: list[Sequence], all_lengths: list[list[int]]) -> list[list[int]]:
         budget = self.config.max_tokens_per_microbatch

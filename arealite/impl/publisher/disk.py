@@ -52,6 +52,7 @@ class DiskPublisher(WeightPublisher):
         self.fallback_dir, self.model_path = fallback_dir, model_path
         self._staging: Staging | None = None
         self._newest: tuple[int, Path] | None = None
+        self._staged = (0.0, 0)
         self._servers: dict[tuple[str, Any], Server] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -61,13 +62,18 @@ class DiskPublisher(WeightPublisher):
         self._thread.start()
         self._ready.wait(10.0)
 
-    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
+    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         begin = time.perf_counter()
         if self._staging is None:
             self._staging = Staging(self._parent(), self.model_path)
         folder, num_bytes = self._staging.write(version, weights)
-        stage_s = time.perf_counter() - begin
         self._newest = (version, folder)
+        self._staged = (time.perf_counter() - begin, num_bytes)
+        return False
+
+    def push(self, version: int) -> PublishReport:
+        assert self._staging is not None, "a version is staged before it is pushed"
+        stage_s, num_bytes = self._staged
         with self._closing:
             if self._closed:
                 raise RoleError(f"the publisher was closed before version {version} was pushed")

@@ -41,13 +41,13 @@ class AsyncPPOTrainer(PPOTrainer):
         return answer
 
     def publish(self, version: int) -> None:
-        """Copy the weights; stage, push and tell the datapipe beside training, one at a time."""
+        """Stage the weights; push and tell the datapipe beside training, one at a time."""
         with self.clock("wait/publish_s"):
             self.settle()
-        with self.clock("time/gather_s"):
-            weights = list(self.engine.stream_weights())
+        with self.clock("time/stage_s"):
+            self.stage(version)
         if self.world.lead:
-            self._pushed = self._pusher.submit(self.push, self._push_link, version, iter(weights))
+            self._pushed = self._pusher.submit(self.push, self._push_link, version)
 
     def settle(self) -> None:
         """Wait for the publish under way; its failure is raised here."""

@@ -6,9 +6,8 @@ modules beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from arealite.algo.losses import make_policy_loss
 from arealite.api.config import ExperimentConfig, run_paths
@@ -22,11 +21,6 @@ from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_checkpoint
 from arealite.system.trainer_link import TrainerLink
-
-if TYPE_CHECKING:
-    import torch
-
-    Weights = Iterator[tuple[str, torch.Tensor]]
 
 logger = log.get(__name__)
 
@@ -133,18 +127,31 @@ class PPOTrainer(Trainer):
     def publish(self, version: int) -> None:
         """Bring every server to `version`."""
         with self.clock("time/publish_s"):
-            weights = self.engine.stream_weights()
+            self.stage(version)
             if self.world.lead:
-                self.line |= metrics.publish_metrics(self.push(self.link, version, weights))
-            else:
-                list(weights)  # takes part in gathering; nothing comes out
+                self.line |= metrics.publish_metrics(self.push(self.link, version))
 
-    def push(self, link: TrainerLink, version: int, weights: Weights) -> PublishReport:
-        """Hand the weights to the publisher, and tell the datapipe over this thread's `link`."""
+    def stage(self, version: int) -> None:
+        """Stream the weights to the publisher, anew as often as it asks; all ranks take part."""
+        again = True
+        while again:
+            again = self.world.any(self._stream(version))
+
+    def push(self, link: TrainerLink, version: int) -> PublishReport:
+        """Bring the staged weights to the servers; tell the datapipe over this thread's `link`."""
         assert self.parts.publisher is not None, "only rank 0 publishes"
-        report = self.parts.publisher.publish(version, weights)
+        report = self.parts.publisher.push(version)
         link.published(version)
         return report
+
+    def _stream(self, version: int) -> bool:
+        publisher = self.parts.publisher
+        on_device = publisher is not None and publisher.wants_device
+        weights = self.engine.stream_weights(on_device=on_device)
+        if publisher is not None:
+            return publisher.stage(version, weights)
+        list(weights)  # takes part in gathering; nothing comes out
+        return False
 
     def keep(self, step: int) -> None:
         """Checkpoint and evaluate where they are due; neither holds generation."""

@@ -48,7 +48,8 @@ class Site:
                 model_path=self.tmp_path / "model",
             )
         weights = {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
-        return await asyncio.to_thread(self.publisher.publish, version, iter(weights.items()))
+        await asyncio.to_thread(self.publisher.stage, version, iter(weights.items()))
+        return await asyncio.to_thread(self.publisher.push, version)
 
     def quarantined(self) -> list[str]:
         assert self.publisher is not None

@@ -75,7 +75,7 @@ class ScriptedEngine(TrainEngine):
     def export(self, path: Path) -> None:
         self.events.add("export")
 
-    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         self.events.add("gather")
         yield "weight", torch.tensor([float(self.updates)])
 
@@ -89,12 +89,15 @@ class ScriptedPublisher(WeightPublisher):
         self.gate.set()
         self.failure: Exception | None = None
 
-    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> PublishReport:
-        values = dict(weights)
+    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+        self.staged = float(dict(weights)["weight"])
+        return False
+
+    def push(self, version: int) -> PublishReport:
         assert self.gate.wait(10.0)
         if self.failure is not None:
             raise self.failure
-        self.weights[version] = float(values["weight"])
+        self.weights[version] = self.staged
         self.events.add(f"push {version}")
         return PublishReport(version, 0.1, 0.01, 0.02, 0.01, 0.03, 4, 1, [])
 
