@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 import arealite
@@ -20,12 +19,13 @@ from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import Refusal, ServedModel
-from arealite.impl.server.weights import stage_weights
+from arealite.impl.server.replies import as_error, as_json, encode
+from arealite.impl.server.updates import UpdateRoutes
 
 logger = log.get(__name__)
 
-MAX_BODY = 64 * 2**20
-encode = msgspec.json.Encoder().encode
+MAX_BODY = 2**30
+"""A bucket of weights in base64, not a prompt, is the longest."""
 
 
 class App:
@@ -34,7 +34,7 @@ class App:
     def __init__(self, engine: Engine, model: ServedModel) -> None:
         self.engine = engine
         self.model = model
-        self._tensors = engine.decoder.model.state_dict(keep_vars=True)
+        self.updates = UpdateRoutes(engine, model)
         self._started = int(time.time())
 
     def make(self) -> web.Application:
@@ -46,7 +46,7 @@ class App:
                 web.post("/abort_request", self._abort_request),
                 web.post("/pause_generation", self._pause_generation),
                 web.post("/continue_generation", self._continue_generation),
-                web.post("/update_weights_from_disk", self._update_weights_from_disk),
+                *self.updates.routes(),
                 web.post("/flush_cache", self._flush_cache),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
@@ -56,8 +56,10 @@ class App:
                 web.get("/get_server_info", self._server_info),
                 web.get("/v1/loads", self._loads),
                 web.get("/v1/models", self._models),
+                web.get("/openapi.json", self._openapi),
             ]
         )
+        app.on_cleanup.append(self.updates.close)
         return app
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -78,9 +80,9 @@ class App:
                 await generation.progress.wait()
         for generation in generations:
             if generation.error is not None:
-                return _error(500, generation.error)
+                return as_error(500, generation.error)
         answers = [self._answer(g, logprobs=body.return_logprob) for g in generations]
-        return _json(answers if is_list else answers[0])
+        return as_json(answers if is_list else answers[0])
 
     async def _stream(
         self, request: web.Request, generation: Generation, *, logprobs: bool
@@ -121,44 +123,13 @@ class App:
         return web.Response()  # also for an unknown id
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
-        body = protocol.parse(await request.read(), protocol.PauseBody)
-        if body.mode not in ("abort", "retract", "in_place"):
-            raise Refusal(f"mode must be abort, retract or in_place, got {body.mode!r}.")
+        body = protocol.parse(await request.read(), protocol.PauseGenerationReqInput)
         await asyncio.wrap_future(self.engine.pause(body.mode))
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+        return as_json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.engine.resume())
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
-
-    async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
-        body = protocol.parse(await request.read(), protocol.UpdateBody)
-        if body.load_format not in (None, "auto", "safetensors"):
-            raise Refusal(f"load_format must be auto or safetensors, got {body.load_format!r}.")
-        if body.abort_all_requests:
-            self.engine.abort(lambda generation: True)
-        update = self.engine.update(
-            lambda: stage_weights(self._tensors, body.model_path),
-            version=body.weight_version,
-            flush=body.flush_cache,
-        )
-        status, text = 200, "Succeeded to update model weights."
-        try:
-            clean = await asyncio.wrap_future(update)
-        except Refusal as refusal:
-            status, text = 400, str(refusal)
-        else:
-            self.model.weights = body.model_path
-            logger.info("weights updated", version=self.engine.version, path=body.model_path)
-            if body.weight_version is not None:
-                text += f" Weight version updated to {body.weight_version}."
-            if not clean:
-                status = 400
-                text = (
-                    "Weights were updated, but the cache was not flushed because requests are "
-                    "still running or queued. Retract or finish them, then call /flush_cache."
-                )
-        return _json({"success": status == 200, "message": text, "num_paused_requests": 0}, status)
+        return as_json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if await asyncio.wrap_future(self.engine.flush()):
@@ -179,7 +150,7 @@ class App:
             "served_model_name": model.weights,
             "tokenizer_path": model.folder,
             "is_generation": True,
-            "weight_version": self.engine.version,
+            "weight_version": model.version,
             "model_type": model.model_type,
             "architectures": model.architectures,
             "vocab_size": model.vocab_size,
@@ -187,11 +158,19 @@ class App:
         }
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return _json(self.describe())
+        return as_json(self.describe())
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        more = {"status": "ready", "version": arealite.__version__, "backend": "arealite-embedded"}
-        return _json(self.describe() | more | {"internal_states": [self.engine.stats]})
+        more = {
+            "status": "ready",
+            "version": arealite.__version__,
+            "backend": "arealite-embedded",
+            "tp_size": 1,
+            "dp_size": 1,
+            "dtype": str(self.engine.decoder.model.dtype).removeprefix("torch."),
+            "internal_states": [self.engine.stats],
+        }
+        return as_json(self.describe() | more)
 
     async def _loads(self, request: web.Request) -> web.Response:
         engine = self.engine
@@ -202,21 +181,18 @@ class App:
             "max_running_requests": engine.decoder.max_rows,
         }
         version = f"arealite-{arealite.__version__}"
-        return _json({"timestamp": time.time(), "version": version, "loads": [load]})
+        return as_json({"timestamp": time.time(), "version": version, "loads": [load]})
 
     async def _models(self, request: web.Request) -> web.Response:
         path, length = self.model.weights, self.model.context_length
         model = {"id": path, "object": "model", "created": self._started, "owned_by": "arealite"}
         model |= {"root": path, "parent": None, "max_model_len": length}
-        return _json({"object": "list", "data": [model]})
+        return as_json({"object": "list", "data": [model]})
 
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=encode(value), status=status, content_type="application/json")
-
-
-def _error(status: int, text: str) -> web.Response:
-    return _json({"error": {"message": text}}, status)
+    async def _openapi(self, request: web.Request) -> web.Response:
+        routes = request.app.router.routes()
+        told = protocol.openapi((r.method, r.resource.canonical) for r in routes if r.resource)
+        return as_json(told)
 
 
 def _error_event(code: int, text: str) -> dict[str, Any]:
@@ -229,4 +205,4 @@ async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refusal as refusal:
-        return _error(400, str(refusal))
+        return as_error(400, str(refusal))

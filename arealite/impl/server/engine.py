@@ -99,14 +99,21 @@ class Engine:
         Both run in the engine's thread: a change of thread costs as much as a small model's copy.
         Returns False when `flush` was asked for while requests hold KV of the old weights.
         """
-        future: Future[bool] = Future()
-        command = partial(_settle, future, partial(self._update, stage, version, flush))
-        self._post(lambda: self._updates.append(command))
+        return self.when_still(partial(self._update, stage, version, flush))
+
+    def when_still(self, command: Callable[[], Any]) -> Future[Any]:
+        """Run a command in the engine's thread, paused or with no request running."""
+        future: Future[Any] = Future()
+        self._post(lambda: self._updates.append(partial(settle, future, command)))
         return future
+
+    def relabel(self, version: str) -> Future[None]:
+        """Tell another version of the weights from the next token on."""
+        return self._call(lambda: self._relabel(version))
 
     def _call(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self._post(partial(_settle, future, command))
+        self._post(partial(settle, future, command))
         return future
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -215,14 +222,18 @@ class Engine:
             raise
         self.stats["last_load_s"] = time.perf_counter() - started
         self.stats["updates"] += 1
-        if version is not None and version != self.version:
+        if version is not None:
+            self._relabel(version)
+        return not flush or self._flush()
+
+    def _relabel(self, version: str) -> None:
+        if version != self.version:
             for generation in (*self.decoder.running, *self.waiting):
                 generation.close_span(self.version)
             self.version = version
-        return not flush or self._flush()
 
 
-def _settle(future: Future[Any], command: Callable[[], Any]) -> None:
+def settle(future: Future[Any], command: Callable[[], Any]) -> None:
     """Run a command and put its outcome into `future`, unless its client went away."""
     if not future.set_running_or_notify_cancel():
         return

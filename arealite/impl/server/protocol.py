@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -40,20 +40,91 @@ class AbortBody(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-class PauseBody(msgspec.Struct, frozen=True):
+# The bodies below are named as in SGLang's /openapi.json, which a publisher reads to learn what a
+# server can do.
+
+
+class PauseGenerationReqInput(msgspec.Struct, frozen=True):
     """POST /pause_generation."""
 
-    mode: str = "abort"
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class UpdateBody(msgspec.Struct, frozen=True):
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """What every way to bring weights has."""
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class UpdateWeightFromDiskReqInput(Update, frozen=True, kw_only=True):
     """POST /update_weights_from_disk."""
 
     model_path: str
     load_format: str | None = None
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
+
+
+class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
+    """POST /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    """"flattened_bucket": one broadcast of all bytes."""
+
+
+class UpdateWeightsFromTensorReqInput(Update, frozen=True, kw_only=True):
+    """POST /update_weights_from_tensor: safetensors in base64, where SGLang takes a pickle."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: Literal["safetensors"] = "safetensors"
+
+
+class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
+    """POST /init_weights_update_group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
+
+
+class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True):
+    """POST /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class CheckWeightsReqInput(msgspec.Struct, frozen=True):
+    """POST /weights_checker."""
+
+    action: str = "checksum"
+
+
+def openapi(paths: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Describe the server: (method, path) of each route, and the fields of the bodies above."""
+    described: dict[str, dict[str, Any]] = {}
+    for method, path in paths:
+        described.setdefault(path, {})[method.lower()] = {}
+    bodies = [
+        PauseGenerationReqInput,
+        UpdateWeightsFromDistributedReqInput,
+        UpdateWeightsFromTensorReqInput,
+    ]
+    _, schemas = msgspec.json.schema_components(bodies)
+    return {"openapi": "3.1.0", "paths": described, "components": {"schemas": schemas}}
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -87,6 +158,9 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
+    version: str = "default"
+    """Of the last update that was done whole: what the server says of itself. An update that could
+    not flush changes the engine's version only."""
 
 
 def generations_of(body: GenerateBody, model: ServedModel) -> tuple[list[Generation], bool]:

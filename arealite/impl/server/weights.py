@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_bytes
 
 from arealite.base.errors import UserError
 from arealite.impl.server.protocol import Refusal
+from arealite.impl.weights.buckets import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -30,7 +33,7 @@ def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[]
         Refusal: the folder or a tensor does not fit; the model is untouched.
     """
     with ExitStack() as stack:
-        copies = [_match(targets, name, file, path) for name, file in _open(path, stack)]
+        copies = [_match(targets, name, file) for name, file in _open(path, stack)]
         covered = {target.data_ptr() for target, _, _ in copies}
         missing = [name for name, t in targets.items() if t.data_ptr() not in covered]
         if missing:
@@ -45,19 +48,75 @@ def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[]
     return load
 
 
+def stage_tensors(
+    targets: Mapping[str, torch.Tensor], named: list[tuple[str, torch.Tensor]]
+) -> Callable[[], None]:
+    """Check tensors, perhaps of a part of the model; return the function that copies them into it.
+
+    Raises:
+        Refusal: one does not fit; the model is untouched.
+    """
+    copies = [(_target(targets, n, list(t.shape), t.dtype), t) for n, t in named]
+
+    def load() -> None:
+        with torch.no_grad():
+            for target, tensor in copies:
+                target.copy_(tensor)
+
+    return load
+
+
+def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    """Check tensors that are still to come; Refusal: one would not fit."""
+    if not len(layout.names) == len(layout.dtypes) == len(layout.shapes):
+        raise Refusal("Failed to receive weights: names, dtypes and shapes differ in length.")
+    for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
+            raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
+        _target(targets, name, shape, kind)
+
+
+def read_tensors(payloads: list[bytes]) -> list[tuple[str, torch.Tensor]]:
+    """Decode safetensors, one payload as there is one rank; Refusal: they are no such thing."""
+    if len(payloads) != 1:
+        raise Refusal(f"Failed to update weights: {len(payloads)} payloads for 1 rank.")
+    try:
+        return list(load_bytes(payloads[0]).items())
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise Refusal(f"Failed to update weights: no safetensors: {error}") from error
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str]:
+    """Return the SHA-256 of each tensor's bytes, and of all of them together."""
+    each = {
+        name: sha256(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+        for name, tensor in tensors.items()
+    }
+    told = {name: digest.hexdigest() for name, digest in each.items()}
+    return told, sha256(repr(sorted(told.items())).encode()).hexdigest()
+
+
 def _match(
-    targets: Mapping[str, torch.Tensor], name: str, file: Any, path: str
+    targets: Mapping[str, torch.Tensor], name: str, file: Any
 ) -> tuple[torch.Tensor, Any, str]:
-    target, held = targets.get(name), file.get_slice(name)
+    held = file.get_slice(name)
+    dtype = held.get_dtype()
+    kind = torch.float32 if dtype in FLOATS else dtype
+    return _target(targets, name, held.get_shape(), kind), file, name
+
+
+def _target(
+    targets: Mapping[str, torch.Tensor], name: str, shape: list[int], dtype: Any
+) -> torch.Tensor:
+    """Return the model's tensor for another one, which must have its shape and kind of number."""
+    target, wrong = targets.get(name), f"Failed to update weights: '{name}'"
     if target is None:
-        raise Refusal(f"Failed to update weights: {path} has '{name}', the model has not.")
-    shape, dtype = held.get_shape(), held.get_dtype()
-    wrong = f"Failed to update weights: '{name}' has "
+        raise Refusal(f"{wrong} is no tensor of the model.")
     if shape != list(target.shape):
-        raise Refusal(f"{wrong}shape {shape}, the model {list(target.shape)}.")
-    if target.is_floating_point() != (dtype in FLOATS):
-        raise Refusal(f"{wrong}dtype {dtype}, the model {target.dtype}.")
-    return target, file, name
+        raise Refusal(f"{wrong} has shape {shape}, the model {list(target.shape)}.")
+    if target.is_floating_point() != getattr(dtype, "is_floating_point", False):
+        raise Refusal(f"{wrong} has dtype {dtype}, the model {target.dtype}.")
+    return target
 
 
 def _open(path: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,106 @@
+"""This server's place in a process group of a trainer, from which new weights come.
+
+In a thread of its own, because joining and receiving block: generation goes on, and a trainer that
+died in the middle harms nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from arealite.impl.server.engine import settle
+from arealite.impl.weights import group as groups
+from arealite.impl.weights.buckets import Layout, unpack
+
+TIMEOUT_S = 60.0
+"""For the others to join, and for the bytes of one update to come."""
+
+Named = list[tuple[str, torch.Tensor]]
+T = TypeVar("T")
+
+
+class GroupMember:
+    """One rank of one group. Calls are done in their order; one that has begun is done even when
+    its caller is gone, because the others take part in it."""
+
+    def __init__(self, name: str, backend: str, device: torch.device) -> None:
+        self.name = name
+        self.backend = backend
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        self._group: Any = None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._main, name=f"group {name}", daemon=True).start()
+
+    async def join(self, address: tuple[str, int], *, rank: int, world_size: int) -> None:
+        """Join once all ranks have come; RuntimeError, OSError: they have not in TIMEOUT_S."""
+
+        def join() -> None:
+            self._group = groups.join(
+                address,
+                self.name,
+                rank=rank,
+                world_size=world_size,
+                backend=self.backend,
+                seconds=TIMEOUT_S,
+            )
+
+        try:
+            await asyncio.wrap_future(self._call(join))
+        except BaseException:
+            self.leave()
+            raise
+
+    async def receive(self, layout: Layout, *, flat: bool) -> Named:
+        """Take tensors from rank 0: one broadcast each, or one of all their bytes (`flat`).
+
+        Raises:
+            RuntimeError: rank 0 is gone, or sent nothing in TIMEOUT_S.
+        """
+        return await asyncio.wrap_future(self._call(partial(self._receive, layout, flat)))
+
+    def leave(self) -> Future[None]:
+        """Leave after what is under way, and end the thread; need not be waited for."""
+        left = self._call(self._leave)
+        self._jobs.put(None)
+        return left
+
+    def _call(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.put(partial(settle, future, job))
+        return future
+
+    def _main(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _receive(self, layout: Layout, flat: bool) -> Named:
+        send: Any = partial(dist.broadcast, src=0, group=self._group)
+        if flat:
+            buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
+            send(buffer)
+            named = list(unpack(layout, buffer))
+        else:
+            named: Named = [
+                (name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
+                for name, dtype, shape in zip(
+                    layout.names, layout.dtypes, layout.shapes, strict=True
+                )
+            ]
+            for work in [send(tensor, async_op=True) for _, tensor in named]:
+                work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the engine's thread copies in another stream
+        return named
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            groups.leave(self._group)
