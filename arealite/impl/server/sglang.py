@@ -198,7 +198,7 @@ def find_ports(config: ServerConfig) -> list[int]:
     try:
         return take_ports(server.host, server.port, count)
     except OSError as error:
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise UserError(
             f"llm_server cannot listen on {server.host}:{server.port}{last}: {why}. "
             "Choose another llm_server.port, or 0 for free ones."
