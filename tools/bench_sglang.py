@@ -1,0 +1,283 @@
+"""Our rollout path and weight publishers on real SGLang servers: throughput, interruption, stalls.
+
+Every figure stands beside its own baseline, measured in turns with it in the same run: a bare
+aiohttp loop, the server's own time for an update, a raw gloo broadcast of the same bytes. Starts
+its servers with launch_llm_server, needs `make sglang`, takes about five minutes on two cores.
+
+    python tools/bench_sglang.py [--repeats 5] [--only rollout interrupt stall elastic distributed]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import aiohttp  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import uvloop  # noqa: E402
+
+from arealite.base import log  # noqa: E402
+from arealite.impl.client import wire  # noqa: E402
+from arealite.impl.client.routing import Server  # noqa: E402
+from arealite.impl.client.sglang import SGLangClient  # noqa: E402
+from arealite.impl.weights import group  # noqa: E402
+from tests.models import tiny_model  # noqa: E402
+from tests.sglang.real import free_port  # noqa: E402
+from tools.bench_rollout import rate  # noqa: E402
+from tools.sglang_site import TOKENS, Episodes, Publisher, Site, bare, post, until  # noqa: E402
+
+SMALL = {"vocab": 320, "hidden_size": 128, "intermediate_size": 256}
+LARGE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "init_std": 0.02,
+}
+"""About 100 M parameters, 378 MB in float32."""
+Note = Callable[[str, float], None]
+
+
+async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
+    """Compare tokens a second of the rollout path with a bare loop's, in turns."""
+    connector = aiohttp.TCPConnector(limit=0)
+    headers = {"Content-Type": "application/json"}
+    async with (
+        site.client() as (_, collector),
+        aiohttp.ClientSession(connector=connector, headers=headers) as http,
+    ):
+        episodes = Episodes(collector)
+        ways = {"bare": bare(f"http://127.0.0.1:{port}", http), "ours": episodes.one}
+        for lanes in (8, 32, 128):
+            rates: dict[str, list[float]] = {name: [] for name in ways}
+            for turn in range(-1, repeats):
+                order = list(ways) if turn % 2 else list(ways)[::-1]
+                for name in order:
+                    per_s, _ = await rate(ways[name], max(96, 2 * lanes), lanes)
+                    if turn >= 0:  # the first warms up
+                        rates[name].append(per_s * TOKENS)
+            for name, values in rates.items():
+                note(f"rollout.{name}_tok_s.{lanes}", statistics.median(values))
+            ratios = [o / b for o, b in zip(rates["ours"], rates["bare"], strict=True)]
+            note(f"rollout.ours_over_bare.{lanes}", statistics.median(ratios))
+        note("rollout.lost", episodes.lost)
+
+
+async def interrupt(site: Site, note: Note) -> None:
+    """Publish while 64 generations run, by retract and by abort; count what it did to them."""
+    decode, answered = wire.decode_answer, 0
+
+    def count(raw: bytes) -> wire.Answer:
+        nonlocal answered
+        answer = decode(raw)
+        answered += len(answer.output_ids)
+        return answer
+
+    wire.decode_answer = count  # type: ignore[assignment]
+    for mode in ("retract", "abort"):
+        with site.publisher("disk", mode) as publisher:
+            async with site.client() as (client, collector):
+                episodes, answered = Episodes(collector), 0
+                running = [asyncio.ensure_future(episodes.one()) for _ in range(64)]
+                await asyncio.sleep(0.5)
+                await publisher.publish()
+                await asyncio.gather(*running)
+                stats = client.stats()
+        note(f"interrupt.{mode}.lost", episodes.lost)
+        note(f"interrupt.{mode}.interrupted", stats["interruptions"])
+        note(f"interrupt.{mode}.resubmitted", stats["resubmissions"])
+        note(f"interrupt.{mode}.failovers", stats["failovers"])
+        note(f"interrupt.{mode}.tokens_kept_share", episodes.tokens / answered)
+    wire.decode_answer = decode
+
+
+async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) -> None:
+    """Compare pause → continue of a publish under load with the same call on an idle server."""
+    url, stalls, own = f"http://127.0.0.1:{port}", list[float](), list[float]()
+    with site.publisher("disk") as publisher, tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+        copy = Path(shm) / "model"
+        shutil.copytree(site.model, copy)
+        body = {"model_path": str(copy), "weight_version": "-1", "flush_cache": True}
+        async with site.client() as (_, collector), aiohttp.ClientSession() as http:
+            await publisher.publish()
+            for _ in range(repeats):
+                episodes = Episodes(collector)
+                running = [asyncio.ensure_future(episodes.one()) for _ in range(lanes)]
+                await asyncio.sleep(0.3)
+                stalls.append((await publisher.publish()).stall_s)
+                await asyncio.gather(*running)
+                await post(http, f"{url}/pause_generation", {"mode": "retract"})
+                same = body | {"weight_version": str(Publisher.version)}
+                own.append(await post(http, f"{url}/update_weights_from_disk", same))
+                await post(http, f"{url}/continue_generation", {})
+    name = "small" if lanes > 4 else "large"
+    note(f"stall.{name}.publish_ms", 1e3 * statistics.median(stalls))
+    note(f"stall.{name}.server_ms", 1e3 * statistics.median(own))
+    ratios = [ours / theirs for ours, theirs in zip(stalls, own, strict=True)]
+    note(f"stall.{name}.publish_over_server", statistics.median(ratios))
+
+
+async def elastic(site: Site, port: int, note: Note) -> None:
+    """Let a second server join and the first one die, under traffic."""
+    async with AsyncExitStack() as stack:
+        publisher = stack.enter_context(site.publisher("disk"))
+        await publisher.publish()
+        client, collector = await stack.enter_async_context(site.client())
+        episodes, over = Episodes(collector), asyncio.Event()
+
+        async def lane() -> None:
+            while not over.is_set():
+                await episodes.one()
+
+        lanes = [asyncio.ensure_future(lane()) for _ in range(16)]
+        joined = stack.enter_context  # in a thread: it waits for health
+        late_port = await asyncio.to_thread(joined, site.served())
+        begin = time.perf_counter()
+        await until(lambda: finished(server(client, late_port)) > 0)
+        note("elastic.healthy_to_first_answer_s", time.perf_counter() - begin)
+        victim = server(client, port)
+        assert victim is not None
+        await until(lambda: victim.in_flight >= 4)
+        before = client.stats()["failovers"]
+        entry = next(e for e in site.names.list("llm_server") if str(port) in e.value["address"])
+        os.killpg(entry.value["pid"], signal.SIGKILL)
+        seconds = await until(lambda: not victim.in_flight)
+        note("elastic.killed_to_moved_s", seconds)
+        note("elastic.moved", client.stats()["failovers"] - before)
+        over.set()
+        await asyncio.gather(*lanes)
+        note("elastic.lost", episodes.lost)
+
+
+def server(client: SGLangClient, port: int) -> Server | None:
+    """Return what the client knows of a server."""
+    found = (s for s in client._router.servers.values() if s.address.endswith(f":{port}"))
+    return next(found, None)
+
+
+def finished(known: Server | None) -> int:
+    """Return how many requests a server has answered."""
+    return 0 if known is None else known.served - known.in_flight
+
+
+async def distributed(site: Site, note: Note, repeats: int) -> None:
+    """Compare a distributed publish with a raw gloo broadcast of the same bytes, in turns."""
+    raw, ours, whole = list[float](), list[float](), list[float]()
+    with site.publisher("distributed") as publisher:
+        size = sum(tensor.nbytes for tensor in publisher.weights.values())
+        await publisher.publish()
+        for _ in range(repeats):
+            raw.append(await asyncio.to_thread(broadcast_seconds, size))
+            ours.append((await publisher.publish()).load_s)
+            whole.append(publisher.seconds)
+    note("distributed.mbytes", size / 1e6)
+    note("distributed.raw_gloo_mb_s", size / 1e6 / statistics.median(raw))
+    note("distributed.publish_mb_s", size / 1e6 / statistics.median(ours))
+    note("distributed.whole_publish_s", statistics.median(whole))
+    ratios = [theirs / our for our, theirs in zip(ours, raw, strict=True)]
+    note("distributed.publish_over_raw", statistics.median(ratios))
+
+
+def broadcast_seconds(size: int) -> float:
+    """Return the seconds of one broadcast of `size` bytes to another process, after a small one."""
+    port = free_port()
+    command = [sys.executable, __file__, "--receive", str(port), str(size)]
+    with subprocess.Popen(command) as process:
+        made = group.join(
+            ("127.0.0.1", port), "raw", rank=0, world_size=2, backend="gloo", seconds=60.0
+        )
+        flat = torch.ones(size, dtype=torch.uint8)
+        dist.broadcast(torch.ones(1), src=0, group=made)
+        begin = time.perf_counter()
+        dist.broadcast(flat, src=0, group=made)
+        dist.broadcast(torch.ones(1), src=0, group=made)
+        dist.barrier(group=made)
+        seconds = time.perf_counter() - begin
+        group.leave(made)
+        process.wait(60)
+    return seconds
+
+
+def receive(port: int, size: int) -> None:
+    """Be the other process of a broadcast."""
+    made = group.join(
+        ("127.0.0.1", port), "raw", rank=1, world_size=2, backend="gloo", seconds=60.0
+    )
+    for count in (4, size, 4):
+        dist.broadcast(torch.empty(count, dtype=torch.uint8), src=0, group=made)
+    dist.barrier(group=made)
+    group.leave(made)
+
+
+async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None:
+    """Measure everything; at most two servers run at a time."""
+    small = Site(folder / "small", tiny_model(folder / "small" / "model", **SMALL))
+    if set(only) - {"distributed"}:
+        with small.served() as port:
+            if "rollout" in only:
+                await rollout(small, port, note, repeats)
+            if "interrupt" in only:
+                await interrupt(small, note)
+            if "stall" in only:
+                await stall(small, port, note, repeats=max(5, repeats), lanes=32)
+            if "elastic" in only:
+                await elastic(small, port, note)
+    if {"distributed", "stall"} & set(only):
+        large = Site(folder / "large", tiny_model(folder / "large" / "model", **LARGE))
+        with large.served() as port:
+            if "stall" in only:
+                await stall(large, port, note, repeats=3, lanes=2)
+            if "distributed" in only:
+                await distributed(large, note, max(3, repeats))
+
+
+def main() -> None:
+    """Print the table and write out/bench/sglang.json."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parts = ["rollout", "interrupt", "stall", "elastic", "distributed"]
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--receive", nargs=2, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.receive:
+        receive(*options.receive)
+        return
+    log.setup("bench", "warning")
+    gc.freeze()
+    gc.set_threshold(50_000)  # as the rollout role does
+    results: dict[str, float] = {}
+
+    def note(metric: str, value: float) -> None:
+        results[metric] = round(value, 4)
+        print(f"{metric:40s} {value:12.3f}", flush=True)
+
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        uvloop.run(bench(Path(folder), options.only, options.repeats, note))
+    note("seconds", time.perf_counter() - begin)
+    path = ROOT / "out" / "bench" / "sglang.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A trial with real SGLang servers, for bench_sglang.py: names, servers, client, publisher.
+
+Apart from the measurements, so that those read like the questions they answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from safetensors.torch import load_file
+
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
+from arealite.api.env import EnvConfig
+from arealite.api.llm import SamplingConfig
+from arealite.api.publisher import PublisherConfig, PublishReport, publishers
+from arealite.api.rollout_messages import Lease
+from arealite.api.task import Task
+from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig
+from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.rollout.collector import Collector
+from arealite.system.name_registry import NameRegistry
+from tests.models import tiny_tokenizer
+from tests.sglang.real import free_port
+from tools import bench_rollout  # registers its environment
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = os.environ.get("SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
+TOKENS, GROUP = 64, 8
+START_S = 300.0
+
+
+class Site:
+    """The names, the model and the config of one trial."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        sampling = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+        collector = CollectorConfig(
+            env=EnvConfig(type="instant"), sampling=sampling, group_size=GROUP, concurrency=256
+        )
+        self.folder, self.model = folder, model
+        self.config = ExperimentConfig(
+            cluster=ClusterConfig(name_root=str(folder / "names"), run_root=str(folder / "runs")),
+            model=ModelConfig(path=str(model)),
+            trainer=TrainerConfig(ppo=PPOConfig(collector=collector)),
+        )
+        self.names = NameRegistry(name_dir(self.config))
+
+    @contextmanager
+    def served(self) -> Iterator[int]:
+        """Run launch_llm_server with one SGLang server on the CPU; give its port once healthy."""
+        port = free_port()
+        words = {
+            "llm_server.type": "sglang",
+            "llm_server.port": port,
+            "llm_server.sglang.device": "cpu",
+            "llm_server.sglang.python": PYTHON,
+            "model.path": self.model,
+            "cluster.name_root": self.folder / "names",
+            "cluster.run_root": self.folder / "runs",
+        }
+        command = [sys.executable, str(ROOT / "arealite" / "launch_llm_server.py")]
+        command += [f"{key}={value}" for key, value in words.items()]
+        with (self.folder / f"server-{port}.log").open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            end = time.monotonic() + START_S
+            while not healthy(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise SystemExit((self.folder / f"server-{port}.log").read_text())
+                time.sleep(0.02)
+            yield port
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[tuple[SGLangClient, Collector]]:
+        """Run a client and a collector."""
+        client = SGLangClient(self.config, self.config.trainer.ppo.collector.client)
+        await client.start()
+        try:
+            yield client, Collector(self.config, client, tiny_tokenizer())
+        finally:
+            await client.close()
+
+    @contextmanager
+    def publisher(self, kind: str, mode: str = "retract") -> Iterator[Publisher]:
+        """Run a weight publisher."""
+        made: Any = publishers.get(kind)
+        options = PublisherConfig(type=kind, pause_mode=mode)  # type: ignore[arg-type]
+        publisher = made(
+            options,
+            registry=self.names,
+            fallback_dir=self.folder / "weights",
+            model_path=self.model,
+        )
+        try:
+            yield Publisher(publisher, self.model)
+        finally:
+            publisher.close()
+
+
+class Publisher:
+    """Publishes the model's own weights, again and again, as the next version."""
+
+    version = 0
+
+    def __init__(self, publisher: Any, model: Path) -> None:
+        self.publisher = publisher
+        self.weights = load_file(model / "model.safetensors")
+        self.seconds = 0.0
+
+    async def publish(self) -> PublishReport:
+        """Publish the next version; return the report."""
+        Publisher.version += 1
+        return await asyncio.to_thread(self._publish, Publisher.version)
+
+    def _publish(self, version: int) -> PublishReport:
+        begin = time.perf_counter()
+        while self.publisher.stage(version, iter(self.weights.items())):
+            pass
+        report = self.publisher.push(version)
+        self.seconds = time.perf_counter() - begin
+        return report
+
+
+def healthy(port: int) -> bool:
+    """Say whether a server answers."""
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+        return True
+    return False
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> float:
+    """POST, demand success, return the seconds."""
+    begin = time.perf_counter()
+    async with session.post(url, json=body) as response:
+        text = await response.text()
+        assert response.status == 200, text
+    return time.perf_counter() - begin
+
+
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> float:
+    """Wait for a condition of this process; return the seconds."""
+    begin = time.perf_counter()
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (what is measured has no event)
+            await asyncio.sleep(0.005)
+    return time.perf_counter() - begin
+
+
+def lease(number: int) -> Lease:
+    """Return a lease whose prompt has 32 tokens, one for each of its group's members."""
+    row, member = divmod(number, GROUP)
+    prompt = f"{bench_rollout.PROMPT[:-4]}{row % 10000:04d}"
+    return Lease(f"l{number}", f"g{row}", "train", Task(f"t{row}", prompt, "46", {}), [member], 0)
+
+
+class Episodes:
+    """Runs episodes through collector, agent and client, and counts."""
+
+    numbers = iter(range(10**9))
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector, self.lost, self.tokens = collector, 0, 0
+
+    async def one(self, _: int = 0) -> None:
+        """Run one episode."""
+        given = lease(next(Episodes.numbers))
+        episode, _ = await self.collector.run(given, given.members[0])
+        self.lost += episode.failure is not None
+        self.tokens += sum(header.trained_tokens for header in episode.headers)
+
+
+def bare(url: str, session: aiohttp.ClientSession) -> Callable[[int], Awaitable[Any]]:
+    """Return the least that a client can do: send the same request, read the answer."""
+    sampling = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 1.0}
+    tokenizer = tiny_tokenizer()
+
+    async def one(number: int) -> None:
+        task = lease(next(Episodes.numbers)).task
+        body = {"input_ids": tokenizer(task.prompt)["input_ids"], "return_logprob": True}
+        data = msgspec.json.encode(body | {"sampling_params": sampling})
+        async with session.post(f"{url}/generate", data=data) as response:
+            answer = msgspec.json.decode(await response.read())
+        assert len(answer.get("output_ids", ())) == TOKENS, answer
+
+    return one
