@@ -19,11 +19,12 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
+
+from tests.fakes.sglang_weights import WeightRoutes
 
 BODY = web.RequestKey("body", dict)
 ABORT = web.RequestKey("abort", bool)
@@ -64,6 +65,15 @@ class FakeSGLang:
         """Generations stand still after this many tokens until `release`."""
         self.spans = True
         """False: like SGLang before 0.5.19, no per-token versions."""
+        self.sessions = True
+        """False: like SGLang before 0.5.21, no begin_weight_update and end_weight_update."""
+        self.pause_modes = ("abort", "retract", "in_place")
+        self.buckets = True
+        """False: a distributed update takes no flattened_bucket."""
+        self.tensor: str | None = "pickle"
+        """What a tensor update takes: pickle, safetensors, None (there is none)."""
+        self.checksum: str | None = ""
+        """"": of the weights; another text: this lie; None: there is none."""
         self.version = "default"
         self.model_path = "fake-model"
         self.requests: list[dict[str, Any]] = []
@@ -81,6 +91,9 @@ class FakeSGLang:
         self._faults: defaultdict[str, deque[str]] = defaultdict(deque)
         self._changed = asyncio.Condition()
         self._updating = False
+        self._reported: str | None = None
+        """What /model_info says where it is not `version`: after an update that was not flushed."""
+        self.weights = WeightRoutes(self)
         self._runner: web.AppRunner | None = None
 
     # ------------------------------------------------------------ for tests
@@ -95,6 +108,11 @@ class FakeSGLang:
         """Generations not yet answered."""
         return len(self._jobs)
 
+    @property
+    def reported(self) -> str:
+        """The version that /model_info tells."""
+        return self.version if self._reported is None else self._reported
+
     def entry(self) -> dict[str, Any]:
         """Return the value under which the fake stands in the name registry (role llm_server)."""
         return {
@@ -105,7 +123,7 @@ class FakeSGLang:
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": self.vocab_size,
             "context_length": self.context_length,
-            "version": self.version,
+            "version": self.reported,
             "host": "127.0.0.1",
             "pid": 0,
         }
@@ -147,6 +165,8 @@ class FakeSGLang:
         """Come back on the same port with the initial version, as a restarted server does."""
         await self.kill()
         self.version, self.paused, self._updating = "default", None, False
+        self._reported = None
+        self.weights.forget()
         await self._start()
 
     async def __aenter__(self) -> FakeSGLang:
@@ -162,16 +182,18 @@ class FakeSGLang:
 
     async def _start(self) -> None:
         app = web.Application(middlewares=[self._faulty], client_max_size=64 * 2**20)
-        for path, handler in {
+        own = {
             "/generate": self._generate,
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
-            "/update_weights_from_disk": self._update,
             "/flush_cache": self._flush,
-        }.items():
+        }
+        for path, handler in (own | self.weights.handlers()).items():
             app.router.add_post(path, handler)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/openapi.json", self._openapi)
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self._info)
         self._runner = web.AppRunner(
@@ -220,8 +242,16 @@ class FakeSGLang:
         return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
-        extra = {"is_generation": True, "weight_version": self.version, "status": "ready"}
-        return _json(self.entry() | extra)
+        extra = {"is_generation": True, "weight_version": self.reported, "status": "ready"}
+        return _json(self.entry() | extra | {"tp_size": 1, "dp_size": 1, "dtype": "float32"})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        load = {"dp_rank": 0, "num_running_reqs": len(self._jobs), "num_waiting_reqs": 0}
+        return _json({"version": "0.5.23", "loads": [load]})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        own = ["/generate", "/abort_request", "/pause_generation", "/continue_generation"]
+        return _json(self.weights.openapi(own))
 
     def _refusal(self, body: dict[str, Any]) -> str | None:
         prompts = body.get("input_ids")
@@ -344,7 +374,7 @@ class FakeSGLang:
             "completion_tokens": len(job.output),
             "cached_tokens": 0,
             "weight_version": self.version,
-            "num_retractions": job.retractions,
+            "num_retractions" if self.spans else "total_retractions": job.retractions,
             "output_token_logprobs": [[self.logprob(t), t, None] for t in job.output],
         }
         if self.spans:
@@ -362,7 +392,7 @@ class FakeSGLang:
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request[BODY].get("mode", "abort")
-        if mode not in ("abort", "retract", "in_place"):
+        if mode not in self.pause_modes:
             return _error(400, f"Invalid pause mode {mode!r}")
         self.paused = mode
         for job in self._jobs.values():
@@ -379,29 +409,41 @@ class FakeSGLang:
         await self._notify()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def _update(self, request: web.Request) -> web.Response:
-        body = request[BODY]
-        path = body.get("model_path", "")
-        if path.startswith("/") and not await asyncio.to_thread(Path(path).is_dir):
-            message = f"Failed to get weights iterator: {path} is no folder"
-            return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
-        if body.get("abort_all_requests"):
-            for job in self._jobs.values():
-                job.abort_message = "Aborted"
-            await self._notify()
+    # ------------------------------------------------------------ for the weight routes
+
+    def body_of(self, request: web.Request) -> dict[str, Any]:
+        """Return the decoded body."""
+        return request[BODY]
+
+    async def still(self) -> None:
+        """Wait until nothing runs, unless paused; new generations wait meanwhile."""
         if self.paused is None:
             self._updating = True
             await self._until(lambda: not self._jobs)
-        self.version = body.get("weight_version") or self.version
-        self.model_path = path
-        self._updating = False
+            self._updating = False
+            await self._notify()
+
+    async def change(self, body: dict[str, Any]) -> bool:
+        """Take new weights when nothing runs; False: the cache could not be flushed."""
+        if body.get("abort_all_requests"):
+            await self._abort_all()
+        await self.still()
+        old, version = self.reported, body.get("weight_version")
+        self.version = self.version if version is None else version
+        dirty = bool(self.paused == "in_place" and self._jobs and body.get("flush_cache", True))
+        self._reported = old if dirty else None
+        return not dirty
+
+    async def relabel(self, version: str, *, abort: bool) -> None:
+        """Tell another version from now on."""
+        if abort:
+            await self._abort_all()
+        self.version, self._reported = version, None
+
+    async def _abort_all(self) -> None:
+        for job in self._jobs.values():
+            job.abort_message = "Aborted"
         await self._notify()
-        message = "Succeeded to update model weights."
-        dirty = self.paused == "in_place" and self._jobs and body.get("flush_cache", True)
-        if dirty:
-            message = "Weights were updated, but the cache was not flushed."
-        answer = {"success": not dirty, "message": message, "num_paused_requests": 0}
-        return _json(answer, 400 if dirty else 200)
 
     async def _flush(self, request: web.Request) -> web.Response:
         busy = self._jobs and self.paused != "retract"

@@ -62,7 +62,7 @@ def retype(tensors: Tensors) -> None:
     ("spoil", "text"),
     [
         (drop, "lacks model.norm.weight"),
-        (add, "'model.surprise', the model has not"),
+        (add, "'model.surprise' is no tensor of the model"),
         (reshape, r"has shape \[31\], the model \[32\]"),
         (retype, "has dtype I64"),
     ],
