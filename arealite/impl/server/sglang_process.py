@@ -39,7 +39,7 @@ whole group is killed, grandchildren included, which a death signal from the ker
 
 POLL_S = 0.1
 LOAD_S = 1.0
-"""Longest wait for /v1/loads: the scheduler answers it, which is busy while weights change."""
+"""Longest a heartbeat waits for /v1/loads: the scheduler answers it, perhaps busy with weights."""
 TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL: a paused server with requests in it never ends by itself."""
 KILL_S = 30.0
@@ -225,7 +225,7 @@ class SGLangProcess:
 
     async def _renew(self, info: ModelInfo) -> None:
         """Renew what the name says."""
-        load = await self._load()
+        load = await self._load(LOAD_S)
         self._entry = {
             "address": self.address,
             **self.launch.about,
@@ -235,9 +235,9 @@ class SGLangProcess:
             **({"load": load} if load else {}),
         }
 
-    async def _load(self) -> dict[str, int] | None:
+    async def _load(self, seconds: float) -> dict[str, int] | None:
         """Return its requests, over all copies of the model; None when it cannot say."""
-        answer = await self._get("/v1/loads?include=core", Loads, LOAD_S)
+        answer = await self._get("/v1/loads?include=core", Loads, seconds)
         if answer is None:
             return None
         return {
@@ -284,9 +284,10 @@ class SGLangProcess:
         Only to the first process, which ends the others: where they end before it, SGLang takes
         that for a crash and stays five seconds longer.
         """
+        drain_s = self.options.drain_timeout_s
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.options.drain_timeout_s):
-                while (load := await self._load()) and any(load.values()):  # noqa: ASYNC110
+            async with asyncio.timeout(drain_s):
+                while (load := await self._load(drain_s)) and any(load.values()):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         with suppress(ProcessLookupError):
             self._process.terminate()

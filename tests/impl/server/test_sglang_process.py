@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerConfig:
-    server = {"start_timeout_s": 20.0, "silence_s": 0.6, "drain_timeout_s": 0.2} | server
+    server = {"start_timeout_s": 20.0, "silence_s": 20.0, "drain_timeout_s": 0.2} | server
     return wrapper_config(program, model_folder, heartbeat_s=0.05, **server)
 
 
@@ -133,7 +133,7 @@ async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
         begin = time.monotonic()
         os.kill(before.value["pid"], signal.SIGKILL)
         await eventually(lambda: not names(settings), "the name to go")
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 1.0
         await eventually(lambda: gone(group), "the rest of the group to die")
         (after,) = await eventually(lambda: names(settings), "the name to come back")
         assert after.id == before.id
@@ -185,7 +185,7 @@ async def test_restarts_wait_longer_and_longer_until_one_holds(
 async def test_a_silent_server_is_killed_and_started_again(
     program: Program, model_folder: Path, how: str
 ):
-    settings = quick_config(program, model_folder)
+    settings = quick_config(program, model_folder, silence_s=1.5)
     async with serving(settings):
         pid = names(settings)[0].value["pid"]
         if how == "stopped":
@@ -194,7 +194,7 @@ async def test_a_silent_server_is_killed_and_started_again(
             program.tell(sick=["1"])
         else:
             program.tell(hangs=["/model_info"])
-        await eventually(lambda: not names(settings), "the name to go", seconds=3.0)
+        await eventually(lambda: not names(settings), "the name to go", seconds=10.0)
         await eventually(lambda: gone([pid]), "the process to die")
         program.tell(sick=[], hangs=[])
         (entry,) = await eventually(lambda: names(settings), "the name to come back")
@@ -204,8 +204,8 @@ async def test_a_silent_server_is_killed_and_started_again(
 async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)
-    settings = quick_config(program, model_folder, silence_s=0.3)
+    monkeypatch.setattr(sglang_process, "LOAD_S", 3.0)
+    settings = quick_config(program, model_folder, silence_s=2.0)
     async with serving(settings):
         pid = names(settings)[0].value["pid"]
         program.tell(hangs=["/v1/loads"])
@@ -214,17 +214,17 @@ async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
 
 
 @pytest.mark.parametrize(
-    ("orders", "text"),
+    ("orders", "timeout_s", "text"),
     [
-        ({"exits": {"2": 3}}, "died (exit code 3)"),
-        ({"sick": ["2"]}, "/health"),
+        ({"exits": {"2": 3}}, 60.0, "died (exit code 3)"),
+        ({"sick": ["2"]}, 3.0, "/health"),
     ],
 )
 async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
-    program: Program, model_folder: Path, orders: dict[str, Any], text: str
+    program: Program, model_folder: Path, orders: dict[str, Any], timeout_s: float, text: str
 ):
     program.tell(says="line one\nno memory is left for the KV cache", grandchild=True, **orders)
-    settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=1.5)
+    settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=timeout_s)
     begin = time.monotonic()
     with pytest.raises(ExceptionGroup) as caught:
         async with serving(settings, count=2):
@@ -235,7 +235,7 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
     assert "no memory is left for the KV cache" in str(error)
     assert "/logs/llm_server-127.0.0.1-" in str(error)
     if orders.get("exits"):
-        assert time.monotonic() - begin < 1.5, "nobody waits for a dead process"
+        assert time.monotonic() - begin < timeout_s / 2, "nobody waits for a dead process"
     else:
         await eventually(lambda: gone(program.started(2)["pids"]), "the sick one to end")
         await eventually(lambda: gone(program.started(1)["pids"]), "the healthy one to end")
@@ -266,7 +266,7 @@ async def test_what_does_not_listen_is_killed_after_its_time(program: Program, m
         begin = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         await task
-        assert 0.7 <= time.monotonic() - begin < 3.0, "drain_timeout_s, then TERMINATE_S"
+        assert 0.7 <= time.monotonic() - begin < 10.0, "drain_timeout_s, then TERMINATE_S"
         assert program.terms() == 1
         await eventually(lambda: gone(pids), "the group to end")
 
