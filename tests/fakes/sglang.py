@@ -344,9 +344,9 @@ class FakeSGLang:
             yield
 
     def _finish(self, job: Job, budget: int) -> dict[str, Any] | None:
-        stops = set(job.sampling.get("stop_token_ids") or [])
-        if self.eos_token_id is not None and not job.sampling.get("ignore_eos"):
-            stops.add(self.eos_token_id)
+        stops = {self.eos_token_id, *(job.sampling.get("stop_token_ids") or [])}
+        if job.sampling.get("ignore_eos"):
+            stops = set()
         allowed = len(job.output) > job.sampling.get("min_new_tokens", 0)
         if job.output[-1] in stops and allowed:
             return {"type": "stop", "matched": job.output[-1]}
@@ -377,7 +377,7 @@ class FakeSGLang:
             "num_retractions" if self.spans else "total_retractions": job.retractions,
             "output_token_logprobs": [[self.logprob(t), t, None] for t in job.output],
         }
-        if self.spans:
+        if self.spans and job.finish is not None:
             meta["weight_versions"] = _spans(job.versions)
         text = "".join(chr(token) for token in job.output)
         return {"text": text, "output_ids": list(job.output), "meta_info": meta}

@@ -242,14 +242,14 @@ def _generation(
     for name, ids in (("input_ids", prompt), ("stop_token_ids", stop_ids)):
         if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
             raise Refusal(f"{name} must lie in [0, {model.vocab_size}), the model's vocabulary.")
-    eos = frozenset() if sampling.ignore_eos else model.eos_token_ids
+    stops = model.eos_token_ids | frozenset(stop_ids)
     stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     return Generation(
         rid=rid,
         prompt=prompt,
         sampling=sampling,
         limit=limit,
-        stops=eos | frozenset(stop_ids),
+        stops=frozenset() if sampling.ignore_eos else stops,  # stop_token_ids too, as SGLang does
         stop_strings=tuple(filter(None, stop)),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
     )
@@ -269,8 +269,9 @@ def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str,
         "num_retractions": generation.retractions,
         "completion_tokens": length,
         "cached_tokens": generation.cached_tokens,
-        "weight_versions": spans,
     }
+    if finish is not None:
+        meta["weight_versions"] = spans
     if logprobs:
         pairs = zip(generation.logprobs[:length], output, strict=True)
         meta["input_token_logprobs"] = []

@@ -1,0 +1,239 @@
+"""The servers under test, each behind the same few calls, and a trainer that sends them weights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import load_file, save
+
+from arealite.impl.weights.buckets import Layout, pack
+from tests.sglang.real import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [5, 6, 7, 8]
+LONG = 400
+
+
+@dataclass
+class Backend:
+    """A server under test, and a session on it."""
+
+    session: aiohttp.ClientSession
+    folders: list[str]
+    """Models of one shape; it starts with the first."""
+    is_scripted: bool = False
+    """No real weights: bytes that are sent to it arrive nowhere."""
+    api: dict[str, Any] = field(default_factory=dict)
+    spans: bool = True
+    """Whether it tells the version of each token."""
+
+    async def probe(self) -> None:
+        """Learn what this version can do: from its description, and from one token."""
+        self.api = (await self.get("/openapi.json"))[1]
+        self.spans = "weight_versions" in (await self.generate(1))["meta_info"]
+        await self.post("/flush_cache")
+
+    def has(self, path: str) -> bool:
+        """Say whether there is such a route."""
+        return path in self.api["paths"]
+
+    def fields(self, body: str) -> dict[str, Any]:
+        """Return the described fields of a body."""
+        return self.api["components"]["schemas"][body]["properties"]
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        async with self.session.post(path, json=body) as response:
+            raw = await response.read()
+            try:
+                return response.status, json.loads(raw or b"null")
+            except json.JSONDecodeError:
+                return response.status, raw.decode()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(path) as response:
+            raw = await response.read()
+            return response.status, json.loads(raw or b"null")
+
+    async def generate(self, new: int = 6, **body: Any) -> dict[str, Any]:
+        status, answer = await self.try_generate(new, **body)
+        assert status == 200, answer
+        return answer
+
+    async def try_generate(self, new: int = 6, **body: Any) -> tuple[int, Any]:
+        sampling = {"max_new_tokens": new, "ignore_eos": True} | body.pop("sampling", {})
+        body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": sampling} | body
+        return await self.post("/generate", **body)
+
+    async def streaming(
+        self, rid: str | None = None, new: int = LONG
+    ) -> tuple[asyncio.Task, list[dict]]:
+        """Start a long streamed generation; return when its first tokens are there.
+
+        A rid must be fresh: SGLang aborts it once more 2 s after a stream has ended.
+        """
+        events: list[dict] = []
+        started = asyncio.Event()
+
+        async def read() -> None:
+            body = {
+                "input_ids": PROMPT,
+                "rid": rid or uuid.uuid4().hex,
+                "stream": True,
+                "return_logprob": True,
+                "sampling_params": {"max_new_tokens": new, "ignore_eos": True},
+            }
+            async with self.session.post("/generate", json=body) as response:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        events.append(json.loads(line[6:]))
+                        started.set()
+
+        task = asyncio.ensure_future(read())
+        async with asyncio.timeout(20):
+            await started.wait()
+        return task, events
+
+    async def version(self) -> str:
+        """Return the version that the server tells of itself."""
+        return (await self.get("/model_info"))[1]["weight_version"]
+
+    async def checksum(self) -> str:
+        """Return one checksum of all weights."""
+        status, answer = await self.post("/weights_checker", action="checksum")
+        assert status == 200 and answer["success"], answer
+        assert answer["ranks"][0]["checksums"]
+        return answer["per_engine_checksum"]
+
+    async def begin(self) -> None:
+        """Open an update session, where there are such."""
+        if self.has("/begin_weight_update"):
+            status, answer = await self.post("/begin_weight_update")
+            assert status == 200 and answer["success"], answer
+
+    async def end(self) -> None:
+        """Close it."""
+        if self.has("/end_weight_update"):
+            status, answer = await self.post("/end_weight_update")
+            assert status == 200 and answer["success"], answer
+
+    def payload(self, folder: str) -> str:
+        """Return a model's tensors in the form that this server takes in a body."""
+        weights = load_file(f"{folder}/model.safetensors")
+        takes = self.fields("UpdateWeightsFromTensorReqInput").get("load_format", {}).get("enum")
+        raw = save(weights) if takes == ["safetensors"] else pickle.dumps(list(weights.items()))
+        return base64.b64encode(raw).decode()
+
+    def versions(self, answer: dict[str, Any]) -> list[str]:
+        """Return the versions of an answer's tokens, in order, each once."""
+        meta = answer["meta_info"]
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
+        return [span["version"] for span in spans]
+
+    def check(self, answer: dict[str, Any]) -> None:
+        """Check what holds for every answer: one length, spans that cover it."""
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        pairs = meta["output_token_logprobs"]
+        assert [token for _, token, _ in pairs] == ids
+        assert all(logprob <= 0 for logprob, _, _ in pairs)
+        assert meta["completion_tokens"] == len(ids)
+        if self.spans and meta["finish_reason"] is not None:
+            covered = [i for s in meta["weight_versions"] for i in range(s["start"], s["end"])]
+            assert covered == list(range(len(ids)))
+
+
+def retractions(answer: dict[str, Any]) -> int:
+    """Return how often a request was retracted; SGLang 0.5.9 names it otherwise."""
+    meta = answer["meta_info"]
+    return meta["num_retractions"] if "num_retractions" in meta else meta["total_retractions"]
+
+
+def layouts(folder: str, max_bytes: int = 2**30) -> list[Layout]:
+    """Describe a model's tensors, in buckets."""
+    weights = load_file(f"{folder}/model.safetensors")
+    return [bucket.layout for bucket in pack(weights.items(), max_bytes)]
+
+
+def num_bytes(folder: str) -> int:
+    """Return the size of a model's weights."""
+    return sum(layout.num_bytes for layout in layouts(folder))
+
+
+class Trainer:
+    """Rank 0 of a group with one server, in another process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.group = ""
+
+    async def join(self, server: Backend, name: str | None = None) -> tuple[int, Any]:
+        """Make a group with the server; return the server's answer."""
+        self.group, port = name or f"group-{uuid.uuid4().hex[:8]}", free_port()
+        where = {"master_address": "127.0.0.1", "master_port": port, "group_name": self.group}
+        init = {"rank_offset": 1, "world_size": 2, "backend": "gloo"} | where
+        made = self.command(do="join", port=port, name=self.group, server=server)
+        answer, told = await asyncio.gather(server.post("/init_weights_update_group", **init), made)
+        assert told == "done"
+        return answer
+
+    async def update(
+        self, server: Backend, folder: str, layout: Layout, *, flat: bool = False, **body: Any
+    ) -> tuple[int, Any]:
+        """Send a folder's tensors; return the server's answer."""
+        names = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
+        body |= names | {"group_name": self.group}
+        if flat:
+            body["load_format"] = "flattened_bucket"
+        sent = self.command(do="send", folder=folder, names=layout.names, flat=flat, server=server)
+        answer, told = await asyncio.gather(
+            server.post("/update_weights_from_distributed", **body), sent
+        )
+        assert told == "done"
+        return answer
+
+    async def leave(self, server: Backend) -> tuple[int, Any]:
+        """Have both sides leave the group; return the server's answer."""
+        answer = await server.post("/destroy_weights_update_group", group_name=self.group)
+        assert await self.command(do="leave", server=server) == "done"
+        return answer
+
+    async def command(self, *, server: Backend, **command: Any) -> Any:
+        """Have it done by the process; a scripted server takes no part, so nobody does."""
+        return "done" if server.is_scripted else await asyncio.to_thread(self._command, command)
+
+    def _command(self, command: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline() or b'"it died"')
+
+
+@contextmanager
+def trainer_process() -> Iterator[Trainer]:
+    """Run a trainer's side until the body ends."""
+    command = [sys.executable, "-m", "tests.contracts.trainer_side"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b'"ready"\n'
+            yield Trainer(process)
+        finally:
+            process.kill()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Say whether two sets of tensors are equal, bit by bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

@@ -1,0 +1,50 @@
+"""The three servers that the contract of a language-model server is run against."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pytest
+
+from tests.contracts.backends import Backend, Trainer, trainer_process
+from tests.fakes.embedded import embedded
+from tests.fakes.sglang import FakeSGLang
+from tests.models import tiny_model
+from tests.sglang.shared import SharedServer
+
+SERVERS = ["fake", "embedded", pytest.param("sglang", marks=pytest.mark.sglang)]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("models")
+    return [str(tiny_model(root / f"m{seed}", seed=seed)) for seed in range(3)]
+
+
+@pytest.fixture(params=SERVERS)
+async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIterator[Backend]:
+    """A server that has just started, or was brought back to that."""
+    async with AsyncExitStack() as stack:
+        if request.param == "fake":
+            fake = FakeSGLang(
+                token_s=0.002, context_length=512, vocab_size=64, next_token=lambda ids: 9
+            )
+            url = (await stack.enter_async_context(fake)).url
+        elif request.param == "embedded":
+            url = (await stack.enter_async_context(embedded(folders[0]))).address
+        else:
+            real: SharedServer = request.getfixturevalue("sglang_server")
+            url, folders = real.address, real.folders
+        session = await stack.enter_async_context(aiohttp.ClientSession(url))
+        backend = Backend(session, folders, is_scripted=request.param == "fake")
+        await backend.probe()
+        yield backend
+
+
+@pytest.fixture(scope="session")
+def trainer() -> Iterator[Trainer]:
+    """One process for the session; each test makes its own group."""
+    with trainer_process() as process:
+        yield process

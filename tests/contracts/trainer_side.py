@@ -1,0 +1,50 @@
+"""Rank 0 of a weight group, in a process of its own: torch knows one group of a name in a process.
+
+Reads commands as JSON lines (join, send, leave), answers each with one; see backends.Trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from arealite.impl.weights.group import join, leave
+
+SECONDS = 30.0
+
+
+def send(group: Any, weights: dict[str, torch.Tensor], names: list[str], *, flat: bool) -> None:
+    tensors = [weights[name] for name in names]
+    if flat:
+        tensors = [torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])]
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0, group=group)
+
+
+def main() -> None:
+    print(json.dumps("ready"), flush=True)
+    group: Any = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        told = "done"
+        try:
+            if command["do"] == "join":
+                address, name = ("127.0.0.1", command["port"]), command["name"]
+                group = join(address, name, rank=0, world_size=2, backend="gloo", seconds=SECONDS)
+            elif command["do"] == "send":
+                weights = load_file(f"{command['folder']}/model.safetensors")
+                send(group, weights, command["names"], flat=command["flat"])
+            else:
+                leave(group)
+        except (RuntimeError, OSError) as error:
+            told = f"{type(error).__name__}: {error}"
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
