@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch
 from safetensors.torch import load_file, save
 
 from arealite.impl.weights.buckets import Layout, pack
@@ -24,7 +23,7 @@ from tests.sglang.real import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]
-LONG = 400
+LONG = 480
 
 
 @dataclass
@@ -232,8 +231,3 @@ def trainer_process() -> Iterator[Trainer]:
             yield Trainer(process)
         finally:
             process.kill()
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Say whether two sets of tensors are equal, bit by bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

@@ -1,0 +1,248 @@
+"""What every server does with new weights, as observed of SGLang 0.5.23 on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import pytest
+
+from tests.contracts.backends import LONG, Backend, Trainer, layouts, num_bytes, trainer_process
+
+OUTSIDE = "must run between begin_weight_update() and end_weight_update()"
+
+
+def needs(server: Backend, path: str) -> None:
+    """Skip a test on a version that has no such route; the probe sees that too."""
+    if not server.has(path):
+        pytest.skip(f"this version has no {path}")
+
+
+async def disk(server: Backend, number: int, **body: Any) -> tuple[int, Any]:
+    """Load the weights of one of the server's folders."""
+    path = server.folders[number]
+    return await server.post("/update_weights_from_disk", model_path=path, **body)
+
+
+async def test_description_tells_what_a_probe_asks(server: Backend) -> None:
+    modes = server.fields("PauseGenerationReqInput")["mode"]["enum"]
+    assert {"abort", "retract", "in_place"} <= set(modes)
+    assert "load_format" in server.fields("UpdateWeightsFromDistributedReqInput")
+    for path in (
+        "init_weights_update_group",
+        "update_weights_from_tensor",
+        "update_weight_version",
+    ):
+        assert server.has(f"/{path}")
+    info = (await server.get("/server_info"))[1]
+    assert (info["tp_size"], info["dp_size"]) == (1, 1)
+    assert info["dtype"] in ("float32", "auto")
+
+
+async def test_updates_outside_a_session_are_refused_at_once(server: Backend) -> None:
+    needs(server, "/begin_weight_update")
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
+    for path, more in (
+        ("/update_weights_from_distributed", body),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
+    ):
+        status, answer = await server.post(path, **more)
+        assert status == 400 and not answer["success"]
+        assert answer["message"].endswith(OUTSIDE)
+    assert await server.version() == "default"
+
+
+async def test_sessions_open_once_and_close_once(server: Backend) -> None:
+    needs(server, "/begin_weight_update")
+    status, answer = await server.post("/end_weight_update")
+    assert status == 400 and "no weight-update session is open" in answer["message"]
+    await server.begin()
+    status, answer = await server.post("/begin_weight_update")
+    assert status == 400 and "a weight-update session is already open" in answer["message"]
+    server.check(await server.generate(2))
+    await server.end()
+    await server.begin()
+    await server.end()
+
+
+@pytest.mark.parametrize("route", ["/begin_weight_update", "/end_weight_update"])
+async def test_a_session_waits_for_running_requests_unless_paused(
+    server: Backend, route: str
+) -> None:
+    needs(server, route)
+    task, events = await server.streaming()
+    await server.post("/pause_generation", mode="retract")
+    await server.post(route)
+    await server.post("/continue_generation")
+    assert len(events[-1]["output_ids"]) < LONG
+    await server.post(route)  # also where it is refused, as one who greets a server does
+    await task
+    assert len(events[-1]["output_ids"]) == LONG
+
+
+@pytest.mark.parametrize("flat", [False, True])
+async def test_weights_come_through_a_group(server: Backend, trainer: Trainer, flat: bool) -> None:
+    status, _ = await disk(server, 1)
+    assert status == 200
+    wanted = await server.checksum() if server.has("/weights_checker") else ""
+    greedy = await server.generate(8, sampling={"temperature": 0})
+    await disk(server, 0)
+    assert (await trainer.join(server))[0] == 200
+    await server.begin()
+    buckets = layouts(server.folders[1], num_bytes(server.folders[1]) // 2)
+    assert len(buckets) >= 2
+    for layout in buckets:
+        last = layout is buckets[-1]
+        status, answer = await trainer.update(
+            server,
+            server.folders[1],
+            layout,
+            flat=flat,
+            flush_cache=last,
+            weight_version="12" if last else None,
+        )
+        assert status == 200 and answer["success"], answer
+        assert await server.version() == ("12" if last else "default")
+    assert answer["message"].endswith("Weight version updated to 12.")
+    await server.end()
+    assert (await trainer.leave(server))[0] == 200
+    after = await server.generate(8, sampling={"temperature": 0})
+    assert server.versions(after) == ["12"]
+    assert after["output_ids"] == greedy["output_ids"]
+    if wanted and not server.is_scripted:
+        assert await server.checksum() == wanted
+
+
+async def test_a_group_update_splits_the_versions_of_running_requests(
+    server: Backend, trainer: Trainer
+) -> None:
+    assert (await trainer.join(server))[0] == 200
+    task, events = await server.streaming()
+    await server.post("/pause_generation", mode="retract")
+    await server.begin()
+    (layout,) = layouts(server.folders[1])
+    status, _ = await trainer.update(server, server.folders[1], layout, weight_version="3")
+    assert status == 200
+    await server.end()
+    await server.post("/continue_generation")
+    await task
+    await trainer.leave(server)
+    assert len(events[-1]["output_ids"]) == LONG
+    assert server.versions(events[-1]) == (["default", "3"] if server.spans else ["3"])
+
+
+async def test_groups_are_made_and_unmade(server: Backend, trainer: Trainer) -> None:
+    (layout,) = layouts(server.folders[0])
+    body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
+    status, answer = await trainer.join(server)
+    assert status == 200 and answer["success"]
+    name = trainer.group
+    status, answer = await trainer.leave(server)
+    assert status == 200 and answer["success"]
+    status, answer = await server.post("/destroy_weights_update_group", group_name=name)
+    assert status == 400 and "does not exist" in answer["message"]
+    if server.has("/begin_weight_update"):  # SGLang without sessions dies of an unknown group
+        await server.begin()
+        path = "/update_weights_from_distributed"
+        status, answer = await server.post(path, group_name=name, **body)
+        assert status == 400
+        assert answer["message"].startswith(f"Failed to receive weights: Group {name} not in")
+        await server.end()
+    assert (await trainer.join(server, name))[0] == 200
+    assert (await trainer.leave(server))[0] == 200
+
+
+async def test_a_trainer_that_dies_in_the_middle_ends_in_a_refusal(server: Backend) -> None:
+    needs(server, "/begin_weight_update")
+    if server.is_scripted:
+        pytest.skip("the fake receives nothing")
+    (layout,) = layouts(server.folders[1])
+    body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
+    with trainer_process() as doomed:
+        assert (await doomed.join(server))[0] == 200
+        await server.begin()
+        path, name = "/update_weights_from_distributed", doomed.group
+        update = asyncio.ensure_future(server.post(path, group_name=name, **body))
+        await asyncio.sleep(0.2)  # what arrives nowhere tells nobody
+        assert not update.done()
+        doomed.process.kill()
+        assert doomed.process.wait(10) != 0
+        async with asyncio.timeout(20):
+            status, answer = await update
+    assert status == 400 and "Failed to receive weights" in answer["message"]
+    assert await server.version() == "default"
+    await server.end()
+    assert (await server.post("/destroy_weights_update_group", group_name=name))[0] == 200
+    server.check(await server.generate(2))
+
+
+async def test_weights_come_in_the_body(server: Backend) -> None:
+    needs(server, "/update_weights_from_tensor")
+    await server.begin()
+    status, answer = await server.post(
+        "/update_weights_from_tensor",
+        serialized_named_tensors=[server.payload(server.folders[1])],
+        weight_version="4",
+    )
+    assert status == 200 and answer["success"], answer
+    await server.end()
+    assert await server.version() == "4"
+    got = await server.generate(8, sampling={"temperature": 0})
+    checksum = await server.checksum() if server.has("/weights_checker") else ""
+    await disk(server, 1)
+    greedy = await server.generate(8, sampling={"temperature": 0})
+    assert got["output_ids"] == greedy["output_ids"]
+    if checksum and not server.is_scripted:
+        assert await server.checksum() == checksum
+
+
+async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:
+    needs(server, "/weights_checker")
+    first = await server.checksum()
+    await disk(server, 1)
+    other = await server.checksum()
+    await disk(server, 0)
+    again = await server.checksum()
+    await disk(server, 0, weight_version="5")
+    assert len({first, other}) == 2
+    assert again == await server.checksum()
+    if not server.is_scripted:  # its first weights are nowhere
+        assert first == again
+    status, answer = await server.post("/weights_checker", action="nonsense")
+    assert status == 400 and not answer["success"]
+
+
+@pytest.mark.parametrize("abort", [None, False])
+async def test_a_version_can_be_told_anew(server: Backend, abort: bool | None) -> None:
+    task, events = await server.streaming()
+    body = {} if abort is None else {"abort_all_requests": abort}
+    status, answer = await server.post("/update_weight_version", new_version="-1", **body)
+    assert (status, answer["new_version"]) == (200, "-1")
+    await task
+    assert await server.version() == "-1"
+    reason = events[-1]["meta_info"]["finish_reason"]["type"]
+    assert reason == ("length" if abort is False else "abort")
+    if server.spans and abort is False:
+        assert server.versions(events[-1]) == ["default", "-1"]
+    assert server.versions(await server.generate(2)) == ["-1"]
+
+
+async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
+    needs(server, "/begin_weight_update")  # SGLang without sessions dies of this
+    rid = uuid.uuid4().hex
+    task, events = await server.streaming(rid)
+    await server.post("/pause_generation", mode="in_place")
+    status, answer = await disk(server, 1, weight_version="6", flush_cache=True)
+    assert status == 400 and not answer["success"]
+    assert answer["message"].startswith("Weights were updated, but the cache was not flushed")
+    assert await server.version() == "default"
+    assert (await server.post("/flush_cache"))[0] == 400
+    await server.post("/continue_generation")
+    await task
+    assert server.versions(events[-1]) == ["default", "6"]
+    assert (await server.post("/flush_cache"))[0] == 200
+    assert await server.version() == "default"
+    assert server.versions(await server.generate(2)) == ["6"]
+    assert (await disk(server, 1, weight_version="6"))[0] == 200
+    assert await server.version() == "6"
