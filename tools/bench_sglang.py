@@ -41,7 +41,7 @@ from arealite.impl.weights import group  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.sglang.real import free_port  # noqa: E402
 from tools.bench_rollout import rate  # noqa: E402
-from tools.sglang_site import TOKENS, Episodes, Publisher, Site, bare, post, until  # noqa: E402
+from tools.sglang_site import TOKENS, Episodes, Publisher, Site, bare, post, traffic, until  # noqa: E402
 
 SMALL = {"vocab": 320, "hidden_size": 128, "intermediate_size": 256}
 LARGE = {
@@ -81,7 +81,7 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
         note("rollout.lost", episodes.lost)
 
 
-async def interrupt(site: Site, note: Note) -> None:
+async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
     """Publish while 64 generations run, by retract and by abort; count what it did to them."""
     decode, answered = wire.decode_answer, 0
 
@@ -93,14 +93,15 @@ async def interrupt(site: Site, note: Note) -> None:
 
     wire.decode_answer = count  # type: ignore[assignment]
     for mode in ("retract", "abort"):
+        answered = 0
         with site.publisher("disk", mode) as publisher:
-            async with site.client() as (client, collector):
-                episodes, answered = Episodes(collector), 0
-                running = [asyncio.ensure_future(episodes.one()) for _ in range(64)]
-                await asyncio.sleep(0.5)
-                await publisher.publish()
-                await asyncio.gather(*running)
-                stats = client.stats()
+            await publisher.publish()
+            async with site.client() as (client, collector), traffic(collector, 64) as episodes:
+                for _ in range(times):
+                    await publisher.publish()
+                    await asyncio.sleep(0.5)
+        stats = client.stats()
+        note(f"interrupt.{mode}.episodes", episodes.count)
         note(f"interrupt.{mode}.lost", episodes.lost)
         note(f"interrupt.{mode}.interrupted", stats["interruptions"])
         note(f"interrupt.{mode}.resubmitted", stats["resubmissions"])
@@ -119,20 +120,16 @@ async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) 
         async with site.client() as (_, collector), aiohttp.ClientSession() as http:
             await publisher.publish()
             for _ in range(repeats):
-                episodes = Episodes(collector)
-                running = [asyncio.ensure_future(episodes.one()) for _ in range(lanes)]
-                await asyncio.sleep(0.3)
-                stalls.append((await publisher.publish()).stall_s)
-                await asyncio.gather(*running)
+                async with traffic(collector, lanes):
+                    stalls.append((await publisher.publish()).stall_s)
                 await post(http, f"{url}/pause_generation", {"mode": "retract"})
                 same = body | {"weight_version": str(Publisher.version)}
                 own.append(await post(http, f"{url}/update_weights_from_disk", same))
                 await post(http, f"{url}/continue_generation", {})
-    name = "small" if lanes > 4 else "large"
+    name = site.folder.name
     note(f"stall.{name}.publish_ms", 1e3 * statistics.median(stalls))
     note(f"stall.{name}.server_ms", 1e3 * statistics.median(own))
-    ratios = [ours / theirs for ours, theirs in zip(stalls, own, strict=True)]
-    note(f"stall.{name}.publish_over_server", statistics.median(ratios))
+    note(f"stall.{name}.publish_over_server", statistics.median(stalls) / statistics.median(own))
 
 
 async def elastic(site: Site, port: int, note: Note) -> None:
@@ -141,29 +138,20 @@ async def elastic(site: Site, port: int, note: Note) -> None:
         publisher = stack.enter_context(site.publisher("disk"))
         await publisher.publish()
         client, collector = await stack.enter_async_context(site.client())
-        episodes, over = Episodes(collector), asyncio.Event()
-
-        async def lane() -> None:
-            while not over.is_set():
-                await episodes.one()
-
-        lanes = [asyncio.ensure_future(lane()) for _ in range(16)]
-        joined = stack.enter_context  # in a thread: it waits for health
-        late_port = await asyncio.to_thread(joined, site.served())
-        begin = time.perf_counter()
-        await until(lambda: finished(server(client, late_port)) > 0)
-        note("elastic.healthy_to_first_answer_s", time.perf_counter() - begin)
-        victim = server(client, port)
-        assert victim is not None
-        await until(lambda: victim.in_flight >= 4)
-        before = client.stats()["failovers"]
-        entry = next(e for e in site.names.list("llm_server") if str(port) in e.value["address"])
-        os.killpg(entry.value["pid"], signal.SIGKILL)
-        seconds = await until(lambda: not victim.in_flight)
-        note("elastic.killed_to_moved_s", seconds)
-        note("elastic.moved", client.stats()["failovers"] - before)
-        over.set()
-        await asyncio.gather(*lanes)
+        async with traffic(collector, 16) as episodes:
+            # In a thread: it waits for health.
+            late_port = await asyncio.to_thread(stack.enter_context, site.served())
+            seconds = await until(lambda: finished(server(client, late_port)) > 0)
+            note("elastic.healthy_to_first_answer_s", seconds)
+            victim = server(client, port)
+            assert victim is not None
+            await until(lambda: victim.in_flight >= 4)
+            names = site.names.list("llm_server")
+            entry = next(e for e in names if e.value["address"].endswith(f":{port}"))
+            before = client.stats()["failovers"]
+            os.killpg(entry.value["pid"], signal.SIGKILL)
+            note("elastic.killed_to_moved_s", await until(lambda: not victim.in_flight))
+            note("elastic.moved", client.stats()["failovers"] - before)
         note("elastic.lost", episodes.lost)
 
 
@@ -237,7 +225,7 @@ async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None
             if "interrupt" in only:
                 await interrupt(small, note)
             if "stall" in only:
-                await stall(small, port, note, repeats=max(5, repeats), lanes=32)
+                await stall(small, port, note, repeats=3 * repeats, lanes=32)
             if "elastic" in only:
                 await elastic(small, port, note)
     if {"distributed", "stall"} & set(only):

@@ -174,14 +174,32 @@ class Episodes:
     numbers = iter(range(10**9))
 
     def __init__(self, collector: Collector) -> None:
-        self.collector, self.lost, self.tokens = collector, 0, 0
+        self.collector, self.count, self.lost, self.tokens = collector, 0, 0, 0
 
     async def one(self, _: int = 0) -> None:
         """Run one episode."""
         given = lease(next(Episodes.numbers))
         episode, _ = await self.collector.run(given, given.members[0])
+        self.count += 1
         self.lost += episode.failure is not None
         self.tokens += sum(header.trained_tokens for header in episode.headers)
+
+
+@asynccontextmanager
+async def traffic(collector: Collector, lanes: int) -> AsyncIterator[Episodes]:
+    """Keep `lanes` episodes running, from before the body begins to after it ends."""
+    episodes, over = Episodes(collector), asyncio.Event()
+
+    async def lane() -> None:
+        while not over.is_set():
+            await episodes.one()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(lanes):
+            tasks.create_task(lane())
+        await asyncio.sleep(0.3)  # until they generate
+        yield episodes
+        over.set()
 
 
 def bare(url: str, session: aiohttp.ClientSession) -> Callable[[int], Awaitable[Any]]:

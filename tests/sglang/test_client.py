@@ -13,7 +13,10 @@ import pytest
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused
+from arealite.cli import main as cli
 from arealite.impl.client import wire
+from tests.e2e.conftest import Site, write_rows
+from tests.models import tiny_model
 from tests.sglang import rollout as scenes
 from tests.sglang.rollout import TOKENS, eventually, rollout, running, update
 from tests.sglang.shared import SharedServer, shared_server
@@ -172,6 +175,39 @@ async def test_refusals_and_errors_are_told_apart(
         monkeypatch.setattr(wire, "encode_body", lambda b: broken.pop() if broken else encode(b))
         assert len((await run.client.generate(request())).output_ids) <= 8
         assert run.client.stats()["server_errors"] == 1
+
+
+def external(server: SharedServer, folder: Path) -> tuple[Site, str]:
+    """Return the commands of a run that uses this server by its address."""
+    write_rows(folder / "train.jsonl", 64, seed=1)
+    write_rows(folder / "eval.jsonl", 8, seed=2)
+    address = server.address.removeprefix("http://")
+    site = Site(folder, Path(server.folders[0]), server=None)  # type: ignore[arg-type]
+    return site, f"llm_server.addresses=[{address}]"
+
+
+def test_an_external_server_outlives_the_runs_that_use_it(
+    sglang_server: SharedServer, tmp_path: Path
+) -> None:
+    site, addresses = external(sglang_server, tmp_path)
+    for steps in (2, 1):  # the second finds the first one's version 2, and starts with its own 0
+        done = site.train(tmp_path / str(steps), addresses, f"trainer.ppo.total_steps={steps}")
+        assert done.code == 0, done.shown + done.logs()
+        assert sglang_server.get("/model_info")[1]["weight_version"] == str(steps)
+        assert sglang_server.get("/ready")[0] == 200  # 503 while paused
+        assert not list((tmp_path / "names").rglob("llm_server/*.json"))
+    assert sglang_server.alive
+
+
+def test_another_model_at_an_external_address_is_refused(
+    sglang_server: SharedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, addresses = external(sglang_server, tmp_path)
+    other = tiny_model(tmp_path / "other", hidden_size=64)
+    words = site.command(tmp_path / "run", addresses, f"model.path={other}")[2:]
+    assert cli.main(["train", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "it serves another model: its hidden_size is 32, model.path has 64" in line
 
 
 async def test_a_killed_servers_episodes_finish_elsewhere(
