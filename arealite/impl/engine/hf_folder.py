@@ -25,10 +25,17 @@ def copy_small_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Write model.safetensors, or numbered files with their index; return the tensors' bytes."""
+def write_weights(
+    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int | None = None
+) -> int:
+    """Write model.safetensors, or numbered files with their index; return the tensors' bytes.
+
+    A file has at most `max_bytes` of tensors (None: FILE_BYTES), or one larger tensor.
+    """
     total, weight_map = 0, dict[str, str]()
-    for number, part in enumerate(_parts(weights), 1):
+    for number, part in enumerate(
+        _parts(weights, FILE_BYTES if max_bytes is None else max_bytes), 1
+    ):
         file = f"model-{number:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
@@ -41,10 +48,12 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     return total
 
 
-def _parts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _parts(
+    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
     part, held = dict[str, torch.Tensor](), 0
     for name, tensor in weights:
-        if part and held + tensor.nbytes > FILE_BYTES:
+        if part and held + tensor.nbytes > max_bytes:
             yield part
             part, held = {}, 0
         part[name] = tensor.detach().contiguous()

@@ -43,8 +43,10 @@ class Staging:
         self._lock = _lock(new)  # before the name under which others look for leftovers
         self.folder = new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}")
 
-    def write(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[Path, int]:
-        """Write `weights` as version `version`; return its folder and the number of bytes.
+    def write(
+        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], file_bytes: int
+    ) -> Path:
+        """Write `weights` as version `version`; return its folder. A file's tensors are held once.
 
         Raises:
             RoleError: the disk is full or not writable; nothing half-written is left.
@@ -53,18 +55,19 @@ class Staging:
         temporary = self.folder / f".v{version}.tmp"
         try:
             temporary.mkdir()
-            num_bytes = write_weights(temporary, weights)
+            write_weights(temporary, weights, file_bytes)
             copy_small_files(self.model_path, temporary)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             raise RoleError(
                 f"weights of version {version} could not be staged in {self.folder}: {error}. "
                 "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere. No server "
                 "was paused."
             ) from error
-        return final, num_bytes
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final
 
     def keep_only(self, version: int) -> None:
         """Remove every staged version but one."""

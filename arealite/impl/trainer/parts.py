@@ -69,6 +69,7 @@ def assemble(config: ExperimentConfig) -> Parts:
             registry=registry,
             fallback_dir=paths.root / "weights",
             model_path=Path(config.model.path).expanduser(),
+            host=config.cluster.host,
         )
         names = dict.fromkeys(["jsonl", *config.logger.types])
         made.loggers = [loggers.get(name)(paths.root) for name in names]

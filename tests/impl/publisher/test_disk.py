@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
 from arealite.base.errors import RoleError
 from arealite.impl.engine import hf_folder
-from arealite.impl.publisher import disk, staging
+from arealite.impl.publisher import servers as base
+from arealite.impl.publisher import staging
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.system.name_registry import NameRegistry
-from tests.fakes.sglang import BODY, FakeSGLang
+from tests.fakes.sglang import FakeSGLang
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
 
 
 class Site:
@@ -47,8 +51,7 @@ class Site:
                 fallback_dir=self.tmp_path / "fallback",
                 model_path=self.tmp_path / "model",
             )
-        weights = {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
-        await asyncio.to_thread(self.publisher.stage, version, iter(weights.items()))
+        await asyncio.to_thread(self.publisher.stage, version, iter(tensors(value).items()))
         return await asyncio.to_thread(self.publisher.push, version)
 
     def quarantined(self) -> list[str]:
@@ -61,12 +64,13 @@ class Site:
 
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(disk, "WATCH_S", 0.02)
-    monkeypatch.setattr(disk, "RETRY_S", 0.02)
+    monkeypatch.setattr(base, "WATCH_S", 0.02)
+    monkeypatch.setattr(base, "RETRY_S", 0.02)
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "old.bin"):
+    for name in ("config.json", "tokenizer.json", "old.bin"):
         (model / name).write_text("{}")
+    save_file(tensors(0.0), model / "model.safetensors")
     made = Site(NameRegistry(tmp_path / "names", ttl_s=60.0), tmp_path)
     yield made
     if made.publisher is not None:
@@ -101,10 +105,12 @@ async def test_two_servers_take_a_version_and_continue(site: Site) -> None:
         report = await site.publish(7, 2.0)
         for server in (first, second):
             assert (server.version, server.paused) == ("7", None)
-            assert paths(server)[-3:] == [
+            assert paths(server)[-5:] == [
                 "/pause_generation",
+                "/end_weight_update",
                 "/update_weights_from_disk",
                 "/continue_generation",
+                "/weights_checker",
             ]
             body = dict(server.calls)["/update_weights_from_disk"]
             assert body["flush_cache"] is True
@@ -139,14 +145,11 @@ async def test_only_the_newest_version_stays_staged_and_none_after_close(site: S
         assert list(site.staged.iterdir()) == []
 
 
-async def test_large_weights_become_shards_with_an_index(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf_folder, "FILE_BYTES", 30)
+async def test_large_weights_become_shards_with_an_index(site: Site) -> None:
     async with servers(site, 1) as (server,):
-        await site.publish(1)
+        await site.publish(1, bucket_mb=0)
         folder = Path(server.model_path)
-        names = names_in(folder)[1:4]
+        names = [name for name in names_in(folder) if name.startswith("model")]
         assert names == [
             "model-00001.safetensors",
             "model-00002.safetensors",
@@ -219,8 +222,17 @@ async def test_a_paused_server_left_by_a_dead_publisher_is_freed_first(site: Sit
     async with servers(site, 1) as (server,):
         server.paused = "retract"
         await site.publish(1)
-        assert paths(server)[:2] == ["/continue_generation", "/end_weight_update"]
+        assert paths(server)[0] == "/continue_generation"
         assert server.paused is None
+
+
+async def test_a_session_left_by_a_dead_publisher_is_ended_once(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        server.weights.session = True
+        await site.publish(1)
+        assert server.weights.session is False
+        await site.publish(2)
+        assert paths(server).count("/end_weight_update") == 1
 
 
 async def test_the_start_version_is_loaded_even_where_the_number_is_held_already(
@@ -235,32 +247,25 @@ async def test_the_start_version_is_loaded_even_where_the_number_is_held_already
 async def test_updated_but_not_flushed_is_flushed_and_confirmed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dirty: list[str] = []
-    plain = FakeSGLang._update
+    plain = FakeSGLang.change
 
-    async def update(self: FakeSGLang, request: web.Request) -> web.Response:
-        before = self.version
-        answer = await plain(self, request)
-        if dirty:
-            return answer
-        dirty.append(request[BODY]["weight_version"])
-        self.version = before
-        text = (
-            '{"success": false, "message": "Weights were updated, but the cache was not flushed"}'
-        )
-        return web.Response(status=400, text=text, content_type="application/json")
+    async def change(self: FakeSGLang, body: dict[str, Any]) -> bool:
+        before = self.reported
+        await plain(self, body)
+        self._reported = before
+        return False
 
-    monkeypatch.setattr(FakeSGLang, "_update", update)
+    monkeypatch.setattr(FakeSGLang, "change", change)
     async with servers(site, 1) as (server,):
         report = await site.publish(3)
-        assert (report.servers, server.version, server.paused) == (1, "3", None)
-        assert paths(server)[2:] == [
-            "/pause_generation",
+        assert (report.servers, server.reported, server.paused) == (1, "3", None)
+        assert paths(server)[-6:] == [
             "/update_weights_from_disk",
             "/pause_generation",
             "/flush_cache",
-            "/update_weights_from_disk",
+            "/update_weight_version",
             "/continue_generation",
+            "/weights_checker",
         ]
 
 
@@ -354,8 +359,8 @@ def test_tmpfs_serves_one_host_and_the_run_folder_serves_many(site: Site) -> Non
     )
     try:
         site.names.put("llm_server", "a", local)
-        assert publisher._parent() == staging.TMPFS
+        assert publisher.parent() == staging.TMPFS
         site.names.put("llm_server", "b", {"address": "http://10.0.0.9:1", "host": "elsewhere"})
-        assert publisher._parent() == site.tmp_path / "fallback"
+        assert publisher.parent() == site.tmp_path / "fallback"
     finally:
         publisher.close()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from safetensors.torch import load_file
 
 from arealite.api.config import (
@@ -33,7 +32,7 @@ from arealite.system.audit import audit
 from arealite.system.datapipe import Datapipe
 from arealite.system.name_registry import NameRegistry
 from arealite.system.worker_link import WorkerLink
-from tests.fakes.sglang import BODY, FakeSGLang
+from tests.fakes.sglang import FakeSGLang
 from tests.impl.trainer.trajectories import header, segment
 from tests.models import tiny_model
 
@@ -47,10 +46,9 @@ class Server(FakeSGLang):
         super().__init__()
         self.loaded: dict[str, dict[str, torch.Tensor]] = {}
 
-    async def _update(self, request: web.Request) -> web.Response:
-        body = request[BODY]
+    async def change(self, body: dict[str, Any]) -> bool:
         self.loaded[body["weight_version"]] = load_file(f"{body['model_path']}/model.safetensors")
-        return await super()._update(request)
+        return await super().change(body)
 
 
 class Others:

@@ -1,0 +1,72 @@
+"""What a server can do, read from its own description instead of its version number.
+
+Versions differ in pause modes, weight-update sessions and routes; everything that depends on them
+asks here, and nothing else knows a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Of one incarnation of a server."""
+
+    version: str
+    """Of the server's program; told in logs."""
+    pause_modes: frozenset[str]
+    spans: bool
+    """It tells the version of every token; else an answer must be of one version."""
+    sessions: bool
+    """Weights come between begin_weight_update and end_weight_update."""
+    buckets: bool
+    """It takes a broadcast of many tensors as one."""
+    checksum: bool
+    relabel: bool
+    """Its version can be changed without its weights."""
+    distributed: bool
+    tensor: Literal["pickle", "safetensors"] | None
+    """How tensors stand in a request's body; None: they cannot."""
+    tp: int
+    dp: int
+    dtype: str
+
+    @classmethod
+    def read(
+        cls, spec: Mapping[str, Any], info: Mapping[str, Any], meta: Mapping[str, Any]
+    ) -> Capabilities:
+        """Take the answers of /openapi.json and /server_info, and `meta_info` of a generation."""
+        paths: Mapping[str, Any] = spec.get("paths") or {}
+        schemas: Mapping[str, Any] = (spec.get("components") or {}).get("schemas") or {}
+
+        def enum(schema: str, field: str) -> list[str] | None:
+            """Return the values of a body's field: [] where any will do, None where it has none."""
+            found = ((schemas.get(schema) or {}).get("properties") or {}).get(field)
+            if found is None:
+                return None
+            return list(found.get("enum") or ([found["const"]] if "const" in found else []))
+
+        formats = enum("UpdateWeightsFromTensorReqInput", "load_format")
+        tensor = "safetensors" if formats == ["safetensors"] else "pickle"
+        return cls(
+            version=str(info.get("version", "unknown")),
+            pause_modes=frozenset(enum("PauseGenerationReqInput", "mode") or ["abort"]),
+            spans="weight_versions" in meta,
+            sessions="/begin_weight_update" in paths,
+            buckets=enum("UpdateWeightsFromDistributedReqInput", "load_format") is not None,
+            checksum="/weights_checker" in paths,
+            relabel="/update_weight_version" in paths,
+            distributed="/init_weights_update_group" in paths
+            and "/update_weights_from_distributed" in paths,
+            tensor=tensor if "/update_weights_from_tensor" in paths else None,
+            tp=int(info.get("tp_size") or 1),
+            dp=int(info.get("dp_size") or 1),
+            dtype=str(info.get("dtype", "unknown")),
+        )
+
+    def pause_mode(self, wanted: str) -> str:
+        """Return how to pause: by aborting where that keeps each answer honest."""
+        return wanted if self.spans and wanted in self.pause_modes else "abort"

@@ -1,0 +1,297 @@
+"""What every publisher does, however its bytes travel: watch, quarantine, heal, verify, report.
+
+A thread of its own runs the event loop, so that late and restarted servers are healed while the
+trainer computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import torch
+
+from arealite.api.publisher import PublisherConfig, PublishReport, WeightPublisher
+from arealite.base import log
+from arealite.base.errors import RoleError
+from arealite.impl.publisher.control import FAILURES, UNTRUSTED, PushTimes, Server
+from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
+from arealite.impl.publisher.verify import Print, wrong
+from arealite.system.name_registry import NameRegistry
+
+logger = log.get(__name__)
+
+WATCH_S = 1.0
+"""How often registered servers are compared with the newest version."""
+RETRY_S = 0.25
+"""Pause between attempts while no server has taken a version (the only one may be restarting)."""
+MAX_DOUBTS = 2
+"""A server found with wrong weights so often in a row stays out until it restarts."""
+
+T = TypeVar("T")
+
+
+class ServersPublisher(WeightPublisher):
+    """Servers get traffic by the version they confirmed; a subclass is one way to bring weights."""
+
+    def __init__(
+        self,
+        config: PublisherConfig,
+        *,
+        registry: NameRegistry,
+        fallback_dir: Path,
+        model_path: Path,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Start watching.
+
+        Args:
+            config: Options of all ways.
+            registry: Where servers stand.
+            fallback_dir: For files that the servers of several hosts read.
+            model_path: Whose tensors these are, and whose small files go with a version.
+            host: Under which servers reach this process.
+        """
+        self.config, self.registry, self.host = config, registry, host
+        self.fallback_dir, self.model_path = fallback_dir, model_path
+        self.newest: int | None = None
+        """The version that every server should hold."""
+        self.shapes: Shapes = {}
+        """Of the tensors that are sent; {} before the first version."""
+        self.digest = 0
+        """Hash of the staged bytes."""
+        self.num_bytes, self.stage_s = 0, 0.0
+        self._prints: dict[str, Print] = {}
+        self._servers: dict[tuple[str, Any], Server] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._closed, self._closing = False, threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._ready = threading.Event()
+        self._thread.start()
+        self._ready.wait(10.0)
+
+    # ------------------------------------------------------------ called by the trainer
+
+    def push(self, version: int) -> PublishReport:
+        confirmed, quarantined, verify_s = self.call(self._push(version))
+        times = [server.times for server in confirmed] or [PushTimes(0.0, 0.0, 0.0, 0.0)]
+        report = PublishReport(
+            version=version,
+            stage_s=self.stage_s,
+            num_bytes=self.num_bytes,
+            servers=len(confirmed),
+            quarantined=quarantined,
+            verify_s=verify_s,
+            **{f.name: max(getattr(t, f.name) for t in times) for f in fields(PushTimes)},
+        )
+        stall_s = report.stall_s
+        logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)
+        return report
+
+    def close(self) -> None:
+        with self._closing:
+            self._closed = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(self.config.timeout_s + 10.0)
+
+    # ------------------------------------------------------------ for the ways
+
+    @abstractmethod
+    async def bring(self, server: Server, version: int) -> None:
+        """Bring one connected server to `version`, or see to it that `stage` does; lock held."""
+
+    def call(self, job: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the publisher's thread; return its result."""
+        return self.submit(job).result()
+
+    def submit(self, job: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine in the publisher's thread."""
+        with self._closing:
+            if self._closed:
+                job.close()
+                raise RoleError(f"the publisher was closed before version {self.newest} was pushed")
+            return asyncio.run_coroutine_threadsafe(job, self._loop)
+
+    def noted(
+        self, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on; add up their bytes and a hash, and check them when all have passed.
+
+        Raises:
+            RoleError: they are not the tensors of `model_path`, or of the version before.
+        """
+        shapes, digest, num_bytes = dict[str, list[int]](), 0, 0
+        for name, tensor in weights:
+            shapes[name] = list(tensor.shape)
+            if self.shapes:  # a way that sends at once must not send this one
+                check_shapes(
+                    {name: shapes[name]}, self.shapes, where="the version before", whole=False
+                )
+            num_bytes += tensor.nbytes
+            digest = hash((digest, _sum(tensor)))
+            yield name, tensor
+        held = self.shapes or read_shapes(self.model_path)
+        check_shapes(shapes, held, where="the version before" if self.shapes else self.model_path)
+        self.shapes, self.digest, self.num_bytes = shapes, digest, num_bytes
+
+    async def find_servers(self) -> list[Server]:
+        """Return the registered servers; one that restarted is new, and nothing is known of it."""
+        entries = await asyncio.to_thread(self.registry.list, "llm_server")
+        found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
+        for key in self._servers.keys() - found.keys():
+            del self._servers[key]
+        for key in found.keys() - self._servers.keys():
+            entry = found[key]
+            kind, folder = (str(entry.value.get(name) or "") for name in ("type", "model_path"))
+            self._servers[key] = Server(entry.id, key[0], self._session, kind, folder)
+        return [self._servers[key] for key in found]
+
+    # ------------------------------------------------------------ in the publisher's thread
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
+        async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            self._ready.set()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    watch = tasks.create_task(self._watch(), name="watch servers")
+                    await self._stop.wait()
+                    watch.cancel()
+            finally:  # a push that is cut off continues its servers, for which it needs the session
+                pushes = asyncio.all_tasks() - {asyncio.current_task()}
+                for push in pushes:
+                    push.cancel()
+                await asyncio.gather(*pushes, return_exceptions=True)
+                broken = [server.resume() for server in self._servers.values() if server.broken]
+                await asyncio.gather(*broken, return_exceptions=True)
+
+    async def _push(self, version: int) -> tuple[list[Server], list[str], float]:
+        """Bring every server in traffic to `version`, and verify; again until one has it.
+
+        Raises:
+            RoleError: none has it; names the servers and what each said.
+        """
+        give_up = time.monotonic() + self.config.timeout_s
+        while True:
+            servers = await self.find_servers()
+            asked = [server for server in servers if server.error is None] or servers
+            await asyncio.gather(*(self._bring(server) for server in asked))
+            begin = time.monotonic()
+            doubted = await self._verify(version)
+            confirmed = [server for server in asked if server.held == version]
+            if confirmed or self.starving:
+                out = [server.id for server in servers if server.error or server.id in doubted]
+                return confirmed, out, time.monotonic() - begin
+            if time.monotonic() >= give_up:
+                raise self.nobody(version, servers)
+            await asyncio.sleep(RETRY_S)
+
+    def nobody(self, version: int, servers: Sequence[Server]) -> RoleError:
+        """Make the error that no server took a version."""
+        said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
+        return RoleError(
+            f"no server took version {version} in {self.config.timeout_s:g} s. "
+            + (said or f"None is registered in {self.registry.root}; start one.")
+        )
+
+    async def _bring(self, server: Server, *, ask: bool = False) -> None:
+        """Bring one server to the newest version, if there is one. `ask`: trust no memory of it."""
+        async with server.lock:
+            version = self.newest
+            if version is None or server.doubts >= MAX_DOUBTS:
+                return
+            try:
+                if server.held == version and (not ask or await server.version() == str(version)):
+                    return
+                server.held = None
+                await server.connect(self.shapes)
+                await self.bring(server, version)
+                server.error = None
+            except FAILURES as error:
+                self.quarantine(server, error)
+                return
+            if ask and server.held == version:
+                logger.info("server healed", server=server.id, version=version)
+
+    def quarantine(self, server: Server, error: Exception) -> None:
+        """Give up on a server until the watch finds it well."""
+        said = f"{type(error).__name__}: {error}"
+        if said != server.error:
+            logger.warning("server quarantined", server=server.id, error=str(error))
+        server.held, server.error = None, said
+
+    async def _watch(self) -> None:
+        """Heal servers. Waits for: the clock. Unblocks: late, restarted and failed servers."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(WATCH_S)
+                for server in await self.find_servers():
+                    if not server.lock.locked():
+                        tasks.create_task(self._bring(server, ask=True), name=f"heal {server.id}")
+
+    # ------------------------------------------------------------ what servers really hold
+
+    async def _verify(self, version: int) -> set[str]:
+        """Compare what servers hold; return those that were wrong, distrusted and brought again."""
+        every, found = self.config.verify_every, set[str]()
+        while every and version % every == 0:
+            servers = {s.id: s for s in await self.find_servers() if s.held == version}
+            shown = await asyncio.gather(*(self._print(s, version) for s in servers.values()))
+            now = {each[0]: each[1] for each in shown if each is not None}
+            reasons = wrong(now, self._prints)
+            good = {name: each for name, each in now.items() if name not in reasons}
+            self._prints |= good
+            for name in good:
+                servers[name].doubts = 0
+            if not reasons:
+                break
+            found |= reasons.keys()
+            doubted = [servers[name] for name in reasons]
+            await asyncio.gather(*(self._distrust(s, reasons[s.id]) for s in doubted))
+            await asyncio.gather(*(self._bring(s) for s in doubted))
+        return found
+
+    async def _print(self, server: Server, version: int) -> tuple[str, Print] | None:
+        async with server.lock:
+            if server.held != version:
+                return None
+            try:
+                value = await asyncio.wait_for(server.fingerprint(), self.config.timeout_s)
+            except FAILURES as error:
+                self.quarantine(server, error)
+                return None
+        can, way = server.can, "checksum" if isinstance(value, str) else "logprobs"
+        kind = (server.type, can.version, str(can.tp), way, can.dtype)
+        return server.id, Print(kind, self.digest, value)
+
+    async def _distrust(self, server: Server, reason: str) -> None:
+        """Take it out of traffic: clients drop what it says under a version below theirs."""
+        server.doubts += 1
+        logger.error("server holds other weights", server=server.id, reason=reason)
+        async with server.lock:
+            self.quarantine(server, RoleError(f"{server.address} {reason}"))
+            try:
+                if server.can.relabel:
+                    await asyncio.wait_for(server.relabel(UNTRUSTED, abort=True), 5.0)
+            except FAILURES as error:
+                logger.warning("server not relabelled", server=server.id, error=repr(error))
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """Add up the bytes, as integers of eight where they can be: it changes with any bit."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return int(flat.view(torch.int64).sum() if flat.numel() % 8 == 0 else flat.sum())
