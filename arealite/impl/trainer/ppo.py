@@ -7,7 +7,9 @@ modules beside.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from typing import TypeVar
 
 from arealite.algo.losses import make_policy_loss
 from arealite.api.config import ExperimentConfig, run_paths
@@ -15,7 +17,7 @@ from arealite.api.publisher import PublishReport
 from arealite.api.trainer import Trainer
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log
-from arealite.base.errors import UserError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
@@ -23,6 +25,11 @@ from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_check
 from arealite.system.trainer_link import TrainerLink
 
 logger = log.get(__name__)
+
+SLICE_S = 1.0
+"""How long ranks wait apart before they look together whether a server needs weights."""
+Answer = tuple[Batch, list[bytes]] | None
+T = TypeVar("T")
 
 
 class PPOTrainer(Trainer):
@@ -40,7 +47,11 @@ class PPOTrainer(Trainer):
         self.stop = StopRequest()
         self.parts = parts or assemble(config)
         self.world, self.engine = self.parts.world, self.parts.engine
-        self.link = self.parts.connect()
+        self.link, self.fetch_link = self.parts.connect(), self.parts.connect()
+        self.fetcher = ThreadPoolExecutor(1, "fetch")
+        self.version = -1
+        """That every server should hold."""
+        self.closing = False
         self.loss_fn = make_policy_loss(self.ppo.loss)
         self.clock = metrics.Stopwatch()
         self.line: dict[str, float] = {}
@@ -86,9 +97,26 @@ class PPOTrainer(Trainer):
                 *answer, self.ppo, rank=self.world.rank, world_size=self.world.size
             )
 
-    def fetch(self, step: int) -> tuple[Batch, list[bytes]] | None:
+    def fetch(self, step: int) -> Answer:
         """Ask the datapipe for batch `step`."""
-        return self.link.next_batch(step, on_wait=self.while_waiting)
+        return self.together(self.ask(step))
+
+    def ask(self, step: int) -> Future[Answer]:
+        """Ask for batch `step` in a thread with a link of its own."""
+        return self.fetcher.submit(self.fetch_link.next_batch, step, on_wait=self.while_waiting)
+
+    def together(self, asked: Future[T]) -> T:
+        """Wait until every rank has its answer; servers without the newest weights get them."""
+        waiting = True
+        while waiting:
+            if wait([asked], SLICE_S).done:
+                asked.result()  # a failure is raised now: the other ranks may wait for ever
+            flags = {"waiting": float(not asked.done()), "starving": float(self.is_starving)}
+            flags = self.world.max(flags)
+            waiting = flags["waiting"] > 0.0
+            if flags["starving"] > 0.0:
+                self.heal()
+        return asked.result()
 
     def recompute_proximal(self, batch: TrainBatch) -> TrainBatch:
         """Give rows the logprobs of the policy before the first update, by the trainer's maths."""
@@ -126,6 +154,7 @@ class PPOTrainer(Trainer):
 
     def publish(self, version: int) -> None:
         """Bring every server to `version`."""
+        self.version = version
         with self.clock("time/publish_s"):
             self.stage(version)
             if self.world.lead:
@@ -136,6 +165,17 @@ class PPOTrainer(Trainer):
         again = True
         while again:
             again = self.world.any(self._stream(version))
+
+    def heal(self) -> None:
+        """Bring the version once more to servers that can have it only from here."""
+        self.stage(self.version)
+        if self.parts.publisher is not None:
+            self.parts.publisher.push(self.version)
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether this rank's publisher asks for `heal`."""
+        return self.parts.publisher is not None and self.parts.publisher.starving
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
         """Bring the staged weights to the servers; tell the datapipe over this thread's `link`."""
@@ -217,10 +257,16 @@ class PPOTrainer(Trainer):
                 logger.error("not closed", part=let_go.__qualname__, error=repr(error))
 
     def held(self) -> list[Callable[[], None]]:
-        """List what lets go of links, files, threads, the process group and signals, in order."""
+        """List what lets go of threads, links, files, the process group and signals, in order."""
         publisher = [self.parts.publisher.close] if self.parts.publisher else []
         sinks = [sink.close for sink in self.parts.loggers]
-        return [self.link.close, *publisher, *sinks, self.world.leave, self.stop.restore]
+        links = [self.end_fetch, self.fetch_link.close, self.link.close]
+        return [*links, *publisher, *sinks, self.world.leave, self.stop.restore]
+
+    def end_fetch(self) -> None:
+        """End the fetch under way; it notices within a second."""
+        self.closing = True
+        self.fetcher.shutdown()
 
     # ------------------------------------------------------------ smaller verbs
 
@@ -254,7 +300,7 @@ class PPOTrainer(Trainer):
         """Write the evaluation under way, if it is there, as a line of the step it was asked at."""
         if self.evaluating is None:
             return
-        if (result := self.link.eval_result(wait=wait, on_wait=self.while_waiting)) is None:
+        if (result := self.link.eval_result(wait=wait, on_wait=self.while_evaluating)) is None:
             return
         self.evaluating = None
         named = {k if "/" in k else f"eval/{k}": v for k, v in result.metrics.items()}
@@ -279,5 +325,13 @@ class PPOTrainer(Trainer):
 
     def while_waiting(self, waiting: Waiting) -> bool:
         """Called once a second during a wait: say whether to stop instead of waiting on."""
+        if self.closing:
+            raise RoleError("training ended while a batch was waited for")
         logger.debug("waiting", request=waiting.request, detail=waiting.detail)
         return self.stop.asked
+
+    def while_evaluating(self, waiting: Waiting) -> bool:
+        """As while_waiting; alone, this rank can also heal servers. Other ranks are elsewhere."""
+        if self.world.size == 1 and self.is_starving:
+            self.heal()
+        return self.while_waiting(waiting)
