@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,10 +172,12 @@ async def distributed(site: Site, note: Note, repeats: int) -> None:
     with site.publisher("distributed") as publisher:
         size = sum(tensor.nbytes for tensor in publisher.weights.values())
         await publisher.publish()
-        for _ in range(repeats):
-            raw.append(await asyncio.to_thread(broadcast_seconds, size))
-            ours.append((await publisher.publish()).load_s)
-            whole.append(publisher.seconds)
+        with broadcasting(size, repeats + 1) as broadcast:
+            await asyncio.to_thread(broadcast)  # the first touches the memory
+            for _ in range(repeats):
+                raw.append(await asyncio.to_thread(broadcast))
+                ours.append((await publisher.publish()).load_s)
+                whole.append(publisher.seconds)
     note("distributed.mbytes", size / 1e6)
     note("distributed.raw_gloo_mb_s", size / 1e6 / statistics.median(raw))
     note("distributed.publish_mb_s", size / 1e6 / statistics.median(ours))
@@ -184,34 +186,39 @@ async def distributed(site: Site, note: Note, repeats: int) -> None:
     note("distributed.publish_over_raw", statistics.median(ratios))
 
 
-def broadcast_seconds(size: int) -> float:
-    """Return the seconds of one broadcast of `size` bytes to another process, after a small one."""
+@contextmanager
+def broadcasting(size: int, times: int) -> Iterator[Callable[[], float]]:
+    """Give a function that broadcasts `size` bytes to another process and returns the seconds."""
     port = free_port()
-    command = [sys.executable, __file__, "--receive", str(port), str(size)]
+    command = [sys.executable, __file__, "--receive", str(port), str(size), str(times)]
     with subprocess.Popen(command) as process:
-        made = group.join(
-            ("127.0.0.1", port), "raw", rank=0, world_size=2, backend="gloo", seconds=60.0
-        )
+        made = join(port, rank=0)
         flat = torch.ones(size, dtype=torch.uint8)
-        dist.broadcast(torch.ones(1), src=0, group=made)
-        begin = time.perf_counter()
-        dist.broadcast(flat, src=0, group=made)
-        dist.broadcast(torch.ones(1), src=0, group=made)
-        dist.barrier(group=made)
-        seconds = time.perf_counter() - begin
+
+        def broadcast() -> float:
+            begin = time.perf_counter()
+            dist.broadcast(flat, src=0, group=made)
+            dist.barrier(group=made)
+            return time.perf_counter() - begin
+
+        yield broadcast
         group.leave(made)
         process.wait(60)
-    return seconds
 
 
-def receive(port: int, size: int) -> None:
-    """Be the other process of a broadcast."""
-    made = group.join(
-        ("127.0.0.1", port), "raw", rank=1, world_size=2, backend="gloo", seconds=60.0
-    )
-    for count in (4, size, 4):
-        dist.broadcast(torch.empty(count, dtype=torch.uint8), src=0, group=made)
-    dist.barrier(group=made)
+def join(port: int, *, rank: int) -> dist.ProcessGroup:
+    """Join the group of the raw broadcasts."""
+    address = ("127.0.0.1", port)
+    return group.join(address, "raw", rank=rank, world_size=2, backend="gloo", seconds=300.0)
+
+
+def receive(port: int, size: int, times: int) -> None:
+    """Be the other process of the raw broadcasts."""
+    made = join(port, rank=1)
+    flat = torch.zeros(size, dtype=torch.uint8)
+    for _ in range(times):
+        dist.broadcast(flat, src=0, group=made)
+        dist.barrier(group=made)
     group.leave(made)
 
 
@@ -243,7 +250,7 @@ def main() -> None:
     parts = ["rollout", "interrupt", "stall", "elastic", "distributed"]
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--receive", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--receive", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.receive:
