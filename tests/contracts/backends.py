@@ -105,6 +105,12 @@ class Backend:
             await started.wait()
         return task, events
 
+    async def crowded(self) -> tuple[asyncio.Task, list[dict], asyncio.Future]:
+        """Do the same amid others that slow it down, so that what is done to it finds it running;
+        the third is for their answers."""
+        crowd = asyncio.ensure_future(self.generate(LONG, input_ids=[PROMPT] * 24))
+        return *(await self.streaming()), crowd
+
     async def version(self) -> str:
         """Return the version that the server tells of itself."""
         return (await self.get("/model_info"))[1]["weight_version"]

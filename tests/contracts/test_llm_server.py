@@ -164,18 +164,20 @@ async def test_update_waits_for_running_requests(server: Backend) -> None:
     body = {"model_path": server.folders[1], "weight_version": "1"}
     update = asyncio.ensure_future(server.post("/update_weights_from_disk", **body))
     await task
-    assert (await update)[0] == 200
+    status, answer = await update
+    assert status == 200, answer
     assert server.versions(events[-1]) == ["default"]
     assert (await server.generate(2))["meta_info"]["weight_version"] == "1"
 
 
 async def test_update_may_abort_the_running(server: Backend) -> None:
-    task, events = await server.streaming()
+    task, events, crowd = await server.crowded()
     status, _ = await server.post(
         "/update_weights_from_disk", model_path=server.folders[1], abort_all_requests=True
     )
     assert status == 200
     await task
+    await crowd
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await server.get("/model_info"))[1]["weight_version"] == "default"
 

@@ -213,19 +213,26 @@ async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:
     assert status == 400 and not answer["success"]
 
 
-@pytest.mark.parametrize("abort", [None, False])
-async def test_a_version_can_be_told_anew(server: Backend, abort: bool | None) -> None:
+async def test_a_version_can_be_told_anew(server: Backend) -> None:
     task, events = await server.streaming()
-    body = {} if abort is None else {"abort_all_requests": abort}
-    status, answer = await server.post("/update_weight_version", new_version="-1", **body)
+    status, answer = await server.post(
+        "/update_weight_version", new_version="-1", abort_all_requests=False
+    )
     assert (status, answer["new_version"]) == (200, "-1")
     await task
     assert await server.version() == "-1"
-    reason = events[-1]["meta_info"]["finish_reason"]["type"]
-    assert reason == ("length" if abort is False else "abort")
-    if server.spans and abort is False:
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
+    if server.spans:
         assert server.versions(events[-1]) == ["default", "-1"]
     assert server.versions(await server.generate(2)) == ["-1"]
+
+
+async def test_telling_a_version_anew_aborts_what_runs(server: Backend) -> None:
+    task, events, crowd = await server.crowded()
+    assert (await server.post("/update_weight_version", new_version="-1"))[0] == 200
+    await task
+    for answer in (events[-1], *await crowd):
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
