@@ -39,7 +39,8 @@ CPU_ARGUMENTS = {
     "--max-total-tokens": 65536,
     "--max-running-requests": 128,
 }
-CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule"]
+CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
+"""The warm-up is an English sentence, which a toy model's tokenizer may not be able to spell."""
 
 PROBE = """
 import importlib.util, sys
