@@ -1,0 +1,203 @@
+"""What the embedded server does with new weights beyond what all servers do (tests/contracts)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import pickle
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import ClientSession
+from safetensors.torch import load_file, save
+
+from arealite.impl.server import group_member
+from arealite.impl.server.embedded import EmbeddedServer
+from tests.contracts.backends import Backend, Trainer, layouts, trainer_process
+from tests.fakes.embedded import embedded
+
+DISTRIBUTED = "/update_weights_from_distributed"
+
+
+@pytest.fixture
+async def instance(folders: list[Path]) -> AsyncIterator[EmbeddedServer]:
+    async with embedded(folders[0]) as running:
+        yield running
+
+
+@pytest.fixture
+async def server(instance: EmbeddedServer, folders: list[Path]) -> AsyncIterator[Backend]:
+    async with ClientSession(instance.address) as session:
+        backend = Backend(session, [str(folder) for folder in folders])
+        await backend.probe()
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Any:
+    with trainer_process() as process:
+        yield process
+
+
+async def join(trainer: Trainer, server: Backend) -> None:
+    assert (await trainer.join(server))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"names": ["model.nonsense"]}, "'model.nonsense' is no tensor of the model"),
+        ({"shapes": [[16]]}, "has shape [16], the model [32]"),
+        ({"dtypes": ["int32"]}, "has dtype torch.int32, the model torch.float32"),
+        ({"dtypes": ["nonsense"]}, "has no dtype of torch: 'nonsense'"),
+        ({"dtypes": ["add"]}, "has no dtype of torch: 'add'"),
+        ({"shapes": []}, "names, dtypes and shapes differ in length"),
+        ({"shapes": [["a"]]}, "Expected `int`"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_before_a_byte_is_awaited(
+    server: Backend, trainer: Trainer, body: dict[str, Any], text: str
+) -> None:
+    await join(trainer, server)
+    before = await server.checksum()
+    await server.begin()
+    right = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
+    status, answer = await server.post(DISTRIBUTED, group_name=trainer.group, **(right | body))
+    assert status == 400 and text in answer["message"]
+    await server.end()
+    await trainer.leave(server)
+    assert await server.checksum() == before
+
+
+async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
+    server: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_member, "TIMEOUT_S", 1.0)
+    (layout,) = layouts(server.folders[1])
+    body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
+    before = await server.checksum()
+    with trainer_process() as silent:  # it joins and never sends
+        await join(silent, server)
+        await server.begin()
+        update = asyncio.ensure_future(server.post(DISTRIBUTED, group_name=silent.group, **body))
+        server.check(await server.generate(20))
+        assert not update.done()
+        async with asyncio.timeout(20):
+            status, answer = await update
+        assert status == 400 and answer["message"].startswith("Failed to receive weights")
+        await server.end()
+    path, name = "/destroy_weights_update_group", silent.group
+    assert (await server.post(path, group_name=name))[0] == 200
+    assert await server.checksum() == before
+
+
+async def test_a_group_whose_trainer_never_comes_is_given_up(
+    server: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_member, "TIMEOUT_S", 1.0)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # nobody listens
+        body = {"master_address": "127.0.0.1", "master_port": deaf.getsockname()[1]}
+        body |= {"rank_offset": 1, "world_size": 2, "group_name": "lonely", "backend": "gloo"}
+        path = "/init_weights_update_group"
+        async with asyncio.timeout(30):
+            first = asyncio.ensure_future(server.post(path, **body))
+            await server.generate(1)
+            second = await server.post(path, **body)
+            status, answer = await first
+    assert status == 400 and "Failed to initialize custom process group" in answer["message"]
+    assert second[0] == 400 and "has already been created" in second[1]["message"]
+
+
+async def test_a_server_ends_although_bytes_are_awaited(folders: list[Path]) -> None:
+    (layout,) = layouts(str(folders[1]))
+    body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
+    with trainer_process() as silent:
+        async with asyncio.timeout(30):
+            async with embedded(folders[0]) as running, ClientSession(running.address) as session:
+                server = Backend(session, [str(folder) for folder in folders])
+                await server.probe()
+                await join(silent, server)
+                await server.begin()
+                hanging = server.post(DISTRIBUTED, group_name=silent.group, **body)
+                update = asyncio.ensure_future(hanging)
+                await server.generate(2)
+            await asyncio.wait((update,))
+    assert update.exception() is not None
+
+
+async def test_half_precision_is_cast_to_the_models(server: Backend) -> None:
+    weights = load_file(Path(server.folders[1]) / "model.safetensors")
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    await server.begin()
+    for tensors in (halves, {name: half.float() for name, half in halves.items()}):
+        payload = base64.b64encode(save(tensors)).decode()
+        status, answer = await server.post(
+            "/update_weights_from_tensor", serialized_named_tensors=[payload]
+        )
+        assert status == 200, answer
+        sums = await server.checksum()
+        if tensors is halves:
+            first = sums
+    assert first == sums
+
+
+class Touch:
+    """A pickle that leaves a trace where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+async def test_a_pickle_is_never_loaded(server: Backend, tmp_path: Path) -> None:
+    trace = tmp_path / "loaded"
+    payload = base64.b64encode(pickle.dumps(Touch(trace))).decode()
+    await server.begin()
+    before = await server.checksum()
+    path = "/update_weights_from_tensor"
+    status, answer = await server.post(path, serialized_named_tensors=[payload])
+    assert status == 400 and "no safetensors" in answer["message"]
+    assert not trace.exists()
+    for payloads, text in (
+        ([], "0 payloads for 1 rank"),
+        (["AAAA"] * 2, "2 payloads"),
+        (["*"], "base64"),
+    ):
+        status, answer = await server.post(path, serialized_named_tensors=payloads)
+        assert status == 400 and text in answer["message"]
+    assert await server.checksum() == before
+
+
+async def test_tensors_that_do_not_fit_change_nothing(server: Backend) -> None:
+    weights = load_file(Path(server.folders[1]) / "model.safetensors")
+    before = await server.checksum()
+    await server.begin()
+    for name in ("model.norm.weight", "model.nonsense"):
+        payload = base64.b64encode(save(weights | {name: torch.zeros(3)})).decode()
+        status, answer = await server.post(
+            "/update_weights_from_tensor", serialized_named_tensors=[payload], weight_version="9"
+        )
+        assert status == 400 and f"Failed to update weights: '{name}'" in answer["message"]
+    assert await server.checksum() == before
+    assert await server.version() == "default"
+
+
+async def test_every_tensor_has_its_own_checksum(server: Backend) -> None:
+    async def each() -> dict[str, str]:
+        _, answer = await server.post("/weights_checker")
+        return answer["ranks"][0]["checksums"]
+
+    before = await each()
+    await server.begin()
+    payload = base64.b64encode(save({"model.norm.weight": torch.zeros(32)})).decode()
+    await server.post("/update_weights_from_tensor", serialized_named_tensors=[payload])
+    after = await each()
+    assert {name for name in before if before[name] != after[name]} == {"model.norm.weight"}
