@@ -6,6 +6,8 @@ No torch group is joined and no byte is received: a distributed update is answer
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
@@ -43,6 +45,7 @@ class WeightRoutes:
         """Start again, as a restarted server does."""
         self.session = False
         self.groups: list[str] = []
+        self.parts: list[str] = []
         self.content = "start"
         """Stands for the weights' bytes; the checksum is made of it."""
 
@@ -108,13 +111,21 @@ class WeightRoutes:
         name = body.get("group_name", "weight_update_group")
         if name not in self.groups:
             raise Refused(UNKNOWN.format(name, self.groups))
-        text = await self._change(body, f"{self.content} {sorted(body['names'])}")
+        text = await self._change(body, self._part(sorted(body["names"])))
         return {"message": "Succeeded to update parameter online." + text}
 
     async def _from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
         self._need_session("update_weights_from_tensor")
-        text = await self._change(body, f"{self.content} {body['serialized_named_tensors']}")
+        sent = [base64.b64decode(part) for part in body["serialized_named_tensors"]]
+        if self.fake.tensor == "pickle":  # two pickles of one tensor differ
+            sent = [(name, t.tolist()) for part in sent for name, t in pickle.loads(part)]
+        text = await self._change(body, self._part(sent))
         return {"message": "Success" + text}
+
+    def _part(self, part: list[Any]) -> str:
+        """Return what the weights are with one more part of this session's: not of its history."""
+        self.parts.append(str(part))
+        return " ".join(self.parts)
 
     def _need_session(self, what: str) -> None:
         if self.fake.sessions and not self.session:
@@ -132,7 +143,7 @@ class WeightRoutes:
         await self.fake.still()
         if self.session:
             raise Refused(OPEN)
-        self.session = True
+        self.session, self.parts = True, []
         return {}
 
     async def _end(self, body: dict[str, Any]) -> dict[str, Any]:

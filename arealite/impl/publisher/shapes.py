@@ -6,9 +6,10 @@ came of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from arealite.base.errors import RoleError
 
@@ -23,10 +24,10 @@ def read_shapes(folder: Path) -> Shapes:
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            shapes |= {name: part["shape"] for name, part in header.items() if name[:2] != "__"}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                shapes |= {name: file.get_slice(name).get_shape() for name in names}
+        except (OSError, SafetensorError) as error:
             raise RoleError(f"{path} is no safetensors file: {error!r}") from error
     return shapes
 

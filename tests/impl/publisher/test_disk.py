@@ -5,91 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
+from arealite.api.publisher import PublisherConfig
 from arealite.base.errors import RoleError
 from arealite.impl.engine import hf_folder
-from arealite.impl.publisher import servers as base
 from arealite.impl.publisher import staging
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.system.name_registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
-
-
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
-
-
-class Site:
-    """Fake servers, their names, and a publisher."""
-
-    def __init__(self, names: NameRegistry, tmp_path: Path) -> None:
-        self.names, self.tmp_path = names, tmp_path
-        self.staged = tmp_path / "staged"
-        self.publisher: DiskPublisher | None = None
-
-    def register(self, server: FakeSGLang, server_id: str) -> None:
-        self.names.put("llm_server", server_id, server.entry())
-
-    async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
-        if self.publisher is None:
-            settings = {
-                "timeout_s": 5.0,
-                "disk": DiskPublisherConfig(dir=str(self.staged)),
-            } | settings
-            self.publisher = DiskPublisher(
-                PublisherConfig(**settings),
-                registry=self.names,
-                fallback_dir=self.tmp_path / "fallback",
-                model_path=self.tmp_path / "model",
-            )
-        await asyncio.to_thread(self.publisher.stage, version, iter(tensors(value).items()))
-        return await asyncio.to_thread(self.publisher.push, version)
-
-    def quarantined(self) -> list[str]:
-        assert self.publisher is not None
-        return [server.id for server in self.publisher._servers.values() if server.error]
-
-    def versions(self) -> list[str]:
-        return sorted(p.name for folder in self.staged.iterdir() for p in folder.glob("v*"))
-
-
-@pytest.fixture
-async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(base, "WATCH_S", 0.02)
-    monkeypatch.setattr(base, "RETRY_S", 0.02)
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "tokenizer.json", "old.bin"):
-        (model / name).write_text("{}")
-    save_file(tensors(0.0), model / "model.safetensors")
-    made = Site(NameRegistry(tmp_path / "names", ttl_s=60.0), tmp_path)
-    yield made
-    if made.publisher is not None:
-        await asyncio.to_thread(made.publisher.close)
-
-
-@asynccontextmanager
-async def servers(site: Site, count: int) -> AsyncIterator[list[FakeSGLang]]:
-    async with AsyncExitStack() as stack:
-        made = [await stack.enter_async_context(FakeSGLang()) for _ in range(count)]
-        for index, server in enumerate(made):
-            site.register(server, f"s{index}")
-        yield made
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110  (the publisher's thread tells no event)
-            await asyncio.sleep(0.005)
+from tests.impl.publisher.sites import Site, servers, until
 
 
 def names_in(folder: Path) -> list[str]:

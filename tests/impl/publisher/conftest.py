@@ -1,0 +1,29 @@
+"""A site for each test: a model folder, names, and a publisher that is closed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from arealite.impl.publisher import servers as base
+from arealite.system.name_registry import NameRegistry
+from tests.impl.publisher.sites import Site, tensors
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(base, "WATCH_S", 0.02)
+    monkeypatch.setattr(base, "RETRY_S", 0.02)
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "old.bin"):
+        (model / name).write_text("{}")
+    save_file(tensors(0.0), model / "model.safetensors")
+    made = Site(NameRegistry(tmp_path / "names", ttl_s=60.0), tmp_path)
+    yield made
+    if made.publisher is not None:
+        await asyncio.to_thread(made.publisher.close)

@@ -1,0 +1,71 @@
+"""Scripted servers, their names, and a publisher of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
+from arealite.impl.publisher.disk import DiskPublisher
+from arealite.impl.publisher.servers import ServersPublisher
+from arealite.system.name_registry import NameRegistry
+from tests.fakes.sglang import FakeSGLang
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
+
+
+class Site:
+    """Fake servers, their names, and a publisher."""
+
+    def __init__(self, names: NameRegistry, tmp_path: Path) -> None:
+        self.names, self.tmp_path = names, tmp_path
+        self.staged = tmp_path / "staged"
+        self.kind: type[ServersPublisher] = DiskPublisher
+        self.publisher: ServersPublisher | None = None
+
+    def register(self, server: FakeSGLang, server_id: str) -> None:
+        self.names.put("llm_server", server_id, server.entry())
+
+    async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
+        if self.publisher is None:
+            settings = {
+                "timeout_s": 5.0,
+                "disk": DiskPublisherConfig(dir=str(self.staged)),
+            } | settings
+            self.publisher = self.kind(
+                PublisherConfig(**settings),
+                registry=self.names,
+                fallback_dir=self.tmp_path / "fallback",
+                model_path=self.tmp_path / "model",
+            )
+        await asyncio.to_thread(self.publisher.stage, version, iter(tensors(value).items()))
+        return await asyncio.to_thread(self.publisher.push, version)
+
+    def quarantined(self) -> list[str]:
+        assert self.publisher is not None
+        return [server.id for server in self.publisher._servers.values() if server.error]
+
+    def versions(self) -> list[str]:
+        return sorted(p.name for folder in self.staged.iterdir() for p in folder.glob("v*"))
+
+
+@asynccontextmanager
+async def servers(site: Site, count: int) -> AsyncIterator[list[FakeSGLang]]:
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(FakeSGLang()) for _ in range(count)]
+        for index, server in enumerate(made):
+            site.register(server, f"s{index}")
+        yield made
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():  # noqa: ASYNC110  (the publisher's thread tells no event)
+            await asyncio.sleep(0.005)

@@ -1,0 +1,71 @@
+"""Two processes in a group of their own, beside nothing; one may be lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from arealite.impl.weights.group import join, leave
+from tests.sglang.real import free_port
+
+MEMBER = """
+import sys, torch, torch.distributed as dist
+from arealite.impl.weights.group import join, leave
+port, name = int(sys.argv[1]), sys.argv[2]
+group = join(("127.0.0.1", port), name, rank=1, world_size=2, backend="gloo", seconds=20.0)
+tensor = torch.zeros(5)
+if len(sys.argv) == 3:
+    dist.broadcast(tensor, src=0, group=group)
+    leave(group)
+print(tensor.tolist())
+"""
+
+
+@pytest.fixture
+def member(tmp_path: Path):
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", MEMBER, *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.processes
+def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
+    for number in range(2):  # a name and a port are used once
+        port = free_port()
+        other = member(port, f"g{number}")
+        group = join(
+            ("127.0.0.1", port), f"g{number}", rank=0, world_size=2, backend="gloo", seconds=20.0
+        )
+        assert not dist.is_initialized(), "the default group stays untouched"
+        dist.broadcast(torch.arange(5.0) + number, src=0, group=group)
+        assert other.communicate(timeout=20)[0].strip() == str([0.0 + number + i for i in range(5)])
+        leave(group)
+
+
+@pytest.mark.processes
+def test_a_member_that_dies_ends_the_broadcast(member) -> None:
+    port = free_port()
+    other = member(port, "lost", "no broadcast")
+    group = join(("127.0.0.1", port), "lost", rank=0, world_size=2, backend="gloo", seconds=20.0)
+    assert other.wait(20) == 0
+    with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer|Broken pipe"):
+        dist.broadcast(torch.zeros(1 << 20), src=0, group=group)
+    leave(group)
+
+
+def test_nobody_comes() -> None:
+    with pytest.raises(RuntimeError):
+        join(("127.0.0.1", free_port()), "alone", rank=0, world_size=2, backend="gloo", seconds=0.3)
