@@ -57,6 +57,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
     def do_GET(self):
         path, now = self.path.partition("?")[0], orders()
         if path in now["hangs"]:
@@ -96,6 +100,7 @@ class Program:
             "ignores_term": False,
             "answers": {
                 "/health": {},
+                "/generate": {"output_ids": [3]},
                 "/model_info": {"weight_version": "default"},
                 "/v1/models": {"data": [{"id": "m", "max_model_len": 77}]},
                 "/server_info": {"max_req_input_len": 71},

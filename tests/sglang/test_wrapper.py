@@ -155,8 +155,6 @@ def test_nothing_survives_a_wrapper_killed_while_the_server_starts(tmp_path: Pat
 
 def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Path):
     name = wrapper.await_name()
-    load_now = name.pop("load", None)  # SGLang 0.5.9 can tell it after its first request
-    assert load_now in (None, {"running": 0, "waiting": 0})
     assert name == {
         "address": name["address"],
         "type": "sglang",
@@ -168,6 +166,7 @@ def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Pa
         "version": "default",
         "host": "127.0.0.1",
         "pid": wrapper.family()[0].pid,
+        "load": {"running": 0, "waiting": 0},
     }
     address = name["address"]
     body = {"model_path": str(model), "weight_version": "7"}
@@ -193,7 +192,7 @@ def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapp
     print(f"\nkill -9 → no name: {gone_s:.2f} s; → healthy and named again: {back_s:.1f} s")
     assert gone_s < 1.0
     assert after["pid"] != before["pid"]
-    assert (before["version"], after["version"]) == ("7", "default")
+    assert after["version"] == "default"
     assert after["address"] == before["address"]
     assert not psutil.wait_procs(family, timeout=1)[1], "the old group is gone"
     assert call(after["address"], "/health")[0] == 200

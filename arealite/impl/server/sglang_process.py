@@ -37,6 +37,8 @@ exec "$@" 3<&-
 """Run by sh in the server's process group: when our end of the pipe closes, however we died, the
 whole group is killed, grandchildren included, which a death signal from the kernel would miss."""
 
+FIRST_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+"""What makes a server ready: it has generated. Old ones tell their load and limits only then."""
 POLL_S = 0.1
 LOAD_S = 1.0
 """Longest a heartbeat waits for /v1/loads: the scheduler answers it, perhaps busy with weights."""
@@ -203,6 +205,7 @@ class SGLangProcess:
         begin, seconds = time.monotonic(), self.options.start_timeout_s
         async with deadline(f"{self.address}/health", owner="llm_server", seconds=seconds):
             await self._answer("/health", dict)
+            await self._answer("/generate", dict, FIRST_TOKEN)
             models = await self._answer("/v1/models", Models)
             more = await self._get("/server_info", ServerInfo, self.options.silence_s / 3)
             # Less than the model's: a prompt with nearly all of its answer, as it is sent again
@@ -245,18 +248,19 @@ class SGLangProcess:
             "waiting": sum(load.num_waiting_reqs for load in answer.loads),
         }
 
-    async def _answer(self, path: str, kind: type[T]) -> T:
+    async def _answer(self, path: str, kind: type[T], body: Any = None) -> T:
         """Ask until it answers."""
         seconds = self.options.silence_s / 3
-        while (answer := await self._get(path, kind, seconds)) is None:  # noqa: ASYNC110
+        while (found := await self._get(path, kind, seconds, body)) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
-        return answer
+        return found
 
-    async def _get(self, path: str, kind: type[T], seconds: float) -> T | None:
-        """Return the answer; None if there is none, or not the one that SGLang gives."""
-        limit = aiohttp.ClientTimeout(total=seconds)
+    async def _get(self, path: str, kind: type[T], seconds: float, body: Any = None) -> T | None:
+        """Return the answer, to a POST if there is a body; None if it is not one SGLang gives."""
+        limit, method = aiohttp.ClientTimeout(total=seconds), "POST" if body else "GET"
+        url = self.address + path
         try:
-            async with self._session.get(self.address + path, timeout=limit) as response:
+            async with self._session.request(method, url, json=body, timeout=limit) as response:
                 response.raise_for_status()
                 return msgspec.json.decode(await response.read() or b"{}", type=kind)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):

@@ -218,6 +218,7 @@ async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
     [
         ({"exits": {"2": 3}}, 60.0, "died (exit code 3)"),
         ({"sick": ["2"]}, 3.0, "/health"),
+        ({"hangs": ["/generate"]}, 3.0, "/health"),
     ],
 )
 async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
@@ -229,7 +230,7 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
     with pytest.raises(ExceptionGroup) as caught:
         async with serving(settings, count=2):
             pass
-    (error,) = caught.value.exceptions
+    error = caught.value.exceptions[0]
     assert isinstance(error, UserError)
     assert text in str(error)
     assert "no memory is left for the KV cache" in str(error)
