@@ -130,6 +130,7 @@ async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) 
     note(f"stall.{name}.publish_ms", 1e3 * statistics.median(stalls))
     note(f"stall.{name}.server_ms", 1e3 * statistics.median(own))
     note(f"stall.{name}.publish_over_server", statistics.median(stalls) / statistics.median(own))
+    note(f"stall.{name}.best_over_best", min(stalls) / min(own))  # what a busy machine leaves
 
 
 async def elastic(site: Site, port: int, note: Note) -> None:
@@ -184,6 +185,7 @@ async def distributed(site: Site, note: Note, repeats: int) -> None:
     note("distributed.whole_publish_s", statistics.median(whole))
     ratios = [theirs / our for our, theirs in zip(ours, raw, strict=True)]
     note("distributed.publish_over_raw", statistics.median(ratios))
+    note("distributed.best_over_best", min(raw) / min(ours))
 
 
 @contextmanager
