@@ -43,7 +43,7 @@ class Backend:
         """Learn what this version can do: from its description, and from one token."""
         self.api = (await self.get("/openapi.json"))[1]
         self.spans = "weight_versions" in (await self.generate(1))["meta_info"]
-        await self.post("/flush_cache")
+        await self.flush()
 
     def has(self, path: str) -> bool:
         """Say whether there is such a route."""
@@ -121,6 +121,21 @@ class Backend:
         assert status == 200 and answer["success"], answer
         assert answer["ranks"][0]["checksums"]
         return answer["per_engine_checksum"]
+
+    async def flush(self) -> None:
+        """Empty the cache; SGLang may see a request that has just ended for a moment longer."""
+        async with asyncio.timeout(10):
+            while (await self.post("/flush_cache"))[0] != 200:
+                pass
+
+    async def load(self, number: int, **body: Any) -> tuple[int, Any]:
+        """Load the weights of a folder from disk, anew if the flush came too soon (see there)."""
+        body["model_path"] = self.folders[number]
+        status, answer = await self.post("/update_weights_from_disk", **body)
+        if status == 400 and "not flushed" in answer["message"]:
+            await self.flush()
+            status, answer = await self.post("/update_weights_from_disk", **body)
+        return status, answer
 
     async def begin(self) -> None:
         """Open an update session, where there are such."""

@@ -161,8 +161,7 @@ async def test_abort_while_paused(server: Backend) -> None:
 
 async def test_update_waits_for_running_requests(server: Backend) -> None:
     task, events = await server.streaming(new=50)
-    body = {"model_path": server.folders[1], "weight_version": "1"}
-    update = asyncio.ensure_future(server.post("/update_weights_from_disk", **body))
+    update = asyncio.ensure_future(server.load(1, weight_version="1"))
     await task
     status, answer = await update
     assert status == 200, answer
@@ -172,10 +171,7 @@ async def test_update_waits_for_running_requests(server: Backend) -> None:
 
 async def test_update_may_abort_the_running(server: Backend) -> None:
     task, events, crowd = await server.crowded()
-    status, _ = await server.post(
-        "/update_weights_from_disk", model_path=server.folders[1], abort_all_requests=True
-    )
-    assert status == 200
+    assert (await server.load(1, abort_all_requests=True))[0] == 200
     await task
     await crowd
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"

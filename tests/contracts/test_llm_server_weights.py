@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
 
 import pytest
 
@@ -17,12 +16,6 @@ def needs(server: Backend, path: str) -> None:
     """Skip a test on a version that has no such route; the probe sees that too."""
     if not server.has(path):
         pytest.skip(f"this version has no {path}")
-
-
-async def disk(server: Backend, number: int, **body: Any) -> tuple[int, Any]:
-    """Load the weights of one of the server's folders."""
-    path = server.folders[number]
-    return await server.post("/update_weights_from_disk", model_path=path, **body)
 
 
 async def test_description_tells_what_a_probe_asks(server: Backend) -> None:
@@ -83,11 +76,11 @@ async def test_a_session_waits_for_running_requests_unless_paused(
 
 @pytest.mark.parametrize("flat", [False, True])
 async def test_weights_come_through_a_group(server: Backend, trainer: Trainer, flat: bool) -> None:
-    status, _ = await disk(server, 1)
+    status, _ = await server.load(1)
     assert status == 200
     wanted = await server.checksum() if server.has("/weights_checker") else ""
     greedy = await server.generate(8, sampling={"temperature": 0})
-    await disk(server, 0)
+    await server.load(0)
     assert (await trainer.join(server))[0] == 200
     await server.begin()
     buckets = layouts(server.folders[1], num_bytes(server.folders[1]) // 2)
@@ -190,7 +183,7 @@ async def test_weights_come_in_the_body(server: Backend) -> None:
     assert await server.version() == "4"
     got = await server.generate(8, sampling={"temperature": 0})
     checksum = await server.checksum() if server.has("/weights_checker") else ""
-    await disk(server, 1)
+    await server.load(1)
     greedy = await server.generate(8, sampling={"temperature": 0})
     assert got["output_ids"] == greedy["output_ids"]
     if checksum and not server.is_scripted:
@@ -200,11 +193,11 @@ async def test_weights_come_in_the_body(server: Backend) -> None:
 async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:
     needs(server, "/weights_checker")
     first = await server.checksum()
-    await disk(server, 1)
+    await server.load(1)
     other = await server.checksum()
-    await disk(server, 0)
+    await server.load(0)
     again = await server.checksum()
-    await disk(server, 0, weight_version="5")
+    await server.load(0, weight_version="5")
     assert len({first, other}) == 2
     assert again == await server.checksum()
     if not server.is_scripted:  # its first weights are nowhere
@@ -240,7 +233,9 @@ async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
     rid = uuid.uuid4().hex
     task, events = await server.streaming(rid)
     await server.post("/pause_generation", mode="in_place")
-    status, answer = await disk(server, 1, weight_version="6", flush_cache=True)
+    status, answer = await server.post(
+        "/update_weights_from_disk", model_path=server.folders[1], weight_version="6"
+    )
     assert status == 400 and not answer["success"]
     assert answer["message"].startswith("Weights were updated, but the cache was not flushed")
     assert await server.version() == "default"
@@ -248,8 +243,8 @@ async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
     await server.post("/continue_generation")
     await task
     assert server.versions(events[-1]) == ["default", "6"]
-    assert (await server.post("/flush_cache"))[0] == 200
+    await server.flush()
     assert await server.version() == "default"
     assert server.versions(await server.generate(2)) == ["6"]
-    assert (await disk(server, 1, weight_version="6"))[0] == 200
+    assert (await server.load(1, weight_version="6"))[0] == 200
     assert await server.version() == "6"

@@ -79,10 +79,14 @@ class SharedServer:
         self.post("/end_weight_update")
         self.post("/abort_request", abort_all=True)
         until(self.idle, what="an idle SGLang server")
+        until(self._flushed, what="an empty cache")  # it may see an ended request a moment longer
         first = {"model_path": self.folders[0], "weight_version": "default"}
         status, answer = self.post("/update_weights_from_disk", **first)
         assert status == 200, answer
-        assert self.post("/flush_cache")[0] == 200
+        assert self._flushed()
+
+    def _flushed(self) -> bool:
+        return self.post("/flush_cache")[0] == 200
 
     def close(self) -> None:
         self._stack.close()

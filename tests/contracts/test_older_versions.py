@@ -1,0 +1,65 @@
+"""The fake plays versions of SGLang that lack something, and servers that lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.contracts.backends import Backend, retractions
+from tests.fakes.sglang import FakeSGLang
+
+NAMES = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
+
+
+async def use(fake: FakeSGLang, body: Any) -> None:
+    async with fake, aiohttp.ClientSession(fake.url) as session:
+        backend = Backend(session, [], is_scripted=True)
+        await backend.probe()
+        await body(backend)
+
+
+async def test_without_spans_and_sessions_it_is_an_old_one() -> None:
+    async def old(server: Backend) -> None:
+        assert not server.spans
+        assert not server.has("/begin_weight_update") and not server.has("/weights_checker")
+        assert "load_format" not in server.fields("UpdateWeightsFromDistributedReqInput")
+        for path in ("/begin_weight_update", "/end_weight_update", "/weights_checker"):
+            assert (await server.post(path))[0] == 404
+        await server.post("/init_weights_update_group", group_name="g")
+        status, _ = await server.post("/update_weights_from_distributed", **NAMES)
+        assert status == 200
+        answer = await server.generate(2)
+        server.check(answer)
+        assert "weight_versions" not in answer["meta_info"]
+        assert "num_retractions" not in answer["meta_info"] and retractions(answer) == 0
+
+    await use(FakeSGLang(sessions=False, spans=False, checksum=None, buckets=False), old)
+
+
+@pytest.mark.parametrize("takes", ["pickle", "safetensors", None])
+async def test_it_takes_tensors_in_a_form_or_not_at_all(takes: str | None) -> None:
+    async def check(server: Backend) -> None:
+        assert server.has("/update_weights_from_tensor") == (takes is not None)
+        told = server.fields("UpdateWeightsFromTensorReqInput")["load_format"].get("enum")
+        assert told == (["safetensors"] if takes == "safetensors" else None)
+
+    await use(FakeSGLang(tensor=takes), check)
+
+
+async def test_it_can_lie_about_its_weights_and_fail_anywhere() -> None:
+    fake = FakeSGLang()
+
+    async def check(server: Backend) -> None:
+        true = await server.checksum()
+        fake.checksum = "1ie"
+        assert await server.checksum() == "1ie" != true
+        for path in ("/begin_weight_update", "/weights_checker", "/init_weights_update_group"):
+            fake.fail_next("500", path=path)
+            assert (await server.post(path))[0] == 500
+        await server.begin()
+        await fake.restart()
+        await server.begin()
+
+    await use(fake, check)
