@@ -5,7 +5,7 @@
 #
 # PYTHON   the Python it is made with, 3.11 or 3.12 (python3)
 # SGLANG   the version of SGLang (0.5.23; 0.5.9 works too)
-# TORCH    what pip installs as torch. Where that would be a CUDA build, say where CPU builds are:
+# TORCH    what pip installs as torch; where that would be a CUDA build, point pip at CPU builds (PIP_EXTRA_INDEX_URL)
 #
 # SGLang's own requirements cannot be installed without a GPU: they name CUDA builds and kernels. So torch comes first,
 # SGLang without its requirements, then those that the server imports, in the versions that SGLang's metadata asks for.
