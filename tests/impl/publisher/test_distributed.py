@@ -1,0 +1,226 @@
+"""Weights through a process group, to embedded servers in processes of their own, which die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.api.publisher import DistributedPublisherConfig, PublisherConfig, PublishReport
+from arealite.base.errors import RoleError
+from arealite.impl.publisher import servers as base
+from arealite.impl.publisher.distributed import DistributedPublisher
+from arealite.system.name_registry import NameRegistry
+from tests.models import tiny_model
+from tests.waiting import until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Servers:
+    """Embedded servers of one model, and a publisher that brings them another's weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, tiny_model(folder / "a", seed=1)
+        self.weights = {
+            name: load_file(tiny_model(folder / name, seed=seed) / "model.safetensors")
+            for seed, name in enumerate(("a", "b"), 1)
+        }
+        cluster = ClusterConfig(name_root=str(folder / "names"), user="test", ttl_s=2.0)
+        self.names = NameRegistry.of(ServerConfig(cluster=cluster))
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.publisher: DistributedPublisher | None = None
+
+    def start(self, count: int) -> None:
+        for _ in range(count):
+            number = len(self.processes)
+            command = [sys.executable, str(ROOT / "arealite" / "launch_llm_server.py")]
+            command += [f"cluster.name_root={self.folder / 'names'}", "cluster.user=test"]
+            command += [f"model.path={self.model}", "cluster.ttl_s=2"]
+            with (self.folder / f"server-{number}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.folder,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+            self.processes[str(process.pid)] = process
+        alive = lambda: sum(p.poll() is None for p in self.processes.values())  # noqa: E731
+        until(lambda: len(self.entries()) == alive(), what="servers", seconds=60)
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Return the live entries by pid."""
+        return {str(e.value["pid"]): e.value for e in self.names.list("llm_server")}
+
+    def make(self, **settings: Any) -> DistributedPublisher:
+        self.publisher = DistributedPublisher(
+            PublisherConfig(type="distributed", **({"timeout_s": 20.0, "bucket_mb": 0} | settings)),
+            registry=self.names,
+            fallback_dir=self.folder,
+            model_path=self.model,
+        )
+        return self.publisher
+
+    def publish(self, version: int, name: str, **hooks: Callable[[], None]) -> PublishReport:
+        """Stage as often as asked; a hook `at_5` is called once, before the fifth tensor."""
+        publisher = self.publisher or self.make()
+        while publisher.stage(version, self.stream(name, hooks if publisher.shapes else {})):
+            self.rounds += 1
+        return publisher.push(version)
+
+    def stream(
+        self, name: str, hooks: dict[str, Callable[[], None]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (tensor_name, tensor) in enumerate(self.weights[name].items()):
+            if hook := hooks.pop(f"at_{number}", None):
+                hook()
+            yield tensor_name, tensor
+
+    rounds = 0
+
+    def ask(self, pid: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.entries()[pid]["address"] + path, data, headers)
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)
+
+    def holds(self, pid: str) -> tuple[str, list[int]]:
+        """Return version and greedy tokens."""
+        body = {
+            "input_ids": [5, 6, 7],
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True},
+        }
+        tokens = self.ask(pid, "/generate", body)["output_ids"]
+        return self.ask(pid, "/model_info")["weight_version"], tokens
+
+    def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        for process in self.processes.values():
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "WATCH_S", 0.1)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Servers]:
+    made = Servers(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Start two servers for all tests: to start is what costs."""
+    made = Servers(tmp_path_factory.mktemp("pair"))
+    made.start(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def site(pair: Servers) -> Iterator[Servers]:
+    """Give the two servers to a test that makes a publisher of its own."""
+    pair.publisher, pair.rounds = None, 0
+    yield pair
+    if pair.publisher is not None:
+        pair.publisher.close()
+
+
+def test_no_server_ends_the_run_in_time(empty: Servers) -> None:
+    empty.make(timeout_s=0.5)
+    with pytest.raises(RoleError, match=r"no server took version 1 in .* None is registered"):
+        empty.publish(1, "a")
+
+
+def test_wrong_tensors_touch_no_server(empty: Servers) -> None:
+    empty.weights["a"]["model.norm.weight"] = torch.zeros(7)
+    with pytest.raises(RoleError, match=r"'model\.norm\.weight' has shape \[7\].*\[32\] in "):
+        empty.publish(1, "a")
+
+
+def test_the_weights_are_used_up_whatever_happens(empty: Servers) -> None:
+    empty.make(timeout_s=0.2)
+    assert empty.publisher is not None
+    assert empty.publisher.stage(1, empty.stream("a", {}))
+    weights = empty.stream("a", {})
+    with pytest.raises(RoleError):
+        empty.publisher.stage(1, weights)
+    assert next(weights, None) is None
+
+
+def test_two_servers_take_versions_in_one_group(site: Servers) -> None:
+    one, other = site.processes
+    report = site.publish(1, "a")
+    assert (report.servers, report.quarantined, site.rounds) == (2, [], 1), "one look at the names"
+    first = site.holds(one)
+    assert first[0] == "1" and site.holds(other) == first
+    group = site.publisher and site.publisher._name
+    report = site.publish(2, "b")
+    assert site.publisher and site.publisher._name == group, "the same servers, the same group"
+    assert site.holds(one) == site.holds(other) != first
+    assert site.holds(one)[0] == "2"
+    assert report.num_bytes == sum(tensor.nbytes for tensor in site.weights["b"].values())
+    assert 0 < report.load_s <= report.stall_s and not site.publisher.starving
+
+
+def test_a_taken_port_is_told_before_any_server_waits(site: Servers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        site.make(distributed=DistributedPublisherConfig(port=port))
+        with pytest.raises(RoleError, match=f"distributed.port={port} at cluster.host=127.0.0.1"):
+            site.publish(1, "a")
+
+
+def test_a_stopped_server_is_quarantined_in_time_and_heals(site: Servers) -> None:
+    stopped, kept = site.processes
+    site.make(timeout_s=3.0)
+    site.publish(1, "a")
+    site.publish(2, "b", at_5=lambda: os.kill(int(stopped), signal.SIGSTOP))
+    assert site.holds(kept)[0] == "2"
+    os.kill(int(stopped), signal.SIGCONT)
+    publisher = site.publisher
+    assert publisher is not None
+    until(lambda: publisher.starving, what="the server to be back", seconds=20)
+    report = site.publish(2, "b")
+    assert report.servers == 2
+    assert site.holds(stopped) == site.holds(kept)
+
+
+def test_a_server_killed_in_the_middle_and_a_new_one_in_its_place(site: Servers) -> None:
+    lost, kept = site.processes
+    site.publish(1, "a")
+    report = site.publish(2, "b", at_5=lambda: site.processes[lost].kill())
+    assert site.processes[lost].wait(10) == -signal.SIGKILL
+    assert report.servers == 1
+    version, tokens = site.holds(kept)
+    assert version == "2"
+    site.publish(3, "b")
+    assert site.holds(kept) == ("3", tokens), "it held all of the weights the first time"
+    site.start(1)
+    publisher = site.publisher
+    until(lambda: publisher.starving, what="the newcomer to be found")
+    *_, late = site.processes
+    report = site.publish(3, "b")
+    assert report.servers == 2
+    assert site.holds(late) == site.holds(kept)
+    assert len(publisher._members) == 1, "a group of the newcomer only"
