@@ -67,6 +67,17 @@ def test_a_run_from_start_to_export(site: Site, tmp_path: Path):
     assert "step 4/4" in done.shown
 
 
+@pytest.mark.parametrize(("way", "ranks"), [("tensor", 1), ("distributed", 2)])
+def test_a_run_whose_weights_go_through_no_file(site: Site, tmp_path: Path, way: str, ranks: int):
+    options = [f"trainer.ppo.publisher.type={way}", "trainer.ppo.publisher.bucket_mb=0"]
+    done = site.train(tmp_path, *options, f"launcher.local.trainer_ranks={ranks}")
+    assert done.code == 0, done.shown + done.logs()
+    assert server_version(site) == "4"
+    lines = [line for line in done.metrics() if "publish/stall_s" in line]
+    assert lines and all(line["publish/servers"] == 1 for line in lines)
+    assert audit(done.paths.ledger).ok
+
+
 def test_resume_goes_on_where_the_checkpoint_stands(site: Site, tmp_path: Path):
     first = site.train(tmp_path, "trainer.ppo.total_steps=2")
     assert first.code == 0, first.shown + first.logs()

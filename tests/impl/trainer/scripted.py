@@ -88,6 +88,13 @@ class ScriptedPublisher(WeightPublisher):
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
+        self.hungry = False
+        self.on_second_push: Callable[[], None] = lambda: None
+        """Called when a version is pushed that was pushed before."""
+
+    @property
+    def starving(self) -> bool:
+        return self.hungry
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         self.staged = float(dict(weights)["weight"])
@@ -97,6 +104,8 @@ class ScriptedPublisher(WeightPublisher):
         assert self.gate.wait(10.0)
         if self.failure is not None:
             raise self.failure
+        if version in self.weights:
+            self.on_second_push()
         self.weights[version] = self.staged
         self.events.add(f"push {version}")
         return PublishReport(version, 0.1, 0.01, 0.02, 0.01, 0.03, 4, 1, [])

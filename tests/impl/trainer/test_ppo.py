@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig, 
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine import checkpoint
+from arealite.impl.trainer import ppo
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
 from arealite.impl.trainer.ppo import PPOTrainer
+from arealite.impl.trainer.world import World
 from tests.impl.trainer.scripted import Stage
 from tests.waiting import until
 
@@ -343,3 +346,62 @@ def test_another_ranks_missing_batch_ends_this_rank_too(
     trainer(config(), stage.parts()).train()
     assert stage.engine.updates == 1
     stage.events.order("report 0", "save step-000001", "finish: asked to stop")
+
+
+@pytest.mark.parametrize("trainer", [PPOTrainer, AsyncPPOTrainer])
+def test_a_starving_server_is_fed_while_a_batch_is_waited_for(
+    config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ppo, "SLICE_S", 0.01)
+    stage = Stage()
+    stage.pipe.empty_from = 1
+
+    def starve(count: int) -> None:
+        stage.publisher.hungry = True
+
+    def fed() -> None:
+        stage.publisher.hungry = False
+        stage.pipe.empty_from = None
+
+    stage.engine.on_update, stage.publisher.on_second_push = starve, fed
+    staleness = 0 if trainer is PPOTrainer else 1
+    trainer(config(total_steps=2, max_staleness=staleness), stage.parts()).train()
+    pushes = [word for word in stage.events.words if word.startswith("push")]
+    assert pushes == ["push 0", "push 1", "push 1", "push 2"]
+    assert stage.publisher.weights[1] == 1.0, "the same weights again"
+
+
+def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, one of which has its batch at once: as many collectives and streams on both."""
+    monkeypatch.setattr(ppo, "SLICE_S", 0.01)
+    barrier, flags = threading.Barrier(2, timeout=10.0), [dict[str, float](), dict[str, float]()]
+
+    class Pair(World):
+        def max(self, values: dict[str, float]) -> dict[str, float]:
+            flags[self.rank] = values
+            barrier.wait()
+            both = {name: max(each[name] for each in flags) for name in values}
+            barrier.wait()
+            return both
+
+    healed, answers = [0, 0], [Future[str](), Future[str]()]
+    answers[1].set_result("batch of rank 1")
+
+    class Rank(PPOTrainer):
+        def __init__(self, rank: int) -> None:
+            self.world = Pair(rank, 2)
+
+        @property
+        def is_starving(self) -> bool:
+            return self.world.lead and healed[0] < 2
+
+        def heal(self) -> None:
+            healed[self.world.rank] += 1
+            barrier.wait()
+            if self.world.lead and healed[0] == 2:
+                answers[0].set_result("batch of rank 0")
+
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda rank: Rank(rank).together(answers[rank]), (0, 1)))
+    assert got == ["batch of rank 0", "batch of rank 1"]
+    assert healed == [2, 2]
