@@ -38,11 +38,9 @@ BACKENDS = {
         "llm_server.type=sglang",
         "llm_server.sglang.device=cpu",
         f"llm_server.sglang.python={os.environ.get('SGLANG_PYTHON', SGLANG_PYTHON)}",
-        "llm_server.sglang.extra_args=[--skip-server-warmup]",
     ],
 }
-"""What launch_llm_server is told; training is the same with each. SGLang warms up with a text that
-has not one token in this model's alphabet, and dies of it."""
+"""What launch_llm_server is told; training is the same with each."""
 SERVER_WAIT_S = 120
 """SGLang takes 20 s to start, and a minute on a loaded machine."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
