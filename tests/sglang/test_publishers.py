@@ -1,0 +1,319 @@
+"""Every publisher against real SGLang: what is generated under which weights, and every fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
+from arealite.base.errors import RoleError
+from arealite.impl.publisher import servers as base
+from arealite.impl.publisher.control import Server
+from arealite.impl.publisher.disk import DiskPublisher
+from arealite.impl.publisher.distributed import DistributedPublisher
+from arealite.impl.publisher.servers import ServersPublisher
+from arealite.impl.publisher.tensor import TensorPublisher
+from arealite.system.name_registry import NameRegistry
+from tests.sglang.shared import SharedServer, call, shared_server
+from tests.waiting import until
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(180)]
+WAYS = [DiskPublisher, TensorPublisher, DistributedPublisher]
+EACH = pytest.mark.parametrize("way", WAYS)
+PROMPT = [5, 6, 7]
+LONG = 480
+
+
+class Press:
+    """A publisher of real servers; streams of tensors during which things happen."""
+
+    def __init__(self, folder: Path, *servers: SharedServer) -> None:
+        self.folder, self.servers = folder, servers
+        self.names = NameRegistry(folder / "names", ttl_s=600.0)
+        for number, server in enumerate(servers):
+            assert server.real is not None
+            entry = {"address": server.address, "type": "sglang", "pid": server.real.process.pid}
+            self.names.put("llm_server", f"s{number}", entry | {"model_path": server.folders[0]})
+        self.publisher: ServersPublisher | None = None
+        self.models = servers[0].folders
+
+    def make(self, way: type[ServersPublisher], **settings: Any) -> ServersPublisher:
+        disk = DiskPublisherConfig(dir=str(self.folder / "staged"))
+        self.publisher = way(
+            PublisherConfig(**({"timeout_s": 20.0, "bucket_mb": 0, "disk": disk} | settings)),
+            registry=self.names,
+            fallback_dir=self.folder,
+            model_path=Path(self.models[0]),
+        )
+        return self.publisher
+
+    def publish(
+        self, version: int, model: int, at_5: Callable[[], object] | None = None
+    ) -> PublishReport:
+        """Publish the weights of `models[model]`; `at_5` is called in the middle, once."""
+        assert self.publisher is not None
+        weights = load_file(Path(self.models[model]) / "model.safetensors")
+        hooks = [at_5] if at_5 else []
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            assert self.publisher is not None
+            for number, item in enumerate(weights.items()):
+                if number == 5 and self.publisher.shapes and hooks:
+                    hooks.pop()()
+                yield item
+
+        while self.publisher.stage(version, stream()):
+            pass
+        return self.publisher.push(version)
+
+
+@pytest.fixture
+def press(
+    tmp_path: Path, sglang_server: SharedServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Press]:
+    monkeypatch.setattr(base, "WATCH_S", 0.2)
+    made = Press(tmp_path, sglang_server)
+    yield made
+    if made.publisher is not None:
+        made.publisher.close()
+
+
+@pytest.fixture(scope="module")
+def second_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    with shared_server(tmp_path_factory.mktemp("second")) as server:
+        yield server
+
+
+@pytest.fixture
+def two(
+    tmp_path: Path,
+    sglang_server: SharedServer,
+    second_session: SharedServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Press]:
+    """The session's server, and a second one that may be killed or stopped."""
+    monkeypatch.setattr(base, "WATCH_S", 0.2)
+    second_session.reset()
+    made = Press(tmp_path, sglang_server, second_session)
+    yield made
+    if made.publisher is not None:
+        made.publisher.close()
+
+
+def generate(server: SharedServer, tokens: int = 8, **sampling: Any) -> dict[str, Any]:
+    settings = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0} | sampling
+    body = {"input_ids": PROMPT, "sampling_params": settings, "return_logprob": True}
+    status, answer = server.post("/generate", seconds=60.0, **body)
+    assert status == 200, answer
+    return answer
+
+
+def greedy(server: SharedServer) -> list[int]:
+    return generate(server, temperature=0.0)["output_ids"]
+
+
+def version(server: SharedServer) -> str:
+    return server.get("/model_info")[1]["weight_version"]
+
+
+def recomputed(folder: str, output: list[int]) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1]
+    ids_T1 = torch.tensor(output)[:, None]
+    return logits_TV.double().log_softmax(-1).gather(-1, ids_T1)[:, 0].tolist()
+
+
+def during_generation(press: Press, act: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
+    """Do `act` while a long answer is generated; return both results."""
+    server = press.servers[0]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(generate, server, LONG)
+        until(lambda: not server.idle(), what="a running request")
+        done = act()
+        return asked.result(60.0), done
+
+
+@EACH
+def test_each_token_is_of_the_weights_that_it_says(press: Press, way: Any) -> None:
+    press.make(way)
+    press.publish(0, 0)
+    answer, report = during_generation(press, lambda: press.publish(1, 1))
+    assert (report.servers, report.quarantined) == (1, [])
+    meta = answer["meta_info"]
+    old, new = meta["weight_versions"]
+    assert (old["version"], new["version"]) == ("0", "1")
+    assert 0 < old["end"] == new["start"] < new["end"] == LONG
+    assert meta["num_retractions"] == 1
+    told = [part[0] for part in meta["output_token_logprobs"]]
+    for span, model in ((old, 0), (new, 1)):
+        part = slice(span["start"], span["end"])
+        expected = recomputed(press.models[model], answer["output_ids"])[part]
+        assert told[part] == pytest.approx(expected, abs=1e-4)
+
+
+@EACH
+def test_an_abort_keeps_every_partial_token(press: Press, way: Any) -> None:
+    press.make(way, pause_mode="abort")
+    press.publish(0, 0)
+    answer, report = during_generation(press, lambda: press.publish(1, 1))
+    assert report.servers == 1 and version(press.servers[0]) == "1"
+    meta, output = answer["meta_info"], answer["output_ids"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert 0 < len(output) < LONG
+    assert [part[1] for part in meta["output_token_logprobs"]] == output
+    told = [part[0] for part in meta["output_token_logprobs"]]
+    assert told == pytest.approx(recomputed(press.models[0], output), abs=1e-4)
+
+
+@EACH
+def test_in_place_continues_and_never_flushes(press: Press, way: Any) -> None:
+    press.make(way, pause_mode="in_place")
+    press.publish(0, 0)
+    answer, report = during_generation(press, lambda: press.publish(1, 1))
+    assert report.servers == 1
+    spans = answer["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["0", "1"]
+    assert answer["meta_info"]["num_retractions"] == 0
+
+
+@EACH
+def test_updated_but_not_flushed_is_put_right(
+    press: Press, way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a mistaken flush while requests hold the cache ends in: new weights, old version."""
+    press.make(way, pause_mode="in_place")
+    press.publish(0, 0)
+    pause = Server.pause
+
+    async def pause_and_flush(self: Server, mode: str) -> bool:
+        await pause(self, mode)
+        return True
+
+    monkeypatch.setattr(Server, "pause", pause_and_flush)
+    answer, report = during_generation(press, lambda: press.publish(1, 1))
+    assert report.servers == 1 and version(press.servers[0]) == "1"
+    assert len(answer["output_ids"]) == LONG
+    expected = recomputed(press.models[1], answer["output_ids"])[-50:]
+    told = [part[0] for part in answer["meta_info"]["output_token_logprobs"]][-50:]
+    assert told == pytest.approx(expected, abs=1e-4), "no token came of an old cache"
+
+
+@EACH
+def test_wrong_tensors_never_leave_us(press: Press, way: Any) -> None:
+    publisher, server = press.make(way), press.servers[0]
+    for name, tensor in (("model.norm.weight", torch.zeros(7)), ("model.new", torch.zeros(2))):
+        weights = load_file(Path(press.models[1]) / "model.safetensors") | {name: tensor}
+        with pytest.raises(RoleError, match=f"tensor '{name}'"):
+            publisher.stage(1, iter(weights.items()))
+    assert version(server) == "default"
+    assert server.post("/end_weight_update")[0] == 400, "no session was opened"
+
+
+def test_a_client_killed_between_pause_and_continue_is_cleared(press: Press) -> None:
+    server = press.servers[0]
+    dead = """
+import os, sys, urllib.request
+for path, body in (("/pause_generation", b'{"mode": "retract"}'), ("/begin_weight_update", b"{}")):
+    request = urllib.request.Request(sys.argv[1] + path, body, {"Content-Type": "application/json"})
+    assert urllib.request.urlopen(request, timeout=20).status == 200
+os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", dead, server.address], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert server.get("/ready")[0] == 503, "it is paused"
+    press.make(TensorPublisher)
+    assert press.publish(1, 1).servers == 1
+    assert server.get("/ready")[0] == 200
+    assert version(server) == "1" and len(greedy(server)) == 8
+
+
+@EACH
+def test_a_server_that_lies_is_found_and_healed(press: Press, way: Any) -> None:
+    publisher, server = press.make(way), press.servers[0]
+    press.publish(1, 1)
+    good = greedy(server)
+    lie = {"model_path": press.models[2], "weight_version": "1"}
+    assert server.post("/update_weights_from_disk", **lie)[0] == 200
+    assert version(server) == "1" and greedy(server) != good
+    report = publisher.push(1)
+    assert report.quarantined == ["s0"]
+    if way is DistributedPublisher:
+        assert version(server) == "-1"
+        until(lambda: publisher.starving, what="the server to ask for weights")
+        report = press.publish(1, 1)
+    assert report.servers == 1
+    assert version(server) == "1" and greedy(server) == good
+
+
+def test_a_stopped_server_is_quarantined_in_time(two: Press) -> None:
+    kept, stopped = two.servers
+    assert stopped.real is not None
+    publisher = two.make(DistributedPublisher, timeout_s=5.0)
+    two.publish(0, 0)
+    group = stopped.real.process.pid
+
+    def stop() -> None:
+        os.killpg(group, signal.SIGSTOP)
+
+    begin = time.monotonic()
+    try:
+        report = two.publish(1, 1, at_5=stop)
+        seconds = time.monotonic() - begin
+        assert report.servers == 1 and version(kept) == "1"
+        assert seconds < 5.0 + 5.0, "timeout_s, and the second round"
+        assert len(greedy(kept)) == 8
+    finally:
+        os.killpg(group, signal.SIGCONT)
+    until(lambda: publisher.starving, what="the server to be back", seconds=30)
+    assert two.publish(1, 1).servers == 2
+    assert version(stopped) == "1" and greedy(stopped) == greedy(kept)
+
+
+def test_a_server_that_dies_while_paused_costs_the_other_nothing(
+    two: Press, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, dying = two.servers
+    two.make(DiskPublisher)
+    two.publish(0, 0)
+    pause = Server.pause
+
+    async def pause_and_die(self: Server, mode: str) -> bool:
+        flush = await pause(self, mode)
+        if self.id == "s1" and dying.real is not None:
+            assert call(dying.address, "/ready")[0] == 503
+            os.killpg(dying.real.process.pid, signal.SIGKILL)
+        return flush
+
+    monkeypatch.setattr(Server, "pause", pause_and_die)
+    report = two.publish(1, 1)
+    assert not dying.alive
+    assert (report.servers, report.quarantined) == (1, ["s1"])
+    assert version(kept) == "1" and len(greedy(kept)) == 8
+
+
+def test_a_server_killed_in_the_middle_of_an_update(two: Press) -> None:
+    kept, dying = two.servers
+    assert dying.real is not None
+    two.make(DistributedPublisher)
+    two.publish(0, 0)
+    group = dying.real.process.pid
+    report = two.publish(1, 1, at_5=lambda: os.killpg(group, signal.SIGKILL))
+    assert not dying.alive
+    assert (report.servers, report.quarantined) == (1, ["s1"])
+    assert version(kept) == "1"
+    output = generate(kept, 64)
+    told = [part[0] for part in output["meta_info"]["output_token_logprobs"]]
+    assert told == pytest.approx(recomputed(two.models[1], output["output_ids"]), abs=1e-4)
