@@ -38,6 +38,7 @@ from arealite.impl.client import wire  # noqa: E402
 from arealite.impl.client.routing import Server  # noqa: E402
 from arealite.impl.client.sglang import SGLangClient  # noqa: E402
 from arealite.impl.weights import group  # noqa: E402
+from arealite.system.name_registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.sglang.real import free_port  # noqa: E402
 from tools.bench_rollout import rate  # noqa: E402
@@ -142,14 +143,14 @@ async def elastic(site: Site, port: int, note: Note) -> None:
         async with traffic(collector, 16) as episodes:
             # In a thread: it waits for health.
             late_port = await asyncio.to_thread(stack.enter_context, site.served())
+            named_s = await until(lambda: named(site, late_port))
+            note("elastic.answering_to_named_s", named_s)  # it has to generate a token first
             seconds = await until(lambda: finished(server(client, late_port)) > 0)
-            note("elastic.healthy_to_first_answer_s", seconds)
+            note("elastic.named_to_first_answer_s", seconds)
             victim = server(client, port)
             assert victim is not None
             await until(lambda: victim.in_flight >= 4)
-            names = site.names.list("llm_server")
-            entry = next(e for e in names if e.value["address"].endswith(f":{port}"))
-            before = client.stats()["failovers"]
+            before, (entry,) = client.stats()["failovers"], named(site, port)
             os.killpg(entry.value["pid"], signal.SIGKILL)
             note("elastic.killed_to_moved_s", await until(lambda: not victim.in_flight))
             note("elastic.moved", client.stats()["failovers"] - before)
@@ -160,6 +161,12 @@ def server(client: SGLangClient, port: int) -> Server | None:
     """Return what the client knows of a server."""
     found = (s for s in client._router.servers.values() if s.address.endswith(f":{port}"))
     return next(found, None)
+
+
+def named(site: Site, port: int) -> list[Entry]:
+    """Return the server's live name, if it has one: then launch_llm_server found it healthy."""
+    names = site.names.list("llm_server")
+    return [entry for entry in names if entry.value["address"].endswith(f":{port}")]
 
 
 def finished(known: Server | None) -> int:
