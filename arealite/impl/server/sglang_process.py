@@ -212,6 +212,9 @@ class SGLangProcess:
             # after an abort, must still pass as a prompt, and SGLang keeps some tokens back.
             usable = more.max_req_input_len if more else None
             self._entry = {"context_length": usable or models.data[0].max_model_len}
+            # Made the first time it is asked for, which holds everything up for a second: the
+            # publisher asks as soon as there is a name.
+            await self._get("/openapi.json", dict, self.options.silence_s / 3)
             await self._renew(await self._answer("/model_info", ModelInfo))
         self._healthy_at = time.monotonic()
         took = round(self._healthy_at - begin, 1)
