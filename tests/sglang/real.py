@@ -29,11 +29,18 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-ARGUMENTS = (
-    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
-    "--grammar-backend none --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup "
-    "--max-total-tokens 65536 --max-running-requests 128"
-).split()
+ARGUMENTS = [
+    "--device=cpu",
+    "--dtype=float32",
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--grammar-backend=none",
+    "--max-total-tokens=65536",
+    "--max-running-requests=128",
+    "--disable-cuda-graph",
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
+]
 
 
 @dataclass
