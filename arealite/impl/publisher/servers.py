@@ -25,6 +25,7 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, UNTRUSTED, PushTimes, Server
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.verify import Print, wrong
+from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -218,7 +219,9 @@ class ServersPublisher(WeightPublisher):
                 if server.held == version and (not ask or await server.version() == str(version)):
                     return
                 server.held = None
-                await server.connect(self.shapes)
+                seconds = self.config.timeout_s
+                async with deadline(f"{server.id} to answer", owner="publisher", seconds=seconds):
+                    await server.connect(self.shapes)
                 await self.bring(server, version)
                 server.error = None
             except FAILURES as error:

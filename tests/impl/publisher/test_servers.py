@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, servers
+from tests.impl.publisher.sites import Site, servers, until
 
 
 def labels(server: FakeSGLang) -> list[str]:
@@ -107,3 +107,12 @@ async def test_a_server_without_spans_is_paused_by_aborting(site: Site) -> None:
         await site.publish(1)
         modes = [body["mode"] for path, body in server.calls if path == "/pause_generation"]
         assert modes == ["abort"]
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/server_info", "/continue_generation"])
+async def test_a_server_silent_when_probed_is_quarantined_and_healed(site: Site, path: str) -> None:
+    async with servers(site, 2) as (good, silent):
+        silent.fail_next("hang", path=path)
+        report = await site.publish(1, timeout_s=0.3)
+        assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
+        await until(lambda: silent.version == "1" and silent.paused is None)

@@ -71,6 +71,14 @@ async def test_an_old_server_has_no_sessions(site: Site) -> None:
         assert not [path for path, _ in server.calls if "begin" in path]
 
 
+async def test_a_session_whose_end_was_not_heard_is_ended(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(1)
+        server.weights.session = True
+        await site.publish(2)
+        assert (server.version, server.weights.session) == ("2", False)
+
+
 async def test_in_place_never_flushes(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(1, pause_mode="in_place")
