@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -112,26 +113,37 @@ async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
 
 
 async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) -> None:
-    """Compare pause → continue of a publish under load with the same call on an idle server."""
-    url, stalls, own = f"http://127.0.0.1:{port}", list[float](), list[float]()
+    """Compare pause → continue of a publish with the server's own time for the same update.
+
+    Both under the same traffic, in turns: SGLang ends its running step first, which is most of the
+    time of a large model on a CPU. `idle` is the same call on a server without requests.
+    """
+    url, stalls, own, idle = f"http://127.0.0.1:{port}", list[float](), list[float](), list[float]()
     with site.publisher("disk") as publisher, tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
         copy = Path(shm) / "model"
         shutil.copytree(site.model, copy)
-        body = {"model_path": str(copy), "weight_version": "-1", "flush_cache": True}
         async with site.client() as (_, collector), aiohttp.ClientSession() as http:
+
+            async def bare_update() -> float:
+                label = {"weight_version": str(Publisher.version)}
+                body = {"model_path": str(copy), "flush_cache": True} | label
+                await post(http, f"{url}/pause_generation", {"mode": "retract"})
+                seconds = await post(http, f"{url}/update_weights_from_disk", body)
+                await post(http, f"{url}/continue_generation", {})
+                return seconds
+
             await publisher.publish()
             for _ in range(repeats):
                 async with traffic(collector, lanes):
                     stalls.append((await publisher.publish()).stall_s)
-                await post(http, f"{url}/pause_generation", {"mode": "retract"})
-                same = body | {"weight_version": str(Publisher.version)}
-                own.append(await post(http, f"{url}/update_weights_from_disk", same))
-                await post(http, f"{url}/continue_generation", {})
+                async with traffic(collector, lanes):
+                    own.append(await bare_update())
+                idle.append(await bare_update())
     name = site.folder.name
-    note(f"stall.{name}.publish_ms", 1e3 * statistics.median(stalls))
-    note(f"stall.{name}.server_ms", 1e3 * statistics.median(own))
+    for key, values in (("publish", stalls), ("server", own), ("server_idle", idle)):
+        note(f"stall.{name}.{key}_ms", 1e3 * statistics.median(values))
     note(f"stall.{name}.publish_over_server", statistics.median(stalls) / statistics.median(own))
-    note(f"stall.{name}.best_over_best", min(stalls) / min(own))  # what a busy machine leaves
+    note(f"stall.{name}.publish_over_idle", statistics.median(stalls) / statistics.median(idle))
 
 
 async def elastic(site: Site, port: int, note: Note) -> None:
@@ -218,7 +230,8 @@ def broadcasting(size: int, times: int) -> Iterator[Callable[[], float]]:
 def join(port: int, *, rank: int) -> dist.ProcessGroup:
     """Join the group of the raw broadcasts."""
     address = ("127.0.0.1", port)
-    return group.join(address, "raw", rank=rank, world_size=2, backend="gloo", seconds=300.0)
+    where = address if rank else socket.create_server(address)
+    return group.join(where, "raw", rank=rank, world_size=2, backend="gloo", seconds=300.0)
 
 
 def receive(port: int, size: int, times: int) -> None:

@@ -6,6 +6,7 @@ Reads commands as JSON lines (join, send, leave), answers each with one; see bac
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from typing import Any
 
@@ -34,7 +35,10 @@ def main() -> None:
         told = "done"
         try:
             if command["do"] == "join":
-                address, name = ("127.0.0.1", command["port"]), command["name"]
+                address, name = (
+                    socket.create_server(("127.0.0.1", command["port"])),
+                    command["name"],
+                )
                 group = join(address, name, rank=0, world_size=2, backend="gloo", seconds=SECONDS)
             elif command["do"] == "send":
                 weights = load_file(f"{command['folder']}/model.safetensors")

@@ -141,7 +141,7 @@ class DistributedPublisher(ServersPublisher):
     def _broadcast(self, update: Update, bucket: Bucket, *, last: bool) -> Callable[[], None]:
         """Begin to send a bucket; return what waits for its end."""
         layout, flat = bucket.layout, bucket.flat
-        whole = all(server.can.buckets for server in update.servers)
+        whole = self._backend == "nccl" and all(s.can.buckets for s in update.servers)
         body = {
             "names": layout.names,
             "dtypes": layout.dtypes,
@@ -182,12 +182,12 @@ class DistributedPublisher(ServersPublisher):
         self._backend = self.config.distributed.backend
         if self._backend == "auto":
             self._backend = "nccl" if device == "cuda" else "gloo"
-        port, seconds = self._port(), self.config.timeout_s
+        listener, seconds = self._listen(), self.config.timeout_s
         ranks = list(itertools.accumulate((server.can.tp for server in servers), initial=1))
         offsets = dict(zip(servers, ranks, strict=False))
         body: dict[str, Any] = {
             "master_address": self.host,
-            "master_port": port,
+            "master_port": listener.getsockname()[1],
             "world_size": ranks[-1],
             "group_name": self._name,
             "backend": self._backend,
@@ -201,7 +201,7 @@ class DistributedPublisher(ServersPublisher):
         posted = self.submit(self._each(update, join))
         joined = _in_thread(
             lambda: groups.join(
-                (self.host, port),
+                listener,
                 self._name,
                 rank=0,
                 world_size=ranks[-1],
@@ -234,12 +234,11 @@ class DistributedPublisher(ServersPublisher):
 
         self.call(leave())
 
-    def _port(self) -> int:
-        """Return where rank 0 will listen; found out before any server waits for it."""
+    def _listen(self) -> socket.socket:
+        """Listen where the servers will look for rank 0."""
         port = self.config.distributed.port
         try:
-            with socket.create_server((self.host, port), reuse_port=False) as probe:
-                return probe.getsockname()[1]
+            return socket.create_server((self.host, port))
         except OSError as error:
             raise RoleError(
                 f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host} cannot "

@@ -30,8 +30,11 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**40),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-"""More threads fight each other, and compiling makes the first request wait for half a minute."""
+"""More threads fight each other, compiling makes the first request wait for half a minute, and
+memory given back to the kernel after each bucket of weights is zeroed again for the next."""
 CPU_ARGUMENTS = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",

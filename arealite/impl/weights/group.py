@@ -6,29 +6,44 @@ any time. SGLang makes its side in the same way, so names, sizes and back end mu
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 
 def join(
-    address: tuple[str, int], name: str, *, rank: int, world_size: int, backend: str, seconds: float
+    address: tuple[str, int] | socket.socket,
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    backend: str,
+    seconds: float,
 ) -> dist.ProcessGroup:
     """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks are there.
 
-    `name` is fresh for every group: a store remembers the ranks of an earlier one. `seconds` bounds
-    the wait and every later collective.
+    Rank 0 gives the socket it listens with, which is used up: torch alone would listen on every
+    interface. `name` is fresh for every group: a store remembers the ranks of an earlier one.
+    `seconds` bounds the wait and every later collective.
 
     Raises:
         RuntimeError, OSError: the others did not come in time, or the port is taken.
     """
     timeout = timedelta(seconds=seconds)
-    url = f"tcp://{address[0]}:{address[1]}"
-    store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
+    if isinstance(address, socket.socket):
+        host, port = address.getsockname()[:2]
+        store: Store = TCPStore(
+            host, port, world_size, True, timeout, master_listen_fd=address.detach()
+        )
+    else:
+        url = f"tcp://{address[0]}:{address[1]}"
+        store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
     made = c10d._new_process_group_helper(
         world_size,
         rank,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from arealite.impl.weights.group import join, leave
-from tests.sglang.real import free_port
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
@@ -44,11 +45,12 @@ def member(tmp_path: Path):
 @pytest.mark.processes
 def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
     for number in range(2):  # a name and a port are used once
-        port = free_port()
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         other = member(port, f"g{number}")
-        group = join(
-            ("127.0.0.1", port), f"g{number}", rank=0, world_size=2, backend="gloo", seconds=20.0
-        )
+        group = join(listener, f"g{number}", rank=0, world_size=2, backend="gloo", seconds=20.0)
+        listening = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+        assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}
         assert not dist.is_initialized(), "the default group stays untouched"
         dist.broadcast(torch.arange(5.0) + number, src=0, group=group)
         assert other.communicate(timeout=20)[0].strip() == str([0.0 + number + i for i in range(5)])
@@ -57,9 +59,9 @@ def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
 
 @pytest.mark.processes
 def test_a_member_that_dies_ends_the_broadcast(member) -> None:
-    port = free_port()
-    other = member(port, "lost", "no broadcast")
-    group = join(("127.0.0.1", port), "lost", rank=0, world_size=2, backend="gloo", seconds=20.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    other = member(listener.getsockname()[1], "lost", "no broadcast")
+    group = join(listener, "lost", rank=0, world_size=2, backend="gloo", seconds=20.0)
     assert other.wait(20) == 0
     with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer|Broken pipe"):
         dist.broadcast(torch.zeros(1 << 20), src=0, group=group)
@@ -67,5 +69,6 @@ def test_a_member_that_dies_ends_the_broadcast(member) -> None:
 
 
 def test_nobody_comes() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(RuntimeError):
-        join(("127.0.0.1", free_port()), "alone", rank=0, world_size=2, backend="gloo", seconds=0.3)
+        join(listener, "alone", rank=0, world_size=2, backend="gloo", seconds=0.3)
