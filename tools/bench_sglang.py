@@ -37,7 +37,7 @@ import uvloop  # noqa: E402
 from arealite.base import log  # noqa: E402
 from arealite.impl.client import wire  # noqa: E402
 from arealite.impl.client.routing import Server  # noqa: E402
-from arealite.impl.client.sglang import SGLangClient  # noqa: E402
+from arealite.impl.client.sglang import KEEPALIVE_S, SGLangClient  # noqa: E402
 from arealite.impl.weights import group  # noqa: E402
 from arealite.system.name_registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
@@ -60,7 +60,7 @@ Note = Callable[[str, float], None]
 
 async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
     """Compare tokens a second of the rollout path with a bare loop's, in turns."""
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
     headers = {"Content-Type": "application/json"}
     async with (
         site.client() as (_, collector),
