@@ -78,7 +78,7 @@ async def test_a_session_waits_for_running_requests_unless_paused(
 async def test_weights_come_through_a_group(server: Backend, trainer: Trainer, flat: bool) -> None:
     status, _ = await server.load(1)
     assert status == 200
-    wanted = await server.checksum() if server.has("/weights_checker") else ""
+    wanted = await server.checksum()
     greedy = await server.generate(8, sampling={"temperature": 0})
     await server.load(0)
     assert (await trainer.join(server))[0] == 200
@@ -182,7 +182,7 @@ async def test_weights_come_in_the_body(server: Backend) -> None:
     await server.end()
     assert await server.version() == "4"
     got = await server.generate(8, sampling={"temperature": 0})
-    checksum = await server.checksum() if server.has("/weights_checker") else ""
+    checksum = await server.checksum()
     await server.load(1)
     greedy = await server.generate(8, sampling={"temperature": 0})
     assert got["output_ids"] == greedy["output_ids"]
@@ -191,8 +191,8 @@ async def test_weights_come_in_the_body(server: Backend) -> None:
 
 
 async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:
-    needs(server, "/weights_checker")
-    first = await server.checksum()
+    if not (first := await server.checksum()):
+        pytest.skip("this version makes no checksums")
     await server.load(1)
     other = await server.checksum()
     await server.load(0)
