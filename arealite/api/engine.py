@@ -130,7 +130,8 @@ class TrainEngine(ABC):
         """Yield (Hugging Face name, full tensor) one at a time on rank 0; other ranks take part and
         yield nothing.
 
-        A tensor is a CPU copy; with `on_device` it is where the model is, and good until the next.
+        A tensor is a CPU copy; with `on_device` it is where the model is, perhaps the parameter
+        itself: good until the next update.
         """
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from arealite.impl.weights.buckets import split
 
 FILE_BYTES = 4 << 30
 """Weights are written in files of about this size; no more is held in memory at a time."""
@@ -33,9 +35,8 @@ def write_weights(
     A file has at most `max_bytes` of tensors (None: FILE_BYTES), or one larger tensor.
     """
     total, weight_map = 0, dict[str, str]()
-    for number, part in enumerate(
-        _parts(weights, FILE_BYTES if max_bytes is None else max_bytes), 1
-    ):
+    max_bytes = FILE_BYTES if max_bytes is None else max_bytes
+    for number, part in enumerate(split(weights, max_bytes), 1):
         file = f"model-{number:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
@@ -46,16 +47,3 @@ def write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return total
-
-
-def _parts(
-    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    part, held = dict[str, torch.Tensor](), 0
-    for name, tensor in weights:
-        if part and held + tensor.nbytes > max_bytes:
-            yield part
-            part, held = {}, 0
-        part[name] = tensor.detach().contiguous()
-        held += tensor.nbytes
-    yield part

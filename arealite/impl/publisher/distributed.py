@@ -28,7 +28,7 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, Refused, Server
 from arealite.impl.publisher.servers import MAX_DOUBTS, RETRY_S, ServersPublisher
 from arealite.impl.weights import group as groups
-from arealite.impl.weights.buckets import Bucket, pack, unpack
+from arealite.impl.weights.buckets import Bucket, pack
 from arealite.system.deadlines import deadline
 
 logger = log.get(__name__)
@@ -109,7 +109,7 @@ class DistributedPublisher(ServersPublisher):
         while servers := self.call(self._hungry(version)):
             update = Update(version, servers, time.monotonic() + self.config.timeout_s)
             try:
-                self._join(servers, first.flat.device.type)
+                self._join(servers, first.tensors[0].device.type)
                 self.stage_s = time.perf_counter() - begin
                 self.call(self._open(update))
             except Lost:
@@ -140,7 +140,7 @@ class DistributedPublisher(ServersPublisher):
 
     def _broadcast(self, update: Update, bucket: Bucket, *, last: bool) -> Callable[[], None]:
         """Begin to send a bucket; return what waits for its end."""
-        layout, flat = bucket.layout, bucket.flat
+        layout = bucket.layout
         whole = self._backend == "nccl" and all(s.can.buckets for s in update.servers)
         body = {
             "names": layout.names,
@@ -154,9 +154,9 @@ class DistributedPublisher(ServersPublisher):
             await server.update(PATH, body, version=version, flush=last and update.flush[server])
 
         posted = self.submit(self._each(update, receive))
+        parts = [bucket.flat] if whole else bucket.tensors
         if self._backend == "gloo":
-            flat = flat.cpu()
-        parts = [flat] if whole else [tensor for _, tensor in unpack(layout, flat)]
+            parts = [part.cpu() for part in parts]  # no copy where they are there already
         works: list[Any] = []
         with suppress(RuntimeError):  # a server that is gone: it fails to answer, too
             works = [dist.broadcast(p, src=0, group=self._group, async_op=True) for p in parts]

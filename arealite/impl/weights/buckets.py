@@ -1,4 +1,4 @@
-"""Packs named tensors into flat buckets of bounded size, and unpacks them.
+"""Packs named tensors into buckets of bounded size, and unpacks them.
 
 One layout for both sides of a wire: SGLang's `flattened_bucket`, the tensors' bytes one after the
 other, in the order of the names.
@@ -6,7 +6,7 @@ other, in the order of the names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -31,27 +31,40 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors of a model as one."""
+    """Some tensors of a model, to be sent one by one or as one."""
 
     layout: Layout
-    flat: torch.Tensor
-    """uint8 [layout.num_bytes], on the tensors' device."""
+    tensors: list[torch.Tensor]
+    """Contiguous; in the layout's order."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Their bytes, copied into one uint8 [layout.num_bytes] on their device."""
+        return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in self.tensors])
+
+
+def split(
+    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield contiguous tensors in parts of at most `max_bytes`, in order; a larger tensor has a
+    part to itself. No more than one part is held here at a time."""
+    part, held = dict[str, torch.Tensor](), 0
+    for name, tensor in weights:
+        if part and held + tensor.nbytes > max_bytes:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor.detach().contiguous()
+        held += tensor.nbytes
+    if part:
+        yield part
 
 
 def pack(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Yield buckets of at most `max_bytes`, in order; a larger tensor has a bucket to itself.
-
-    No more than one bucket's tensors are held at a time, and the bucket.
-    """
-    part, held = list[tuple[str, torch.Tensor]](), 0
-    for name, tensor in weights:
-        if part and held + tensor.nbytes > max_bytes:
-            yield _join(part)
-            part, held = [], 0
-        part.append((name, tensor))
-        held += tensor.nbytes
-    if part:
-        yield _join(part)
+    """Yield each part of `split` with its layout."""
+    for part in split(weights, max_bytes):
+        tensors = list(part.values())
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        yield Bucket(Layout(list(part), dtypes, [list(t.shape) for t in tensors]), tensors)
 
 
 def unpack(layout: Layout, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,13 +77,3 @@ def unpack(layout: Layout, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         part = part.clone() if start % kind.itemsize else part
         yield name, part.view(kind).view(shape)
         start = end
-
-
-def _join(part: Sequence[tuple[str, torch.Tensor]]) -> Bucket:
-    tensors = [tensor.detach().contiguous() for _, tensor in part]
-    layout = Layout(
-        names=[name for name, _ in part],
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-        shapes=[list(tensor.shape) for tensor in tensors],
-    )
-    return Bucket(layout, torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors]))
