@@ -43,18 +43,10 @@ from arealite.system.name_registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.sglang.real import free_port  # noqa: E402
 from tools.bench_rollout import rate  # noqa: E402
+from tools.bench_server import LARGE  # noqa: E402
 from tools.sglang_site import TOKENS, Episodes, Publisher, Site, bare, post, traffic, until  # noqa: E402
 
 SMALL = {"vocab": 320, "hidden_size": 128, "intermediate_size": 256}
-LARGE = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "init_std": 0.02,
-}
-"""About 100 M parameters, 378 MB in float32."""
 Note = Callable[[str, float], None]
 
 

@@ -129,6 +129,12 @@ class ServerConfig:
     model: ModelConfig = sub(ModelConfig, "the model")
     llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")
 
+    @property
+    def reachable_host(self) -> str:
+        """The host under which others reach a server that binds `llm_server.host`."""
+        host = self.llm_server.host
+        return self.cluster.host if host in ("0.0.0.0", "::", "") else host
+
 
 def run_paths(config: ExperimentConfig) -> RunPaths:
     """Return where the experiment's trial keeps its files."""

@@ -9,6 +9,9 @@ from typing import Any, Literal
 from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
 
+UNTRUSTED = "-1"
+"""The version of weights that are of no version; clients give such a server no traffic."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedServerConfig:

@@ -40,7 +40,7 @@ class PublisherConfig:
         "retract", "recompute prefixes, keep the old KV, or abort and resubmit"
     )
     timeout_s: float = opt(60.0, "for one server to take a version; it is quarantined after that")
-    bucket_mb: int = opt(256, "weights travel in buckets of this size (distributed, tensor)")
+    bucket_mb: int = opt(256, "weights travel in buckets of this size ; files, too")
     verify_every: int = opt(
         1, "compare what the servers hold after each n-th version; 0 never does"
     )

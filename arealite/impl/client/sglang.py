@@ -7,12 +7,8 @@ every token with its logprob and policy version as the server told them.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,6 +17,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
 from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
+from arealite.base.model_folder import read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
@@ -94,7 +91,9 @@ class SGLangClient(LLMClient):
         # limited by host, so that a silent one keeps no other waiting.
         self._control = self._open_session(limit=0, limit_per_host=16)
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
-        self._directory.vocab_size = await asyncio.to_thread(vocab_size, self._model_path)
+        self._directory.vocab_size = vocab_size(
+            await asyncio.to_thread(read_json, self._model_path)
+        )
         await self._directory.start(self._control)
         what = (
             f"an llm server below {self._directory.registry.root} (start one with "
@@ -346,20 +345,7 @@ def check(request: LLMRequest, server: Server) -> None:
 def eos_tokens(path: str) -> set[int]:
     """Return the token ids with which the model in a folder itself ends a generation."""
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(Path(path).expanduser() / name).get("eos_token_id")
+        eos = read_json(path, name).get("eos_token_id")
         if eos is not None:
             return {eos} if isinstance(eos, int) else set(eos)
     return set()
-
-
-def vocab_size(path: str) -> int | None:
-    """Return how many token ids the model in a folder has."""
-    config = read_json(Path(path).expanduser() / "config.json")
-    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return what a file holds; nothing where there is none to read."""
-    with suppress(OSError, ValueError):
-        return json.loads(file.read_text(encoding="utf-8"))
-    return {}

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.capabilities import Capabilities
@@ -25,8 +26,6 @@ logger = log.get(__name__)
 
 CONTINUE_S = 5.0
 """For the continue call: time of its own, so that also a load that ran out of it is continued."""
-UNTRUSTED = "-1"
-"""The version of weights that are of no version; clients give the server no traffic."""
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 """Its logprobs tell weights apart where a server has no checksum."""
 

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import aiohttp
 import torch
 
+from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublisherConfig, PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.impl.publisher.control import FAILURES, UNTRUSTED, PushTimes, Server
+from arealite.impl.publisher.control import FAILURES, PushTimes, Server
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.verify import Print, wrong
 from arealite.system.deadlines import deadline

@@ -93,10 +93,7 @@ class EmbeddedServer(LLMServer):
                 f"llm_server cannot listen on {server.host}:{server.port}: {why}. "
                 "Choose another llm_server.port, or 0 for a free one."
             ) from error
-        host = server.host
-        if host in ("0.0.0.0", "::", ""):
-            host = self.config.cluster.host
-        self.address = f"http://{host}:{runner.addresses[0][1]}"
+        self.address = f"http://{self.config.reachable_host}:{runner.addresses[0][1]}"
 
     async def _until_stopped(self, app: App) -> None:
         """Hold the server's name until told to stop or the engine dies."""

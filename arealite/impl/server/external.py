@@ -20,8 +20,10 @@ from typing import Any
 import aiohttp
 
 from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.base.model_folder import read_json, vocab_size
 from arealite.system.deadlines import deadline
 from arealite.system.name_registry import Entry, NameRegistry
 
@@ -39,8 +41,6 @@ SIZES = (
     "num_key_value_heads",
     "tie_word_embeddings",
 )
-UNTRUSTED = "-1"
-"""The version under which a server gets no traffic until the publisher has updated it."""
 
 
 class ExternalServers:
@@ -50,7 +50,7 @@ class ExternalServers:
         self.addresses = config.llm_server.addresses
         self.cluster = config.cluster
         self.registry = NameRegistry.of(config)
-        self.model = read_model(config.model.path)
+        self.model = read_json(config.model.path)
         self._known: dict[str, str] = {}
         """Incarnation last seen at each address."""
 
@@ -241,7 +241,7 @@ def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
     The sizes are compared where the server's folder can be read here: it tells only the kind.
     """
     folder = Path(str(entry["model_path"]))
-    theirs = read_model(folder) if folder.is_absolute() else {}
+    theirs = read_json(folder) if folder.is_absolute() else {}
     theirs |= {key: entry[key] for key in ("architectures", "model_type") if entry[key]}
     for key in ("architectures", "model_type", *SIZES):
         if key in theirs and theirs[key] != model.get(key):
@@ -253,16 +253,3 @@ def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
     if (context := entry["context_length"] or 0) > longest:
         return f"it serves another model: its context is {context}, the model's is {longest:g}."
     return None
-
-
-def read_model(folder: Path | str) -> dict[str, Any]:
-    """Return a model folder's config.json; empty where there is none to read."""
-    try:
-        return json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def vocab_size(model: dict[str, Any]) -> int | None:
-    """Return how many token ids a config.json allows."""
-    return model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")

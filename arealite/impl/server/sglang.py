@@ -20,6 +20,7 @@ import aiohttp
 from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base.errors import UserError
+from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
 
@@ -147,13 +148,12 @@ def describe(config: ServerConfig) -> dict[str, Any]:
         raise UserError(
             f"model.path={path}: no model there (config.json: {error}). Give a Hugging Face folder."
         ) from error
-    text = model.get("text_config") or {}
     return {
         "type": "sglang",
         "model_path": str(folder),
         "model_type": model.get("model_type"),
         "architectures": model.get("architectures") or [],
-        "vocab_size": text.get("vocab_size") or model.get("vocab_size"),
+        "vocab_size": vocab_size(model),
         "host": config.cluster.host,
     }
 

@@ -122,7 +122,7 @@ class SGLangProcess:
 
     @property
     def address(self) -> str:
-        return f"http://{reachable(self.config)}:{self.port}"
+        return f"http://{self.config.reachable_host}:{self.port}"
 
     @property
     def entry_id(self) -> str:
@@ -308,12 +308,6 @@ class SGLangProcess:
             file.seek(self._log_begin)
             lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines) or "    (empty: is the disk full?)"
-
-
-def reachable(config: ServerConfig) -> str:
-    """Return the host under which others reach a server that binds `llm_server.host`."""
-    host = config.llm_server.host
-    return config.cluster.host if host in ("0.0.0.0", "::", "") else host
 
 
 def take_ports(host: str, port: int, count: int) -> list[int]:
