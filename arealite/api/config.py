@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from arealite.api.fields import opt, sub
+from arealite.api.launcher import DatapipeConfig, LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base.names import RunPaths
@@ -48,44 +49,6 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatapipeConfig:
-    """The process between rollout workers and trainer."""
-
-    lease_ttl_s: float = opt(
-        15.0, "a worker silent for this long loses its leases; they are offered again"
-    )
-    commit_interval_s: float = opt(
-        0.005, "results are gathered this long for one ledger transaction"
-    )
-    max_failed_share: float = opt(
-        0.5, "share of failed episodes, over the last 256, that stops the run"
-    )
-    stall_timeout_s: float = opt(
-        300.0, "no finished episode for this long, while some are due, stops the run"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalLauncherConfig:
-    """All roles on this machine."""
-
-    trainer_ranks: int = opt(1, "trainer processes")
-    rollout_workers: int = opt(1, "rollout processes")
-    drain_timeout_s: float = opt(
-        60.0, "after the first Ctrl-C: time to finish the step and checkpoint"
-    )
-    trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LauncherConfig:
-    """How the run's processes are started."""
-
-    type: str = opt("local", "name in the table of launchers")
-    local: LocalLauncherConfig = sub(LocalLauncherConfig, "options of type=local")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
@@ -101,8 +64,10 @@ class ExperimentConfig:
     trial_name: str = opt("trial", "second part")
     seed: int = opt(1, "of everything random")
     imports: list[str] = sub(list, "modules to import first: they register your own parts")
-    resume: Literal["auto", "never", "must"] = opt(
-        "auto", "go on from the newest checkpoint if there is one; never; must"
+    resume: str = opt(
+        "auto",
+        "auto: go on from the newest checkpoint, or begin; must; never: move what is there aside "
+        "and begin; step-000040: go on from that checkpoint",
     )
     server_wait_s: float = opt(60.0, "how long to look for a server before giving up")
     cluster: ClusterConfig = sub(ClusterConfig, "names and folders")

@@ -134,6 +134,13 @@ class TrainEngine(ABC):
         itself: good until the next update.
         """
 
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return 16 hex digits on every rank that change with any bit of any parameter.
+
+        Comparable between equal world sizes only; never a defence against malice.
+        """
+
 
 engines: Registry[TrainEngine] = Registry(
     "train_engine", {"fsdp": "arealite.impl.engine.fsdp:FSDPEngine"}

@@ -34,6 +34,10 @@ class Env(ABC):
 
     seats: tuple[str, ...] = ("agent",)
     """Names of the keyword arguments under which `run` gets its agents."""
+    resumable: bool = False
+    """Whether `run`, called anew with the same task and the same generations, does the same. Then
+    an episode whose worker died goes on from its last durable turn: `run` begins again, and the
+    agents' first generations are the recorded ones."""
 
     def __init__(self, args: Any, config: Any) -> None:
         self.args = args

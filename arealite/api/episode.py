@@ -48,3 +48,21 @@ class Seat:
     episode_id: str = "episode"
     min_version: int = 0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    recorded: tuple[StoredTurn, ...] = ()
+    """Its generations in an attempt that a worker's death cut, in order."""
+
+
+class StoredTurn(msgspec.Struct, frozen=True):
+    """A turn as the ledger keeps it while its episode runs. Arrays are raw little-endian bytes."""
+
+    input_ids: bytes
+    """int32: the prompt, as sent."""
+    output_ids: bytes
+    """int32 [T]: what was sampled so far."""
+    logprobs: bytes
+    """float32 [T]."""
+    versions: bytes
+    """int32 [T]."""
+    stop_reason: str
+    """As in LLMResponse; "" while the generation is not whole."""
+    interruptions: int

@@ -1,11 +1,66 @@
-"""Launchers bring up a run's processes, watch them, and end them."""
+"""Launchers bring up a run's processes, bring back those that die, and end them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
+
+if TYPE_CHECKING:
+    from arealite.api.config import ExperimentConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatapipeConfig:
+    """The process between rollout workers and trainer."""
+
+    lease_ttl_s: float = opt(
+        15.0, "a worker silent for this long loses its leases; they are offered again"
+    )
+    commit_interval_s: float = opt(
+        0.005, "results are gathered this long for one ledger transaction"
+    )
+    max_failed_share: float = opt(
+        0.5, "share of failed episodes, over the last 256, that stops the run"
+    )
+    stall_timeout_s: float = opt(
+        300.0, "no finished episode for this long, while some are due, stops the run"
+    )
+    pace_report_share: float = opt(
+        0.2, "share of time lost to pacing above which the slow episodes are named"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLauncherConfig:
+    """All roles on this machine."""
+
+    trainer_ranks: int = opt(1, "trainer processes")
+    rollout_workers: int = opt(1, "rollout processes")
+    drain_timeout_s: float = opt(
+        60.0, "after the first Ctrl-C: time to finish the step and checkpoint"
+    )
+    trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU")
+    max_restarts: int = opt(
+        5, "deaths of one role without a trained step in between that are healed; one more stops"
+    )
+    silent_s: float = opt(
+        8.0, "a role that shows no sign of life for this long is killed and started again"
+    )
+    blocked_s: float = opt(
+        60.0, "a role whose event loop is blocked for this long is killed and started again"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherConfig:
+    """How the run's processes are started."""
+
+    type: str = opt("local", "name in the table of launchers")
+    local: LocalLauncherConfig = sub(LocalLauncherConfig, "options of type=local")
 
 
 class Launcher(ABC):

@@ -35,6 +35,22 @@ class Episode(msgspec.Struct, frozen=True):
     """None when the episode finished."""
 
 
+class TurnHeader(msgspec.Struct, frozen=True):
+    """One generation of an unfinished episode, whole or so far. Filled by the worker; its payload
+    (`episode.encode_turn`) follows as a frame."""
+
+    member: int
+    seat: str
+    index: int
+    """Which of the seat's generations in this episode, from 0."""
+    oldest_version: int
+    """Of its tokens."""
+    tokens: int
+    """Sampled so far; a longer version of the same turn replaces a shorter one."""
+    is_whole: bool
+    """False: an interrupted generation, to be continued."""
+
+
 # ---------------------------------------------------------------- worker → datapipe
 
 
@@ -60,6 +76,16 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     episodes: list[Episode]
 
 
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Turns of episodes that run on, kept in case their worker dies. Never acknowledged: what is
+    lost is sampled again. Sent only for environments that are `resumable`."""
+
+    worker_id: str
+    lease_id: str
+    turns: list[TurnHeader]
+    """Their payloads follow as frames, in this order."""
+
+
 # ---------------------------------------------------------------- datapipe → worker
 
 
@@ -74,8 +100,11 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     members: list[int]
     """The group's episodes still to be run, one each."""
     version: int
-    """The policy version that every server had confirmed when the lease was given: no token may be
-    older."""
+    """No token may be older: the policy version that every server had confirmed when the lease was
+    given, or the oldest of `turns` where that is less."""
+    turns: list[TurnHeader] = []
+    """Durable turns of these members from a worker that died, by member, seat and index; their
+    payloads follow as frames. [] for a fresh group."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
@@ -90,5 +119,5 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromWorker = WorkerState | Result
+FromWorker = WorkerState | Result | Progress
 ToWorker = Lease | Ack | Drain

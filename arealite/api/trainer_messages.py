@@ -35,6 +35,11 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
     trained: list[str]
     """Trajectory ids the ranks really trained on; the audit holds them against the ledger."""
     metrics: dict[str, float]
+    ranks: int = 1
+    """World size that trained it."""
+    fingerprint: str = ""
+    """Of all parameters after the step (`TrainEngine.fingerprint`); replay compares it. "" where it
+    was not taken."""
 
 
 class Published(msgspec.Struct, frozen=True, tag=True):

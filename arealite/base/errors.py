@@ -5,8 +5,9 @@ failed episode.
 
     ArealiteError
     ├── UserError            the input is wrong: one line with the fix, exit code 2
-    ├── InvariantError       a promise of the system is broken: stop the run
-    ├── RoleError            a process of the run died or stopped answering: stop or heal by rule
+    ├── InvariantError       a promise of the system is broken: stop the run, exit code 3
+    ├── RoleError            a process of the run died or stopped answering: the role ends with exit
+    │   │                    code 4, and is started again within its budget
     │   └── DeadlineError    a named wait took longer than its owner allowed
     └── EpisodeError         one episode failed: data, counted by `failure_class`, never a reward
         ├── EpisodeTimeout       the whole episode
@@ -32,9 +33,13 @@ class UserError(ArealiteError):
 class InvariantError(ArealiteError):
     """Something that must always hold does not; continuing could lose or repeat samples."""
 
+    exit_code = 3
+
 
 class RoleError(ArealiteError):
     """A process of the run is gone or silent; the message names it."""
+
+    exit_code = 4
 
 
 class DeadlineError(RoleError):

@@ -18,11 +18,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
+from arealite.system import vitals
 from arealite.system.locks import held
 from arealite.system.name_registry import NameRegistry
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
 def run(role: str, index: int, config: ExperimentConfig) -> int:
     """Set up logging and run one role of `config`."""
     log.setup(f"{role}-{index}", config.logger.level)
+    vitals.start(f"{role}-{index}", name_dir(config) / "vitals")
     ROLES[role](config, index)
     return 0
 

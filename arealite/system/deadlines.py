@@ -11,13 +11,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from arealite.base.errors import DeadlineError
+from arealite.system.waits import waiting
 
 
 @asynccontextmanager
 async def deadline(
-    waiting_for: str, *, owner: str, seconds: float | None
+    waiting_for: str, *, owner: str, on: str = "", seconds: float | None
 ) -> AsyncGenerator[asyncio.Timeout, None]:
     """Bound the body's time; `seconds` None waits for ever (for ends that a person decides).
+
+    `on` names who has to act (see `waits.Wait`).
 
     The yielded `asyncio.Timeout` may be rescheduled. A TimeoutError of the body's own passes
     through unchanged.
@@ -28,8 +31,9 @@ async def deadline(
     begin = time.monotonic()
     timer = asyncio.timeout(seconds)
     try:
-        async with timer:
-            yield timer
+        with waiting(waiting_for, owner=owner, on=on, seconds=seconds):
+            async with timer:
+                yield timer
     except TimeoutError as error:
         if not timer.expired() or isinstance(error, DeadlineError):
             raise

@@ -24,12 +24,12 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.rollout_messages import Failure, Lease
+from arealite.api.rollout_messages import Failure, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.errors import InvariantError, UserError
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 -- one row a group ever offered for training; seq is its place in the order of the dataset
@@ -52,14 +52,20 @@ CREATE INDEX trajectories_by_group ON trajectories (group_id);
 CREATE TABLE failures (
   group_id TEXT, member INTEGER, lease_id TEXT, class TEXT, detail TEXT,
   PRIMARY KEY (group_id, member, lease_id)) WITHOUT ROWID;
+-- turns of episodes under way: header and payload as they came; gone with the episode's end
+CREATE TABLE turns (
+  group_id TEXT, member INTEGER, seat TEXT, idx INTEGER, header BLOB, payload BLOB,
+  PRIMARY KEY (group_id, member, seat, idx)) WITHOUT ROWID;
 -- one row a step the trainer reported; trained = JSON list of the trajectory ids it says it used
-CREATE TABLE steps (step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT);
+CREATE TABLE steps (
+  step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT, ranks INTEGER, fingerprint TEXT);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
 CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
 """
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
+decode_turn = msgspec.msgpack.Decoder(TurnHeader).decode
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -139,6 +145,17 @@ class Ledger:
             *(_encode(h), payload),
         )
 
+    def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
+        """Keep a turn of an unfinished episode; a longer version replaces a shorter one."""
+        key = (group_id, turn.member, turn.seat, turn.index)
+        sql = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
+        self._put(sql, *key, _encode(turn), payload)
+
+    def forget_turns(self, group_id: str, member: int) -> None:
+        """Let go of an episode's turns: it has ended, or begins from nothing."""
+        sql = "DELETE FROM turns WHERE group_id = ? AND member = ?"
+        self._put(sql, group_id, member)
+
     def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
         """Keep a failed attempt at an episode; the second one of a lease is ignored."""
         sql = "INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?)"
@@ -158,7 +175,8 @@ class Ledger:
     def train(self, report: StepReport) -> None:
         """Note that the optimizer has applied a batch."""
         trained, metrics = json.dumps(report.trained), json.dumps(report.metrics)
-        self._put("INSERT OR IGNORE INTO steps VALUES (?, ?, ?)", report.step, trained, metrics)
+        columns = (report.step, trained, metrics, report.ranks, report.fingerprint)
+        self._put("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?, ?)", *columns)
         sql = "UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'batched'"
         self._put(sql, report.step)
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import Agent, AgentConfig, agents
-from arealite.api.config import LauncherConfig
 from arealite.api.engine import TrainEngine, TrainEngineConfig, engines
 from arealite.api.env import Env, EnvConfig, EnvFactory, envs
-from arealite.api.launcher import Launcher, launchers
+from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients
 from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
 from arealite.api.logger import MetricLogger, loggers

@@ -219,8 +219,8 @@ async def test_a_killed_servers_episodes_finish_elsewhere(
     async with rollout(tmp_path, monkeypatch, sglang_server, second) as run:
         run.start(16)
         victim, survivor = run.client.server(second), run.client.server(sglang_server)
-        await eventually(running(second, 20), "traffic on both servers")
-        assert victim.in_flight + survivor.in_flight == 64
+        await eventually(lambda: victim.in_flight + survivor.in_flight == 64, "all requests")
+        await eventually(running(second, 20), "traffic on the second server")
         # Half of it is cut first: tokens that came must survive the server that sampled them.
         for rid in (f"l{number}/{member}/agent/0~0" for number in range(8) for member in range(4)):
             await asyncio.to_thread(second.post, "/abort_request", rid=rid)

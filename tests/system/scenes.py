@@ -13,7 +13,8 @@ from typing import Any
 
 import zmq
 
-from arealite.api.config import DatapipeConfig, ExperimentConfig
+from arealite.api.config import ExperimentConfig
+from arealite.api.launcher import DatapipeConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader

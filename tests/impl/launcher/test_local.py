@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, LauncherConfig, LocalLauncherConfig
+from arealite.api.config import ClusterConfig, ExperimentConfig
+from arealite.api.launcher import LauncherConfig, LocalLauncherConfig
 from arealite.impl.launcher.local import LocalLauncher, free_port
 from tests.waiting import until
 

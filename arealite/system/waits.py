@@ -1,0 +1,52 @@
+"""Knows who in this process waits for whom, since when and until when.
+
+One table a process, because a hang is explained by the sum of what all processes wait for; vitals
+show it outside, and `arealite why` puts the tables of all roles together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One wait that crosses a process."""
+
+    what: str
+    """For which event, as in "batch 12" or "the answer to /generate of g3/0"."""
+    owner: str
+    """Who waits, as in "trainer rank 0"."""
+    on: str
+    """Who has to act, by the name of its role where it has one: "datapipe-0", "rollout-1",
+    "trainer-1", "llm_server 8123", "environment math", "launcher"."""
+    seconds: float | None = None
+    """When it ends by itself; None: only by the event."""
+    since: float = field(default_factory=time.monotonic)
+    detail: str = ""
+    """What is known meanwhile, by the last word of whom is waited for."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.since
+
+
+table: set[Wait] = set()
+"""Of this process. A thread may read a copy (`list(table)`) at any time."""
+
+
+@contextmanager
+def waiting(
+    what: str, *, owner: str, on: str, seconds: float | None = None
+) -> Generator[Wait, None, None]:
+    """Show a wait for the time of the body; it bounds nothing itself (`deadlines` does)."""
+    wait = Wait(what, owner, on, seconds)
+    table.add(wait)
+    try:
+        yield wait
+    finally:
+        table.discard(wait)
