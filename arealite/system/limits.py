@@ -1,26 +1,35 @@
 """Time limits of hundreds of waits at once, all on one timer of the event loop.
 
 asyncio.timeout arms a timer for each wait; that costs more than all else that an episode does, and
-hardly one of them ever rings.
+hardly one of them ever rings. Vitals read them as they stand: a table of them would cost as much.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Self, cast
+from weakref import WeakSet
 
 
 class Limit:
     """Ends its body with a TimeoutError at `when` (the loop's time), or once `expire` is called.
 
-    Made and used as a context manager by the task that waits.
+    Made and used as a context manager by the task that waits; `what`, `owner` and `on` are as in
+    `waits.Wait`. Without a name it is shown nowhere.
     """
 
-    __slots__ = ("_limits", "_task", "expired", "when")
+    __slots__ = ("_limits", "_task", "expired", "on", "owner", "since", "what", "when")
 
-    def __init__(self, limits: Limits, when: float) -> None:
+    def __init__(
+        self, limits: Limits, when: float, *, what: str = "", owner: str = "", on: str = ""
+    ) -> None:
         self.when = when
+        self.what = what
+        self.owner = owner
+        self.on = on
+        self.since = time.monotonic()
         self.expired = False
         self._limits = limits
         self._task = cast("asyncio.Task[object]", asyncio.current_task())
@@ -47,6 +56,7 @@ class Limits:
 
     def __init__(self) -> None:
         self.held: set[Limit] = set()
+        everywhere.add(self)
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf
 
@@ -68,3 +78,7 @@ class Limits:
         running = [limit for limit in self.held if not limit.expired]
         if running:
             self.add(min(running, key=lambda limit: limit.when))
+
+
+everywhere: WeakSet[Limits] = WeakSet()
+"""All of this process."""
