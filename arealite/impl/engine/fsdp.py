@@ -33,6 +33,7 @@ from arealite.base.errors import UserError
 from arealite.base.log import get
 from arealite.impl.engine import checkpoint, loading, rng
 from arealite.impl.engine.batch import collate, scatter
+from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.engine.model import LogprobModel, fsdp_modules, reshard, shard
 from arealite.impl.engine.optimizer import Optimizer
@@ -169,6 +170,10 @@ class FSDPEngine(TrainEngine):
             full = full.full_tensor() if isinstance(full, DTensor) else full
             if dist.get_rank() == 0:
                 yield name, full if on_device else full.to("cpu", copy=True)
+
+    def fingerprint(self) -> str:
+        """See TrainEngine.fingerprint; over the float32 masters, as this world size cuts them."""
+        return fingerprint(dict(self._model.causal_lm.named_parameters()), self.device)
 
     def _plan(self, rows: list[Sequence], all_lengths: list[list[int]]) -> list[list[int]]:
         budget = self.config.max_tokens_per_microbatch

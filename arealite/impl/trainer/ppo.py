@@ -138,6 +138,7 @@ class PPOTrainer(Trainer):
         with self.clock("time/report_s"):
             sums, maxima = metrics.token_sums(batch)
             sums, maxima = self.world.sum(sums), self.world.max(maxima)
+            fingerprint = self.engine.fingerprint()
             if not self.world.lead:
                 return
             self.interruptions += sum(h.interruptions for h in batch.headers)
@@ -150,7 +151,8 @@ class PPOTrainer(Trainer):
                 "throughput/trained_tokens": float(sum(h.trained_tokens for h in batch.headers)),
             }
             trained = [header.trajectory_id for header in batch.headers]
-            self.link.report(StepReport(batch.step, trained, dict(self.line)))
+            ranks, line = self.world.size, dict(self.line)
+            self.link.report(StepReport(batch.step, trained, line, ranks, fingerprint))
 
     def publish(self, version: int) -> None:
         """Bring every server to `version`."""

@@ -89,6 +89,15 @@ def test_resume_on_two_ranks_is_bitwise(outs: list[dict[str, Any]]) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in outs[0]["resumed"].items())
 
 
+def test_the_fingerprint_is_one_on_all_ranks_and_that_of_a_resumed_run(
+    outs: list[dict[str, Any]], model: Path
+) -> None:
+    found = {out[key] for out in outs for key in ("fingerprint", "resumed_fingerprint")}
+    assert len(found) == 1
+    assert len(int(found.pop(), 16).to_bytes(8, "big")) == 8
+    assert outs[0]["fingerprint"] != make_engine(model).fingerprint()
+
+
 def test_resume_on_one_rank_agrees_within_rounding(
     outs: list[dict[str, Any]], folder: Path, model: Path
 ) -> None:

@@ -34,10 +34,12 @@ def ranks(folder: Path, model: str) -> None:
     engine.save(folder / "step-1", {"step": 1})
     out["stats"] = engine.train_batch(parts[rank], lengths(parts), LOSS)
     out["weights"] = weights(engine)
+    out["fingerprint"] = engine.fingerprint()
     again = make_engine(model, max_tokens_per_microbatch=64, seed=9)
     out["extra"] = again.load(folder / "step-1")
     again.train_batch(parts[rank], lengths(parts), LOSS)
     out["resumed"] = weights(again)
+    out["resumed_fingerprint"] = again.fingerprint()
     engine.export(folder / "export")
     torch.save(out, folder / f"out-{rank}.pt")
 

@@ -75,6 +75,9 @@ class ScriptedEngine(TrainEngine):
     def export(self, path: Path) -> None:
         self.events.add("export")
 
+    def fingerprint(self) -> str:
+        return f"{self.updates:016x}"
+
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         self.events.add("gather")
         yield "weight", torch.tensor([float(self.updates)])
