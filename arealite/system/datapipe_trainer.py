@@ -16,6 +16,7 @@ from arealite.algo.partition import partition
 from arealite.algo.staleness import blocks
 from arealite.api import trainer_messages as messages
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe_evals import EvalBook
@@ -137,16 +138,8 @@ class TrainerDesk:
         """Return a composed batch for one rank; a pure function of the batch and the world size."""
         groups = self.book.batches[request.step]
         headers = [header for group in groups for header in group.headers]
-        minibatches, ranks = partition(
-            [header.group_id for header in headers],
-            [header.num_tokens for header in headers],
-            updates=min(self.book.ppo.updates, len(groups)),
-            ranks=request.world_size,
-            seed=self._seed + request.step,
-        )
-        mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
         waits = self._waits.get(request.step, {})
-        return messages.Batch(request.step, headers, ranks, minibatches, mine, waits)
+        return shard(request, headers, updates=self.book.ppo.updates, seed=self._seed, waits=waits)
 
     def _compose(self, observed: Callable[[], dict[str, float]]) -> None:
         book, step = self.book, self.book.next_step
@@ -275,3 +268,24 @@ class TrainerDesk:
         for route, _ in self._batch_requests.values():
             self._send(route, messages.Finished(finish.reason))
         self._batch_requests.clear()
+
+
+def shard(
+    request: BatchRequest,
+    headers: list[TrajectoryHeader],
+    *,
+    updates: int,
+    seed: int,
+    waits: dict[str, float],
+) -> messages.Batch:
+    """Deal a batch to updates and ranks: the same for all who ask, also when it is replayed."""
+    group_ids = [header.group_id for header in headers]
+    minibatches, ranks = partition(
+        group_ids,
+        [header.num_tokens for header in headers],
+        updates=min(updates, len(set(group_ids))),
+        ranks=request.world_size,
+        seed=seed + request.step,
+    )
+    mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
+    return messages.Batch(request.step, headers, ranks, minibatches, mine, waits)
