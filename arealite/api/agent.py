@@ -51,7 +51,7 @@ class Agent(ABC):
         self.client = client
         self.tokenizer = tokenizer
         self.seat = seat
-        self.record = Record()
+        self.record = Record(recorded=seat.recorded)
 
     @abstractmethod
     async def act(self, observation: Any) -> Action:
@@ -73,19 +73,34 @@ class Agent(ABC):
             self.record.reward_parts[name] = self.record.reward_parts.get(name, 0.0) + part
 
     async def generate(self, input_ids: list[int]) -> LLMResponse:
-        """Generate after `input_ids` with the seat's sampling, and record the turn."""
-        record, begin = self.record, time.perf_counter()
-        request = LLMRequest(
-            request_id=f"{self.seat.episode_id}/{self.seat.name}/{record.generations}",
-            group_id=self.seat.group_id,
-            input_ids=input_ids,
-            sampling=self.seat.sampling,
-            min_version=self.seat.min_version,
-        )
+        """Generate after `input_ids` with the seat's sampling, and record the turn.
+
+        What an attempt that was cut off has recorded is returned again, or continued.
+        """
+        record, seat, begin = self.record, self.seat, time.perf_counter()
+        index, temperature = record.generations, seat.sampling.temperature
+        begun = record.recall(input_ids, seat.sampling) if record.recorded else None
         record.generations += 1
+        if begun is not None and begun.stop_reason:
+            record.turns.append(Turn(input_ids, begun, temperature, index=index, is_stored=True))
+            return begun
+
+        def keep(partial: LLMResponse) -> None:
+            record.partial[index] = Turn(input_ids, partial, temperature, index=index)
+
+        request = LLMRequest(
+            request_id=f"{seat.episode_id}/{seat.name}/{index}",
+            group_id=seat.group_id,
+            input_ids=input_ids,
+            sampling=seat.sampling,
+            min_version=seat.min_version,
+            begun=begun,
+            on_partial=keep,
+        )
         response = await self.client.generate(request)
         record.seconds_generating += time.perf_counter() - begin
-        record.turns.append(Turn(input_ids, response, self.seat.sampling.temperature))
+        record.partial.pop(index, None)
+        record.turns.append(Turn(input_ids, response, temperature, index=index))
         return response
 
 

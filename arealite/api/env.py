@@ -35,9 +35,11 @@ class Env(ABC):
     seats: tuple[str, ...] = ("agent",)
     """Names of the keyword arguments under which `run` gets its agents."""
     resumable: bool = False
-    """Whether `run`, called anew with the same task and the same generations, does the same. Then
-    an episode whose worker died goes on from its last durable turn: `run` begins again, and the
-    agents' first generations are the recorded ones."""
+    """Whether `run`, called anew with the same task and the same generations, does the same: it
+    draws nothing at random, reads no clock, each seat generates one turn at a time, and what it
+    does outside may be done twice. Then an episode whose worker died goes on from its last durable
+    turn: `run` begins again, and the agents' first generations are the recorded ones. Rewards are
+    computed again. Where a prompt is another one after all, sampling goes on from there."""
 
     def __init__(self, args: Any, config: Any) -> None:
         self.args = args

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -25,18 +29,69 @@ class Turn(msgspec.Struct):
     response: LLMResponse
     temperature: float
     reward: float = 0.0
+    index: int = 0
+    """Which of the seat's generations, in the order of their beginnings."""
+    is_stored: bool = False
+    """The datapipe was told of it, or told it."""
+
+
+class StoredTurn(msgspec.Struct, frozen=True):
+    """A turn as the ledger keeps it while its episode runs. Arrays are raw little-endian bytes."""
+
+    prompt: bytes
+    """`digest` of the prompt's token ids: prompts of many turns would add up."""
+    temperature: float
+    output_ids: bytes
+    """int32 [T]: what was sampled so far."""
+    logprobs: bytes
+    """float32 [T]."""
+    versions: bytes
+    """int32 [T]."""
+    stop_reason: str
+    """As in LLMResponse; "" while the generation is not whole."""
+    interruptions: int
+
+    def response(self) -> LLMResponse:
+        """Return what was sampled, as the client returned it."""
+        lists = _list("i", self.output_ids), _list("f", self.logprobs), _list("i", self.versions)
+        return LLMResponse(*lists, self.stop_reason, self.interruptions)
 
 
 class Record(msgspec.Struct):
     """What one agent did in one episode."""
 
     turns: list[Turn] = []
+    partial: dict[int, Turn] = {}
+    """By index: what a generation under way had sampled when it was last cut."""
+    recorded: tuple[StoredTurn, ...] = ()
+    """Generations of an attempt that was cut, to be had again."""
+    resumed_tokens: int = 0
+    """Taken from `recorded` instead of a server."""
+    resumed_diverged: int = 0
+    """1: a prompt was another than the recorded one, and the rest of the record was dropped."""
     reward_parts: dict[str, float] = {}
     generations: int = 0
     """Started ones, finished or not."""
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
     """Filled by environments that wait for a reward function."""
+
+    def recall(self, input_ids: list[int], sampling: SamplingConfig) -> LLMResponse | None:
+        """Return what is recorded of the next generation, whole or to be continued.
+
+        Where it is of another prompt or temperature, or as long as a generation may be and not
+        whole, the rest of the record is dropped.
+        """
+        if self.generations >= len(self.recorded):
+            return None
+        stored = self.recorded[self.generations]
+        response, same = stored.response(), (digest(input_ids), sampling.temperature)
+        is_open = bool(stored.stop_reason) or len(response.output_ids) < sampling.max_new_tokens
+        if (stored.prompt, stored.temperature) != same or not is_open:
+            self.recorded, self.resumed_diverged = (), 1
+            return None
+        self.resumed_tokens += len(response.output_ids)
+        return response
 
 
 @dataclass(frozen=True)
@@ -52,17 +107,28 @@ class Seat:
     """Its generations in an attempt that a worker's death cut, in order."""
 
 
-class StoredTurn(msgspec.Struct, frozen=True):
-    """A turn as the ledger keeps it while its episode runs. Arrays are raw little-endian bytes."""
+def digest(input_ids: Sequence[int]) -> bytes:
+    """Return 16 bytes that no other prompt has."""
+    return hashlib.blake2b(array("i", input_ids).tobytes(), digest_size=16).digest()
 
-    input_ids: bytes
-    """int32: the prompt, as sent."""
-    output_ids: bytes
-    """int32 [T]: what was sampled so far."""
-    logprobs: bytes
-    """float32 [T]."""
-    versions: bytes
-    """int32 [T]."""
-    stop_reason: str
-    """As in LLMResponse; "" while the generation is not whole."""
-    interruptions: int
+
+def encode_turn(turn: Turn) -> bytes:
+    """Pack a turn, whole or so far, into one payload frame."""
+    response = turn.response
+    stored = StoredTurn(
+        prompt=digest(turn.input_ids),
+        temperature=turn.temperature,
+        output_ids=array("i", response.output_ids).tobytes(),
+        logprobs=array("f", response.logprobs).tobytes(),
+        versions=array("i", response.versions).tobytes(),
+        stop_reason=response.stop_reason,
+        interruptions=response.interruptions,
+    )
+    return msgspec.msgpack.encode(stored)
+
+
+decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode
+
+
+def _list(kind: str, raw: bytes) -> list[Any]:
+    return array(kind, raw).tolist()

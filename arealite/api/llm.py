@@ -6,6 +6,7 @@ Tokens in, tokens out: text exists only inside an agent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,11 @@ class LLMRequest(msgspec.Struct, frozen=True):
     """Seconds from now; None takes the client's `request_timeout_s`."""
     min_version: int = 0
     """Servers that have not confirmed this version get no part of the request."""
+    begun: LLMResponse | None = None
+    """What an attempt that was cut off sampled of this very generation; it goes on after that."""
+    on_partial: Callable[[LLMResponse], None] | None = None
+    """Called with all that is sampled so far (stop_reason "") when the generation was cut and goes
+    on; of a server that keeps cut generations itself nothing is known before the end."""
 
 
 class LLMResponse(msgspec.Struct, frozen=True):
@@ -76,7 +82,7 @@ class LLMResponse(msgspec.Struct, frozen=True):
     stop_reason: str
     """"stop" (a stop token or string) or "length" (the budget is used up)."""
     interruptions: int = 0
-    """Times a weight update cut it: retractions told by the server, and resubmissions."""
+    """Times it was cut: retractions told by the server, and resubmissions."""
 
 
 class LLMClient(ABC):

@@ -82,6 +82,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     worker_id: str
     lease_id: str
+    group_id: str
     turns: list[TurnHeader]
     """Their payloads follow as frames, in this order."""
 

@@ -16,6 +16,7 @@ from arealite.base.errors import InvariantError
 from arealite.impl.client import wire
 from arealite.impl.client.routing import Router, Server
 from arealite.system.name_registry import NameRegistry
+from arealite.system.waits import waiting
 
 logger = log.get(__name__)
 
@@ -103,11 +104,12 @@ class Directory:
 
     async def _ask(self, server: Server, is_named: bool) -> None:
         """Ask a server for its version; a silent or refusing one gets no traffic."""
-        url = f"{server.address}/model_info"
+        url, seconds = f"{server.address}/model_info", self.timeout_s
         try:
-            async with asyncio.timeout(self.timeout_s), self._session.get(url) as response:
-                response.raise_for_status()
-                info = wire.decode_model_info(await response.read())
+            with waiting("its version", owner="llm client", on=server.name, seconds=seconds):
+                async with asyncio.timeout(seconds), self._session.get(url) as response:
+                    response.raise_for_status()
+                    info = wire.decode_model_info(await response.read())
         except TimeoutError:
             server.misses += 1
             if server.misses >= MAX_MISSES or not is_named:

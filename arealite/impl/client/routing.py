@@ -37,6 +37,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.generate_url = URL(f"{self.address}/generate")
+        self.name = f"llm_server {self.id}"
 
     def lose(self) -> None:
         """Take it out of traffic and interrupt what waits for it."""

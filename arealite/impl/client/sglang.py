@@ -61,6 +61,24 @@ class Generation:
     errors: int = 0
     failed_at: Server | None = None
 
+    def __post_init__(self) -> None:
+        if (begun := self.request.begun) is not None:
+            self.output_ids += begun.output_ids
+            self.logprobs += begun.logprobs
+            self.versions += begun.versions
+            self.interruptions = begun.interruptions + 1
+
+    def response(self, stop_reason: str) -> LLMResponse:
+        """Return what has been sampled."""
+        tokens = self.output_ids, self.logprobs, self.versions
+        return LLMResponse(*tokens, stop_reason, self.interruptions)
+
+    def tell_partial(self) -> None:
+        """Tell whoever keeps partial output what there is."""
+        if self.request.on_partial is not None:
+            tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
+            self.request.on_partial(LLMResponse(*tokens, "", self.interruptions))
+
 
 class SGLangClient(LLMClient):
     """Generates through the trial's live servers, as the name registry lists them."""
@@ -139,15 +157,11 @@ class SGLangClient(LLMClient):
             stop_reason = self._take(generation, server, answer, acknowledged)
             if stop_reason:
                 self._stats["interruptions"] += generation.interruptions
-                return LLMResponse(
-                    generation.output_ids,
-                    generation.logprobs,
-                    generation.versions,
-                    stop_reason,
-                    generation.interruptions,
-                )
+                return generation.response(stop_reason)
             self._stats["resubmissions"] += 1
-            if not answer.output_ids:
+            if answer.output_ids:
+                generation.tell_partial()
+            else:
                 await self._back_off(generation)
 
     # ------------------------------------------------------------ one attempt
@@ -159,7 +173,7 @@ class SGLangClient(LLMClient):
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
         body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
-        limit = Limit(self._limits, generation.deadline)
+        limit = self._limit(generation, server.name)
         server.limits.add(limit)
         server.in_flight += 1
         server.served += 1
@@ -192,6 +206,10 @@ class SGLangClient(LLMClient):
                 raise GenerationRefused(f"{server.address}: {message}")
         await self._server_error(generation, server, message)
         return None
+
+    def _limit(self, generation: Generation, on: str) -> Limit:
+        what = generation.request.request_id
+        return Limit(self._limits, generation.deadline, what=what, owner="llm client", on=on)
 
     def _take(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
@@ -278,7 +296,7 @@ class SGLangClient(LLMClient):
         self._stats["server_waits"] += 1
         self._directory.want()
         try:
-            async with asyncio.timeout_at(generation.deadline):
+            with self._limit(generation, "llm_server"):
                 while True:
                     await self._directory.changed()
                     server = self._router.pick(request.group_id, request.min_version)

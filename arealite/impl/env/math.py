@@ -17,6 +17,8 @@ from arealite.base.errors import EpisodeError
 class MathEnv(Env):
     """Scores an agent's answer against the task's ground truth."""
 
+    resumable = True
+
     async def setup(self) -> None:
         """Start the reward function."""
         self.scorer = RewardFactory(self.args).make_reward(self.config.reward)
