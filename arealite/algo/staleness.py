@@ -78,7 +78,17 @@ def choose(
     return chosen
 
 
-def blocks(candidates: Sequence[Candidate], step: int, *, eta: int) -> list[Candidate]:
-    """Return the unfinished groups that have to be in batch `step`, oldest first."""
-    late = [c for c in candidates if not c.is_complete and c.start < step + 1 - eta]
-    return sorted(late, key=lambda c: (c.start, c.seq))
+def blocks(
+    candidates: Sequence[Candidate], step: int, *, eta: int, num_groups: int
+) -> list[Candidate]:
+    """Return the unfinished groups of which one has to be in batch `step`, oldest first.
+
+    [] where pace does not keep the batch back.
+    """
+    ordered = sorted(candidates, key=lambda c: (not c.is_complete, c.start, c.seq))
+    complete = sum(c.is_complete for c in ordered)
+    rest = sorted(ordered[min(num_groups, complete) :], key=lambda c: (c.start, c.seq))
+    for place, late in enumerate(rest):
+        if step + 1 + place // num_groups - late.start > eta:
+            return [c for c in rest if not c.is_complete and c.start <= late.start]
+    return []

@@ -107,7 +107,12 @@ class Datapipe:
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
         self.desk = TrainerDesk(
-            self.book, self.evals, seed=self.config.seed, send=self._send, writer=self.writer
+            self.book,
+            self.evals,
+            config=self.config,
+            send=self._send,
+            workers=self.workers,
+            writer=self.writer,
         )
         self._restore()
         self._channel = wire.Channel(server, self._receive)
@@ -298,7 +303,7 @@ class Datapipe:
         self._check_stall(now)
         if now - self._told >= WAITING_S and self._fatal is None:
             self._told = now
-            self.desk.tell_waiting(self.workers.describe())
+            self.desk.tell_waiting()
         self._pump()
         if self._is_over(now):
             self._done.set()

@@ -6,6 +6,7 @@ workers, and what a rank gets must be identical however often it asks, also afte
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +16,51 @@ import msgspec
 from arealite.algo.partition import partition
 from arealite.algo.staleness import blocks
 from arealite.api import trainer_messages as messages
+from arealite.api.config import ExperimentConfig
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
+from arealite.system.datapipe_workers import Workers
 from arealite.system.ledger import LedgerWriter
 from arealite.system.wire import STOP_WAITING, request_name
 
 logger = log.get(__name__)
+
+PACE_WINDOW_S = 30.0
+"""Over how long the share of time lost to pacing is taken, and how often it is reported."""
+NAMED = 5
+"""Slow episodes named in a report."""
+
+
+class IdleClock:
+    """Adds up the trainer's idle time by what it waits for: episodes (groups), or pace."""
+
+    def __init__(self) -> None:
+        self.seconds = {"groups": 0.0, "pace": 0.0}
+        """Since the last `take`."""
+        self.cause: str | None = None
+        """What the trainer waits for now; None while it does not."""
+        self.pace_share = 0.0
+        """Of the time lost to pacing, as an exponential average over `PACE_WINDOW_S`."""
+        self._since = time.monotonic()
+
+    def mark(self, cause: str | None) -> None:
+        """Attribute the time since the last mark to the cause named then."""
+        now = time.monotonic()
+        passed, self._since = now - self._since, now
+        if self.cause is not None:
+            self.seconds[self.cause] += passed
+        is_pace = self.cause == "pace"
+        self.pace_share += (is_pace - self.pace_share) * -math.expm1(-passed / PACE_WINDOW_S)
+        self.cause = cause
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by cause, and begin again."""
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return {f"{cause}_wait_s": seconds for cause, seconds in taken.items()}
 
 
 class TrainerDesk:
@@ -35,8 +71,9 @@ class TrainerDesk:
         book: GroupBook,
         evals: EvalBook,
         *,
-        seed: int,
+        config: ExperimentConfig,
         send: Callable[[bytes, msgspec.Struct], None],
+        workers: Workers,
         writer: LedgerWriter,
     ) -> None:
         self.book = book
@@ -50,13 +87,13 @@ class TrainerDesk:
         """By rank: (whom to answer, what is asked)."""
         self._eval_requests: dict[int, bytes] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
-        self._seed = seed
+        self._config = config
         self._send = send
+        self._workers = workers
         self._writer = writer
-        self._waited = {"groups": 0.0, "pace": 0.0}
-        """Seconds by cause since the last batch was composed."""
-        self._waits_for: tuple[str, float] | None = None
-        """(cause, since when)."""
+        self._idle = IdleClock()
+        self._reported = -math.inf
+        """When slow episodes were last named in a warning."""
         self._waits: dict[int, dict[str, float]] = {}
 
     @property
@@ -93,8 +130,10 @@ class TrainerDesk:
             route = self._eval_requests.pop(eval_id)
             self._writer.after_commit(partial(self._send, route, answer))
 
-    def tell_waiting(self, in_flight: str) -> None:
-        """Tell everyone who waits what for; `in_flight` says who runs what."""
+    def tell_waiting(self) -> None:
+        """Tell everyone who waits what for, and who runs what."""
+        in_flight = self._workers.describe()
+        self._warn_of_pacing()
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
@@ -138,19 +177,23 @@ class TrainerDesk:
         """Return a composed batch for one rank; a pure function of the batch and the world size."""
         groups = self.book.batches[request.step]
         headers = [header for group in groups for header in group.headers]
+        updates, seed = self.book.ppo.updates, self._config.seed
         waits = self._waits.get(request.step, {})
-        return shard(request, headers, updates=self.book.ppo.updates, seed=self._seed, waits=waits)
+        return shard(request, headers, updates=updates, seed=seed, waits=waits)
 
     def _compose(self, observed: Callable[[], dict[str, float]]) -> None:
         book, step = self.book, self.book.next_step
         groups = book.compose()
-        self._mark(self._cause() if groups is None else None)
         if groups is None:
+            self._mark()
             return
+        self._idle.mark(None)
         oldest = step - book.ppo.max_staleness
         stale = sum(h.oldest_version < oldest for group in groups for h in group.headers)
         numbers = {
-            **{f"{cause}_wait_s": seconds for cause, seconds in self._waited.items()},
+            **self._idle.take(),
+            "pace_wait_share": self._idle.pace_share,
+            "ledger_busy_s": self._writer.take_busy_s(),
             "buffered_groups": book.counts["complete"],
             "leased_groups": book.counts["leased"],
             "late_results": book.too_late,
@@ -160,30 +203,62 @@ class TrainerDesk:
             **observed(),
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
-        self._waited = dict.fromkeys(self._waited, 0.0)
 
-    def _mark(self, cause: str | None) -> None:
-        """Attribute the time since the last mark, and begin to wait for `cause` (None: not)."""
-        now = time.monotonic()
-        if self._waits_for is not None:
-            before, since = self._waits_for
-            self._waited[before] += now - since
-        self._waits_for = None if cause is None else (cause, now)
+    def _mark(self) -> None:
+        """Note what holds the next batch back: pace (it is full), groups, or nothing yet.
 
-    def _cause(self) -> str:
-        """What holds the next batch back: pace (it is full) or groups."""
-        return "pace" if self.book.counts["complete"] >= self.book.ppo.num_groups else "groups"
+        Not while an earlier batch is trained: that is no idle time, even if the next is asked for.
+        """
+        book = self.book
+        is_idle = bool(self._batch_requests) and book.known_steps() == book.next_step
+        is_full = book.counts["complete"] >= book.ppo.num_groups
+        self._idle.mark(("pace" if is_full else "groups") if is_idle else None)
 
     def _describe(self, step: int) -> str:
         book = self.book
         text = f"batch {step}: {book.counts['complete']} of {book.ppo.num_groups} groups"
         if book.version is None:
             return text + ", no policy version is published yet"
-        if self._cause() == "pace":
-            late = blocks(list(book.candidates()), step, eta=book.ppo.max_staleness)
-            names = ", ".join(f"g{c.seq} of version {c.start}" for c in late[:3])
-            text += f", kept back until {len(late)} slow groups are in ({names})"
+        if slow := self._slow_episodes():
+            text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
+
+    def _slow_episodes(self) -> list[str]:
+        """Name the episodes of which the next batch has to wait for some, oldest first."""
+        book, eta, size = self.book, self.book.ppo.max_staleness, self.book.ppo.num_groups
+        if book.ppo.staleness_policy != "pace" or book.counts["complete"] < size:
+            return []
+        now = time.monotonic()
+        runs = {
+            lease_id: f"on {worker.worker_id} since {now - held.given:.1f} s"
+            for worker in self._workers.by_id.values()
+            for lease_id, held in worker.held.items()
+        }
+        names: list[str] = []
+        for late in blocks(list(book.candidates()), book.next_step, eta=eta, num_groups=size):
+            group = book.groups[f"g{late.seq}"]
+            states = dict.fromkeys(group.missing(book.ppo.max_attempts), "waits for a worker")
+            for lease_id, lease in group.leases.items():
+                states |= dict.fromkeys(group.due(lease), runs.get(lease_id, "on a lost worker"))
+            about = f"({group.task.task_id}) of version {late.start}"
+            names += [f"{group.group_id}/{m} {about} {state}" for m, state in states.items()]
+        return names[:NAMED] + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)
+
+    def _warn_of_pacing(self) -> None:
+        """Name the slow episodes once pacing costs more of the time than was allowed."""
+        self._mark()
+        share, now = self._idle.pace_share, time.monotonic()
+        allowed = self._config.datapipe.pace_report_share
+        if self._idle.cause != "pace" or share <= allowed or now - self._reported < PACE_WINDOW_S:
+            return
+        self._reported = now
+        logger.warning(
+            "slow episodes hold the trainer",
+            share=round(share, 2),
+            allowed=allowed,
+            episodes=self._slow_episodes(),
+            ended_by=f"collector.episode_timeout_s={self.book.ppo.collector.episode_timeout_s:g}",
+        )
 
     # ------------------------------------------------------------ requests
 

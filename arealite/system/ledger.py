@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -250,6 +251,7 @@ class LedgerWriter:
         self._callbacks: list[Callable[[], None]] = []
         self._wanted = asyncio.Event()
         self._is_closing = False
+        self._busy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
     def after_commit(self, callback: Callable[[], None]) -> None:
@@ -272,11 +274,22 @@ class LedgerWriter:
                 self._wanted.clear()
                 callbacks, self._callbacks = self._callbacks, []
                 statements = self.ledger.take()
-                await loop.run_in_executor(self._thread, self.ledger.execute, statements)
+                seconds = await loop.run_in_executor(self._thread, self._execute, statements)
+                self._busy_s += seconds
                 for callback in callbacks:
                     callback()
         finally:
             self._thread.shutdown(wait=True)
+
+    def _execute(self, statements: list[Statement]) -> float:
+        begin = time.perf_counter()
+        self.ledger.execute(statements)
+        return time.perf_counter() - begin
+
+    def take_busy_s(self) -> float:
+        """Return the seconds that the thread was in transactions since the last call."""
+        taken, self._busy_s = self._busy_s, 0.0
+        return taken
 
     def close(self) -> None:
         """Let `run` write what is queued and return."""

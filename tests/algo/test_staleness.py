@@ -138,7 +138,37 @@ def test_oldest_first_then_in_order() -> None:
 
 def test_blocks_names_the_slow_ones() -> None:
     slow, fine = Candidate(0, 3, False), Candidate(2, 4, False)
-    assert blocks([fine, slow, Candidate(0, 1, True)], 2, eta=2) == [slow]
+    kwargs = {"eta": 2, "num_groups": 1}
+    assert blocks([fine, slow, Candidate(0, 1, True)], 2, **kwargs) == [slow]
+    assert blocks([fine, Candidate(0, 1, True)], 2, **kwargs) == []
+
+
+def test_blocks_names_those_of_which_one_has_to_finish() -> None:
+    """Neither b nor c is late by itself, but both would be due in batch 2."""
+    b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
+    late = Candidate(1, 4, False)
+    assert blocks([d, late, c, b], 1, eta=2, num_groups=1) == [b, c]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12),
+    step=st.integers(0, 4),
+    eta=st.integers(0, 4),
+    num_groups=st.integers(1, 3),
+)
+def test_blocks_names_somebody_exactly_when_pace_keeps_a_full_batch_back(
+    groups: list[tuple[int, bool]], step: int, eta: int, num_groups: int
+) -> None:
+    found = [Candidate(start, seq, done) for seq, (start, done) in enumerate(groups)]
+    if sum(c.is_complete for c in found) < num_groups:
+        return
+    everyone = [c.start for c in found]
+    if not fits(everyone, step, eta=eta, num_groups=num_groups):
+        return  # admission and the steps before never leave such a set
+    kwargs = {"eta": eta, "num_groups": num_groups}
+    is_kept_back = choose(found, step, policy="pace", **kwargs) is None
+    assert bool(blocks(found, step, **kwargs)) is is_kept_back
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
+from structlog.testing import capture_logs
 
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.trainer_messages import StepReport, Waiting
@@ -390,3 +392,66 @@ async def test_a_later_checkpoint_than_the_ledger_is_refused(tmp_path: Path) -> 
     with pytest.raises(InvariantError):
         await running
     link.close()
+
+
+async def test_slow_episodes_that_hold_the_trainer_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch 1 must hold g0 of version 0, whose second episode does not end until it is named."""
+    monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
+    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"pace_report_share": 0.01})
+    loop, named = asyncio.get_running_loop(), asyncio.Event()
+    slow: list[Lease] = []
+
+    def script(lease: Lease, member: int) -> Episode | None:
+        if (lease.group_id, member) == ("g0", 1):
+            slow.append(lease)
+            return None
+        return episode(lease, member)
+
+    async with piped(config) as pipe:
+        worker = FakeWorker(lambda: pipe.address, worker_id="rollout-0", script=script)
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        waits: list[str] = []
+        shares: list[dict[str, float]] = []
+
+        def on_wait(waiting: Waiting) -> bool:
+            waits.append(waiting.detail)
+            if any(log["event"] == "slow episodes hold the trainer" for log in logs):
+                loop.call_soon_threadsafe(named.set)
+            return False
+
+        def body() -> None:
+            link.start(0)
+            link.published(0)
+            for step in range(3):
+                answer = link.next_batch(step, on_wait=on_wait)
+                assert answer
+                shares.append(answer[0].waits)
+                link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
+                link.published(step + 1)
+            link.checkpointed(3, "/x")
+            link.finish("over")
+
+        async def free() -> None:
+            async with asyncio.timeout(20):
+                await named.wait()
+            worker.link.submit(episode(slow[0], 1), [b"late"])
+
+        with capture_logs() as logs:
+            await asyncio.gather(free(), in_thread(body))
+        await running
+        link.close()
+    (warning,) = [log for log in logs if log["event"] == "slow episodes hold the trainer"]
+    (name,) = warning["episodes"]
+    assert re.fullmatch(r"g0/1 \(train-\d\) of version 0 on rollout-0 since \d+\.\d s", name)
+    assert warning["ended_by"] == "collector.episode_timeout_s=600"
+    assert warning["log_level"] == "warning"
+    assert warning["share"] >= 0.01
+    assert "batch 1: 1 of 1 groups, kept back for slow episodes: g0/1 (train-" in waits[-1]
+    assert shares[0]["pace_wait_s"] == 0.0
+    assert shares[1]["pace_wait_s"] > 0.2
+    assert shares[1]["pace_wait_share"] > 0.01
+    assert shares[2]["pace_wait_share"] < shares[1]["pace_wait_share"]
+    assert shares[1]["ledger_busy_s"] > 0.0
