@@ -117,26 +117,6 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
     assert audit(paths.ledger).ok
 
 
-@pytest.mark.parametrize("role", ["rollout-0", "datapipe-0", "trainer-0"])
-def test_a_killed_role_stops_the_run_by_name(site: Site, tmp_path: Path, role: str):
-    paths = RunPaths(tmp_path / "e2e" / "t")
-    with training(site, tmp_path) as run:
-        kind, index = role.split("-")
-        children = psutil.Process(run.pid).children()
-        (victim,) = [c for c in children if c.cmdline()[-3:-1] == [kind, index]]
-        victim.kill()
-        shown = run.communicate(timeout=60)[0]
-    assert run.returncode == 1
-    assert f"{role} died (killed by SIGKILL)" in shown
-    assert not psutil.wait_procs(children, timeout=5)[1]
-    report = audit(paths.ledger)
-    assert not report.lost and not report.repeated
-    if role == "datapipe-0":
-        again = site.train(tmp_path, "trainer.ppo.total_steps=3")
-        assert again.code == 0, again.shown + again.logs()
-        assert audit(paths.ledger).ok
-
-
 def test_two_ranks_and_two_workers(site: Site, tmp_path: Path):
     done = site.train(
         tmp_path,

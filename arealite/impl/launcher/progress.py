@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -29,25 +30,34 @@ class Progress:
     def __init__(self, metrics: Path, total_steps: int, *, every: int = 5) -> None:
         self._file = metrics
         self._inode = self._offset = 0
-        self._begin = time.time()
+        self._since = time.time()
         self._total = total_steps
+        self.newest = -1
+        """The furthest step that was trained since."""
         self._every = every
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is trained."""
+        return self.newest + 1 >= self._total
 
     def poll(self) -> None:
         """Show what was written since the last call."""
         if not self._file.exists():
             return
-        if (inode := self._file.stat().st_ino) != self._inode:  # a resumed run writes it anew
+        if (inode := self._file.stat().st_ino) != self._inode:  # a resumed trainer writes it anew
             self._inode, self._offset = inode, 0
         with self._file.open("rb") as file:
             file.seek(self._offset)
             lines = file.read().split(b"\n")
         for line in lines[:-1]:
             self._offset += len(line) + 1
-            metrics = json.loads(line)
-            if metrics["time"] >= self._begin:
-                self.show(metrics)
+            with suppress(ValueError):  # torn: its writer was killed
+                metrics = json.loads(line)
+                if metrics["time"] > self._since:
+                    self._since = metrics["time"]
+                    self.show(metrics)
 
     def show(self, metrics: dict[str, float]) -> None:
         """Show one line of metrics."""
@@ -57,6 +67,7 @@ class Progress:
             self._console.print(f"eval at step {step}: held-out accuracy {accuracy:.3f}")
         if "reward/mean" not in metrics:
             return
+        self.newest = max(self.newest, step)
         done = step + 1
         parts = [f"step {done}/{self._total}"]
         parts += [

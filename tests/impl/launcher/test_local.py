@@ -17,6 +17,8 @@ import pytest
 
 from arealite.api.config import ClusterConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig, LocalLauncherConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.local import LocalLauncher, free_port
 from tests.waiting import until
 
@@ -45,16 +47,22 @@ threading.Event().wait(60)
 class ScriptedLauncher(LocalLauncher):
     """Each role runs a little script in place of the real one."""
 
-    def __init__(self, root: Path, scripts: dict[str, str], drain_s: float = 20.0) -> None:
+    def __init__(
+        self, root: Path, scripts: dict[str, str], *, drain_s: float = 20.0, restarts: int = 0
+    ) -> None:
         config = ExperimentConfig(
             experiment_name="e",
             trial_name="t",
-            cluster=ClusterConfig(run_root=str(root)),
+            cluster=ClusterConfig(name_root=str(root / "names"), run_root=str(root)),
+            trainer=TrainerConfig(ppo=PPOConfig(total_steps=1)),
             launcher=LauncherConfig(
-                local=LocalLauncherConfig(trainer_ranks=2, drain_timeout_s=drain_s)
+                local=LocalLauncherConfig(
+                    trainer_ranks=2, drain_timeout_s=drain_s, max_restarts=restarts
+                )
             ),
         )
         super().__init__(config)
+        os.environ["METRICS"] = str(self.paths.metrics)
         self.paths.logs.mkdir(parents=True, exist_ok=True)
         self.scripts = scripts
 
@@ -62,8 +70,10 @@ class ScriptedLauncher(LocalLauncher):
         return [sys.executable, "-c", self.scripts[role]]
 
 
-def run(root: Path, *, drain_s: float = 20.0, **scripts: str) -> tuple[int, str, LocalLauncher]:
-    launcher = ScriptedLauncher(root, scripts, drain_s)
+def run(
+    root: Path, *, drain_s: float = 20.0, restarts: int = 0, **scripts: str
+) -> tuple[int, str, LocalLauncher]:
+    launcher = ScriptedLauncher(root, scripts, drain_s=drain_s, restarts=restarts)
     shown: list[str] = []
     launcher.progress.say = shown.append  # type: ignore[method-assign]
     code = launcher.run()
@@ -75,6 +85,15 @@ def assert_nothing_survives(launcher: LocalLauncher) -> None:
     for child in launcher.children:
         assert child.process.returncode is not None
         assert not psutil.pid_exists(child.process.pid)
+
+
+def trains(step: int) -> str:
+    """Write the metrics of a step."""
+    return f"""
+import json, os, time
+line = {{"step": {step}, "time": time.time(), "reward/mean": 0.0}}
+with open(os.environ["METRICS"], "a") as file: file.write(json.dumps(line) + "\\n")
+"""
 
 
 def after(file: Path) -> str:
@@ -139,17 +158,28 @@ def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
 
 @pytest.mark.parametrize("late", [UNTIL_TERM, "import threading; threading.Event().wait(60)"])
 def test_a_worker_that_came_too_late_to_be_let_go_is_ended(tmp_path: Path, late: str):
-    code, shown, launcher = run(tmp_path, datapipe="pass", rollout=late, trainer="pass")
+    trainer = "import time; time.sleep(0.5)"
+    code, shown, launcher = run(tmp_path, datapipe="pass", rollout=late, trainer=trainer)
     assert code == 0, shown
+    assert "died" not in shown
     assert_nothing_survives(launcher)
 
 
 def test_roles_that_stay_when_the_datapipe_has_left_are_named(tmp_path: Path):
-    scripts = {"datapipe": "pass", "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
+    scripts = {"datapipe": trains(0), "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
     code, shown, launcher = run(tmp_path, drain_s=1.0, **scripts)
     assert code == 1
     assert "trainer-0, trainer-1 did not end within 1 s" in shown
     assert_nothing_survives(launcher)
+
+
+def test_a_datapipe_that_leaves_in_the_middle_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervisor, "EARLY_S", 0.2)
+    code, shown, _ = run(tmp_path, datapipe="pass", rollout=UNTIL_TERM, trainer=UNTIL_TERM)
+    assert code == 1
+    assert "datapipe-0 died (left too early)" in shown
 
 
 @contextlib.contextmanager
