@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.rollout_messages import Ack, Drain, Lease, Result, WorkerState
+from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
 from arealite.api.task import Task
 from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Refused
 from arealite.base import log
@@ -29,7 +29,7 @@ from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import TrainerDesk
 from arealite.system.datapipe_workers import Held, Worker, Workers
-from arealite.system.ledger import Ledger, LedgerWriter, read_payloads
+from arealite.system.ledger import Ledger, LedgerWriter, read_payloads, read_turns
 from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -180,6 +180,9 @@ class Datapipe:
                     self._take_result(route, message, frames[2:])
                 case WorkerState():
                     self._take_state(route, message)
+                case Progress():
+                    self.book.keep(message, frames[2:])
+                    self.writer.after_commit(_nothing)
                 case _:
                     self._take_request(route, message)
             self._pump()
@@ -261,9 +264,21 @@ class Datapipe:
             self.writer.after_commit(partial(self._send_lease, worker, held))
 
     def _send_lease(self, worker: Worker, held: Held) -> None:
+        if held.lease.turns:
+            self._tasks.create_task(self._guard(lambda: self._send_turns(worker, held)))
+        else:
+            self._hand_over(worker, held, held.lease, [])
+
+    async def _send_turns(self, worker: Worker, held: Held) -> None:
+        """Send a lease with what the ledger has of its members by now: a late result ends one."""
+        turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, held.lease)
+        lease = msgspec.structs.replace(held.lease, turns=turns)
+        self._hand_over(worker, held, lease, payloads)
+
+    def _hand_over(self, worker: Worker, held: Held, lease: Lease, payloads: list[bytes]) -> None:
         held.sent = time.monotonic()
         if worker.route is not None:
-            self._send(worker.route, held.lease)
+            self._send(worker.route, lease, payloads)
 
     def _observe(self) -> dict[str, float]:
         lag, self._lag_max = self._lag_max, 0.0
@@ -323,3 +338,7 @@ class Datapipe:
         if self.desk.finish.reason == wire.STOP_WAITING:
             return now - self._stopped_at > SAVE_S
         return not self.book.trained or now - self.desk.heard > FAREWELL_S
+
+
+def _nothing() -> None:
+    """Nobody waits for a commit: it is only wanted."""

@@ -7,70 +7,20 @@ ledger that each change is written to.
 from __future__ import annotations
 
 import json
-import random
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 from arealite.algo import staleness
-from arealite.api.rollout_messages import Episode, Failure, Lease
+from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
-from arealite.api.trajectory import TrajectoryHeader
-from arealite.system.ledger import Ledger, decode_header
+from arealite.system.datapipe_group import LOST, Group, permutation
+from arealite.system.ledger import Ledger, decode_header, decode_turn
 
 FAILURE_WINDOW = 256
-LOST = "worker_lost"
-"""Failure class of an episode whose worker died or forgot it."""
-
-
-@dataclass
-class Group:
-    """One group that is not trained yet: who runs which of its episodes, and what came back."""
-
-    seq: int
-    group_id: str
-    task: Task
-    size: int
-    finished: dict[int, list[TrajectoryHeader]] = field(
-        default_factory=dict[int, list[TrajectoryHeader]]
-    )
-    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
-    """Live ones; their `members` that are neither finished nor failed are still due."""
-    failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
-    """(member, lease id, class) of each failed attempt."""
-    state: str = "offered"
-    step: int | None = None
-    """Of the batch that holds it, or held it before a roll-back."""
-
-    @property
-    def headers(self) -> list[TrajectoryHeader]:
-        """All trajectories, by member and seat."""
-        return [h for member in sorted(self.finished) for h in self.finished[member]]
-
-    @property
-    def start(self) -> int | None:
-        """Version of the oldest token, or of the oldest live lease where that is less."""
-        versions = [lease.version for lease in self.leases.values()]
-        versions += [h.oldest_version for headers in self.finished.values() for h in headers]
-        return min(versions, default=None)
-
-    def due(self, lease: Lease) -> list[int]:
-        """Members that a lease still has to deliver."""
-        failed = {m for m, lease_id, _ in self.failures if lease_id == lease.lease_id}
-        return [m for m in lease.members if m not in self.finished and m not in failed]
-
-    def given_up(self, max_attempts: int) -> set[int]:
-        """Members that failed as often as is allowed."""
-        counts = Counter(member for member, _, _ in self.failures)
-        return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
-
-    def missing(self, max_attempts: int) -> list[int]:
-        """Members that nobody runs and that may still be offered."""
-        busy = {m for lease in self.leases.values() for m in self.due(lease)}
-        busy |= self.given_up(max_attempts)
-        return [m for m in range(self.size) if m not in self.finished and m not in busy]
+BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 5.0
+"""How long after its first failure, doubled with each further one, an episode is offered again."""
 
 
 class GroupBook:
@@ -103,11 +53,15 @@ class GroupBook:
         """Return the oldest group with members to be run, else a new one if admission allows it."""
         if self.version is None:
             return None
+        attempts, now = self.ppo.max_attempts, time.monotonic()
         for seq in sorted(self._wanting):
             group = self._wanting[seq]
-            if group.state in ("offered", "leased") and group.missing(self.ppo.max_attempts):
-                return group
-            del self._wanting[seq]
+            if group.state not in ("offered", "leased") or not group.missing(attempts):
+                del self._wanting[seq]
+            elif not group.missing(attempts, now):
+                continue
+            elif not self._planned or self._fits(group, self.version):
+                return group  # after a roll-back: nothing that is due in batches already fixed
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         outstanding = self.next_step * size
         outstanding += sum(self.counts[state] for state in ("offered", "leased", "complete"))
@@ -120,8 +74,11 @@ class GroupBook:
         assert self.version is not None
         self.leases_given += 1
         lease_id = f"{group.group_id}.{self.ledger.boot}.{self.leases_given}"
-        members = group.missing(self.ppo.max_attempts)[:credit]
-        lease = Lease(lease_id, group.group_id, "train", group.task, members, self.version)
+        members = group.missing(self.ppo.max_attempts, time.monotonic())[:credit]
+        turns = self._kept(group, members)
+        version = min([self.version, *(turn.oldest_version for turn in turns)])
+        about = (group.group_id, "train", group.task)
+        lease = Lease(lease_id, *about, members, version, turns)
         group.leases[lease.lease_id] = lease
         self.ledger.lease(lease, worker_id=worker_id)
         self._move(group, "leased", write=False)
@@ -134,6 +91,24 @@ class GroupBook:
             self.ledger.end_lease(lease.lease_id)
             self._wanting[group.seq] = group
 
+    def _kept(self, group: Group, members: Sequence[int]) -> list[TurnHeader]:
+        """Return the turns with which members go on; forget those that are too old by now.
+
+        Under pace they hold batches back, so none is unless η or the batch got smaller, or the
+        policy was another one, when the run was begun again.
+        """
+        turns = [turn for m in members for _, turn in sorted(group.turns.get(m, {}).items())]
+        if turns and not self._fits(group, min(turn.oldest_version for turn in turns)):
+            for member in members:
+                self._forget(group, member)
+            return []
+        return turns
+
+    def _forget(self, group: Group, member: int) -> None:
+        """Let go of the turns of an episode that ended, or begins from nothing."""
+        if group.turns.pop(member, None):
+            self.ledger.forget_turns(group.group_id, member)
+
     def lose(self, lease: Lease) -> None:
         """End a lease whose worker died: a failed attempt at each member that it still ran."""
         group = self.groups.get(lease.group_id)
@@ -145,7 +120,40 @@ class GroupBook:
         self.end(lease)
         self._settle(group)
 
+    def _fits(self, group: Group, version: int) -> bool:
+        """Say whether a group with tokens of `version` can be trained in time, beside all others
+        under pace."""
+        policy, eta, size = self.ppo.staleness_policy, self.ppo.max_staleness, self.ppo.num_groups
+        starts = [version if group.start is None else min(version, group.start)]
+        if policy == "pace":
+            starts += [c.start for c in self.candidates() if c.seq != group.seq]
+        first = max(self._planned, default=self.next_step - 1) + 1
+        return policy == "mask" or staleness.fits(starts, first, eta=eta, num_groups=size)
+
     # ------------------------------------------------------------ results
+
+    def keep(self, progress: Progress, payloads: Sequence[bytes]) -> None:
+        """Keep turns of episodes under way; what comes of a lease that is over is of no use.
+
+        A turn replaces what is known of it and of all later ones: those were of another attempt.
+        """
+        group = self.groups.get(progress.group_id)
+        lease = None if group is None else group.leases.get(progress.lease_id)
+        if group is None or lease is None:
+            return
+        due = set(group.due(lease))
+        for turn, payload in zip(progress.turns, payloads, strict=True):
+            if turn.member not in due or turn.oldest_version < lease.version:
+                continue
+            known = group.turns.setdefault(turn.member, {})
+            if later := [k for k in known if k[0] == turn.seat and k[1] > turn.index]:
+                self.ledger.forget_turns(
+                    group.group_id, turn.member, seat=turn.seat, after=turn.index
+                )
+            for key in later:
+                del known[key]
+            known[turn.seat, turn.index] = turn
+            self.ledger.add_turn(group.group_id, turn, payload)
 
     def add(self, episode: Episode, payloads: Sequence[bytes]) -> None:
         """Take in an episode: the first one of a member counts, whatever lease it is of."""
@@ -160,11 +168,14 @@ class GroupBook:
         if failure is None:
             self.failed_window.append(False)
             group.finished[episode.member] = episode.headers
+            self._forget(group, episode.member)
             for header, payload in zip(episode.headers, payloads, strict=True):
                 self.ledger.add_trajectory(header, payload)
         elif self._fail(group, episode.member, episode.lease_id, failure):
             self.failed_window.append(True)
             self.first_failure = self.first_failure or failure
+            self._forget(group, episode.member)
+            self._rest(group, episode.member)
         for lease in [lease for lease in group.leases.values() if not group.due(lease)]:
             self.end(lease)
         self._settle(group)
@@ -177,10 +188,13 @@ class GroupBook:
         lease = group.leases.get(episode.lease_id)
         if oldest is None or (lease is not None and oldest >= lease.version):
             return False
-        starts = [c.start for c in self.candidates() if c.seq != group.seq]
-        starts.append(min(oldest, group.start if group.start is not None else oldest))
-        eta, size = self.ppo.max_staleness, self.ppo.num_groups
-        return not staleness.fits(starts, self.next_step, eta=eta, num_groups=size)
+        return not self._fits(group, oldest)
+
+    def _rest(self, group: Group, member: int) -> None:
+        """Let a failed episode wait, so that what makes it fail is not hammered."""
+        times = sum(m == member and name != LOST for m, _, name in group.failures)
+        seconds = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (times - 1))
+        group.rests_until[member] = time.monotonic() + seconds
 
     def _fail(self, group: Group, member: int, lease_id: str, failure: Failure) -> bool:
         """Note a failed attempt; False if it is known (a result may come twice)."""
@@ -276,8 +290,14 @@ class GroupBook:
         return min(batched, default=self.next_step)
 
     def roll_back(self, step: int) -> int:
-        """Make the groups of batches from `step` on complete again; return how many."""
+        """Make the groups of batches from `step` on complete again; return how many.
+
+        Where later versions were published, nothing is leased until one is again: no server will
+        have them.
+        """
         self.ledger.roll_back(step)
+        if self.version is not None and self.version > step:
+            self.ledger.forget_meta("version")
         self.ledger.commit()
         rolled = self.next_step > step
         self._load()
@@ -305,6 +325,9 @@ class GroupBook:
     def _move(
         self, group: Group, state: str, reason: str | None = None, *, write: bool = True
     ) -> None:
+        if state in ("complete", "filtered"):
+            for member in list(group.turns):
+                self._forget(group, member)
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
@@ -344,6 +367,9 @@ class GroupBook:
             "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY place, seq"
         ).fetchall():
             self._load_group(*row)
+        for group_id, blob in db.execute("SELECT group_id, header FROM turns").fetchall():
+            turn, group = decode_turn(blob), self.groups[group_id]
+            group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
         if any(len(plan) != self.ppo.num_groups for plan in self._planned.values()):
             self._planned = {}  # the batch size was changed
             self.ledger.forget_plans()
@@ -372,11 +398,3 @@ class GroupBook:
         for lease_id, members, version in db.execute(sql, key):
             about = (group.group_id, "train", group.task)
             group.leases[lease_id] = Lease(lease_id, *about, json.loads(members), version)
-
-
-@lru_cache(maxsize=4)
-def permutation(seed: int, epoch: int, size: int) -> tuple[int, ...]:
-    """Return the order of the dataset's rows in an epoch: a pure function of its arguments."""
-    rows = list(range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(rows)
-    return tuple(rows)

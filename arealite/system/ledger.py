@@ -119,6 +119,10 @@ class Ledger:
         """Remember a value under a key."""
         self._put("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
+    def forget_meta(self, key: str) -> None:
+        """Let go of what is under a key."""
+        self._put("DELETE FROM meta WHERE key = ?", key)
+
     def offer(self, seq: int, group_id: str, *, task_id: str, row: int, epoch: int) -> None:
         """Add the next group of the dataset's order."""
         columns = "seq, group_id, task_id, row, epoch, state"
@@ -152,10 +156,12 @@ class Ledger:
         sql = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
         self._put(sql, *key, _encode(turn), payload)
 
-    def forget_turns(self, group_id: str, member: int) -> None:
-        """Let go of an episode's turns: it has ended, or begins from nothing."""
-        sql = "DELETE FROM turns WHERE group_id = ? AND member = ?"
-        self._put(sql, group_id, member)
+    def forget_turns(
+        self, group_id: str, member: int, *, seat: str | None = None, after: int = -1
+    ) -> None:
+        """Let go of an episode's turns (of one seat: from index `after` + 1 on)."""
+        sql = "DELETE FROM turns WHERE group_id = ? AND member = ? AND seat = IFNULL(?, seat)"
+        self._put(sql + " AND idx > ?", group_id, member, seat, after)
 
     def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
         """Keep a failed attempt at an episode; the second one of a lease is ignored."""
@@ -327,3 +333,14 @@ def read_payloads(path: Path, trajectory_ids: Sequence[str]) -> list[bytes]:
                 raise InvariantError(f"trajectory {key} is in a batch but not in the ledger {path}")
             payloads.append(row[0])
     return payloads
+
+
+def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]:
+    """Return headers and payloads of the turns with which a lease's members go on, in its order."""
+    sql = "SELECT header, payload FROM turns WHERE group_id = ? ORDER BY member, seat, idx"
+    with closing(connect(path, read_only=True)) as db:
+        rows = [
+            (decode_turn(header), payload) for header, payload in db.execute(sql, (lease.group_id,))
+        ]
+    rows = [row for row in rows if row[0].member in lease.members]
+    return [header for header, _ in rows], [payload for _, payload in rows]

@@ -8,17 +8,27 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
 import zmq
 
-from arealite.api.rollout_messages import Ack, Drain, Episode, Lease, Result, WorkerState
+from arealite.api.rollout_messages import (
+    Ack,
+    Drain,
+    Episode,
+    Lease,
+    Progress,
+    Result,
+    TurnHeader,
+    WorkerState,
+)
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.system import wire
+from arealite.system.waits import waiting
 
 logger = log.get(__name__)
 
@@ -39,6 +49,10 @@ class _Unacknowledged:
     sent: float = field(default_factory=time.monotonic)
 
 
+Turns = tuple[Lease, list[TurnHeader], list[bytes]]
+"""Of one episode: its lease, headers and payloads."""
+
+
 class WorkerLink:
     """One worker's connection. `capacity` counts episodes: a lease of m members takes m."""
 
@@ -55,6 +69,9 @@ class WorkerLink:
         self.capacity = capacity
         self.metrics: Callable[[], dict[str, float]] = dict[str, float]
         """What to send as `split_metrics`; the worker sets it."""
+        self.progress: Callable[[bool], Iterable[Turns]] = lambda anew: ()
+        """Turns not told yet of episodes under way; with `anew`, all their turns: what was told to
+        a datapipe that died may be lost. The worker sets it."""
         self._resolve = resolve
         self._silence_s = silence_s
         self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
@@ -63,6 +80,8 @@ class WorkerLink:
         self._heard = self._connected = time.monotonic()
         self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
         self._members: dict[str, set[int]] = {}
+        self._turns: dict[str, list[bytes]] = {}
+        """By lease id: payloads of its `turns` that were not asked for yet."""
         self._outbox: list[tuple[Episode, list[bytes]]] = []
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._prefix = f"{worker_id}/{uuid.uuid4().hex[:8]}"
@@ -74,10 +93,15 @@ class WorkerLink:
 
     async def next_lease(self) -> Lease | None:
         """Wait for work; None once the run ends (there is no end to the wait but the run's own)."""
-        lease = await self._leases.get()
+        with waiting("a lease", owner=self.worker_id, on="datapipe-0"):
+            lease = await self._leases.get()
         if lease is None:
             self._leases.put_nowait(None)
         return lease
+
+    def take_turns(self, lease: Lease) -> list[bytes]:
+        """Return the payloads of `lease.turns`, and let go of them."""
+        return self._turns.pop(lease.lease_id, [])
 
     def submit(self, episode: Episode, payloads: list[bytes]) -> None:
         """Hand over a finished episode; it is kept, and sent again, until it is durable."""
@@ -125,9 +149,11 @@ class WorkerLink:
         if now - self._heard > self._silence_s:
             silent = now - self._heard
             raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent:.0f} s")
-        if self._channel is None or now - max(self._heard, self._connected) > SILENT_S:
+        anew = self._channel is None or now - max(self._heard, self._connected) > SILENT_S
+        if anew:
             await self._connect()
         self._tell_state()
+        self._tell_progress(anew)
         self._resend(older_than_s=RESEND_S)
 
     async def _connect(self) -> None:
@@ -155,6 +181,12 @@ class WorkerLink:
         state = WorkerState(self.worker_id, capacity, self._held(), self.metrics())
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
+
+    def _tell_progress(self, anew: bool) -> None:
+        if self._channel is not None:
+            for lease, turns, payloads in self.progress(anew):
+                progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
+                self._channel.send([wire.encode(progress), *payloads])
 
     def _held(self) -> list[str]:
         held = set(self._members)
@@ -192,6 +224,8 @@ class WorkerLink:
             case Lease() as lease:
                 if not self._is_draining:
                     self._members[lease.lease_id] = set(lease.members)
+                    if lease.turns:
+                        self._turns[lease.lease_id] = frames[1:]
                     self._leases.put_nowait(lease)
             case Drain(reason=reason):
                 if not self._is_draining:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from arealite.system import datapipe_groups
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, tasks
@@ -17,7 +18,8 @@ Make = Callable[..., GroupBook]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(datapipe_groups, "BACK_OFF_S", 0.0)
     ledgers: list[Ledger] = []
 
     def build(*, group_size: int = 3, **ppo: Any) -> GroupBook:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import EnvFactory
-from arealite.api.episode import Seat
+from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
 from arealite.api.llm import LLMClient
-from arealite.api.rollout_messages import Episode, Failure, Lease
+from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.trajectory import TrajectoryHeader, encode_segments
 from arealite.base import errors, log
 from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
@@ -57,9 +59,17 @@ class Collector:
         self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
         self._limits = Limits()
+        self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
+        """By lease id and member: resumable episodes under way."""
+        self.resumed: Counter[str] = Counter()
+        """Episodes and tokens that were had from a record, and records that did not fit."""
 
-    async def run(self, lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
+    async def run(
+        self, lease: Lease, member: int, turns: Sequence[bytes] = ()
+    ) -> tuple[Episode, list[bytes]]:
         """Run one episode; return its end, and a payload for each of its headers.
+
+        `turns` are the payloads of `lease.turns`: its own are had again from there.
 
         Raises:
             InvariantError, UserError: not the episode but the run is wrong.
@@ -67,7 +77,7 @@ class Collector:
         made: list[tuple[TrajectoryHeader, bytes]] = []
         failure = None
         try:
-            made = await self._play(lease, member)
+            made = await self._play(lease, member, turns)
         except (Exception, asyncio.CancelledError) as raised:
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and task and task.cancelling():
@@ -79,12 +89,32 @@ class Collector:
         headers, payloads = [header for header, _ in made], [payload for _, payload in made]
         return Episode(lease.lease_id, lease.group_id, member, headers, failure), payloads
 
-    async def _play(self, lease: Lease, member: int) -> list[tuple[TrajectoryHeader, bytes]]:
+    def progress(self, anew: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
+        """Yield what episodes under way have generated since the last call (`anew`: ever)."""
+        for (_, member), (lease, agents) in self._playing.items():
+            turns = [
+                (name, turn) for name, agent in agents.items() for turn in fresh(agent, anew=anew)
+            ]
+            if turns:
+                headers = [turn_header(lease, member, name, turn) for name, turn in turns]
+                yield lease, headers, [encode_turn(turn) for _, turn in turns]
+
+    async def _play(
+        self, lease: Lease, member: int, turns: Sequence[bytes]
+    ) -> list[tuple[TrajectoryHeader, bytes]]:
         """Run one episode under its deadline; return a trajectory a trainable seat."""
         begin = time.perf_counter()
-        agents = self._make_agents(lease, member)
+        agents = self._make_agents(lease, member, turns if self.env.resumable else ())
         seconds = self.config.episode_timeout_s
-        limit = Limit(self._limits, asyncio.get_running_loop().time() + seconds)
+        limit = Limit(
+            self._limits,
+            asyncio.get_running_loop().time() + seconds,
+            what=f"episode {lease.group_id}/{member} ({lease.task.task_id})",
+            owner="collector",
+            on=f"environment {self.config.env.type}",
+        )
+        if self.env.resumable and lease.split == "train":
+            self._playing[lease.lease_id, member] = lease, agents
         try:
             with limit:
                 await self.env.run(lease.task, **agents)
@@ -93,18 +123,30 @@ class Collector:
                 raise
             what = f"the episode ran longer than episode_timeout_s={seconds}"
             raise EpisodeTimeout(what) from error
+        finally:
+            self._playing.pop((lease.lease_id, member), None)
+            if turns:
+                self._count_resumed(agents)
         seconds = time.perf_counter() - begin
         seats = [agent for agent in agents.values() if agent.trainable]
         if not seats:
             raise NothingGenerated(f"{type(self.env).__name__} has no trainable seat")
         return [trajectory(lease, member, agent, seconds=seconds) for agent in seats]
 
-    def _make_agents(self, lease: Lease, member: int) -> dict[str, Agent]:
+    def _count_resumed(self, agents: dict[str, Agent]) -> None:
+        records = [agent.record for agent in agents.values()]
+        tokens = sum(record.resumed_tokens for record in records)
+        self.resumed["resumed_episodes"] += tokens > 0
+        self.resumed["resumed_tokens"] += tokens
+        self.resumed["resumed_diverged"] += any(record.resumed_diverged for record in records)
+
+    def _make_agents(self, lease: Lease, member: int, turns: Sequence[bytes]) -> dict[str, Agent]:
         episode_id = f"{lease.lease_id}/{member}"
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
+        about = (lease.group_id, episode_id, lease.version, sampling)
         seats = [
-            Seat(name, lease.group_id, episode_id, lease.version, sampling)
+            Seat(name, *about, recorded(lease, member, name, turns) if turns else ())
             for name in self.env.seats
         ]
         return {seat.name: self._agents.make_agent(self.config.agent, seat) for seat in seats}
@@ -119,6 +161,38 @@ class Collector:
                 "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
         return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL])
+
+
+def recorded(
+    lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
+) -> tuple[StoredTurn, ...]:
+    """Return the recorded turns of one seat of one episode: those before the first lacking one."""
+    found: list[StoredTurn] = []
+    for turn, payload in zip(lease.turns, payloads, strict=True):
+        if (turn.member, turn.seat, turn.index) == (member, seat, len(found)):
+            found.append(decode_turn(payload))
+    return tuple(found)
+
+
+def fresh(agent: Agent, *, anew: bool) -> list[Turn]:
+    """Return the turns of an agent that the datapipe was not told of, in order; mark them told."""
+    record, turns = agent.record, list[Turn]()
+    for turn in reversed(record.turns):
+        if turn.is_stored and not anew:
+            break
+        turns.append(turn)
+    turns += [turn for turn in record.partial.values() if anew or not turn.is_stored]
+    for turn in turns:
+        turn.is_stored = True
+    return sorted(turns, key=lambda turn: turn.index)
+
+
+def turn_header(lease: Lease, member: int, seat: str, turn: Turn) -> TurnHeader:
+    """Describe a turn of an episode under way."""
+    response = turn.response
+    oldest = min(response.versions, default=lease.version)
+    tokens, is_whole = len(response.output_ids), bool(response.stop_reason)
+    return TurnHeader(member, seat, turn.index, oldest, tokens, is_whole)
 
 
 def cause(error: BaseException) -> BaseException:

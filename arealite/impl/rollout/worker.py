@@ -55,7 +55,7 @@ class RolloutWorker:
             InvariantError, UserError: a promise of the system is broken, or the run is wrong.
             RoleError: the datapipe is gone.
         """
-        self.link.metrics = self.metrics
+        self.link.metrics, self.link.progress = self.metrics, self._collector.progress
         try:
             await self.client.start()
             await self._collector.env.setup()
@@ -72,7 +72,8 @@ class RolloutWorker:
         """Return counters since the start: episodes, seconds waited by cause, the client's."""
         stats = getattr(self.client, "stats", dict[str, float])()
         client = {f"client_{name}": value for name, value in stats.items()}
-        return {**self._counters, **client, "running": float(len(self._running))}
+        own = {**self._counters, **self._collector.resumed}
+        return {**own, **client, "running": float(len(self._running))}
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -97,15 +98,18 @@ class RolloutWorker:
                 self._counters["lease_wait_s"] += time.perf_counter() - begin
             if lease is None:
                 return
+            turns = self.link.take_turns(lease) if lease.turns else []
             for member in lease.members:
                 key = (lease.lease_id, member)
                 if key in self._running:
                     continue  # the lease was sent twice
-                self._running[key] = task = episodes.create_task(self._episode(lease, member))
+                self._running[key] = task = episodes.create_task(
+                    self._episode(lease, member, turns)
+                )
                 task.add_done_callback(lambda _, key=key: self._running.pop(key))
 
-    async def _episode(self, lease: Lease, member: int) -> None:
-        episode, payloads = await self._collector.run(lease, member)
+    async def _episode(self, lease: Lease, member: int, turns: list[bytes]) -> None:
+        episode, payloads = await self._collector.run(lease, member, turns)
         self.link.submit(episode, payloads)
         self._count(episode)
 

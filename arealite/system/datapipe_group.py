@@ -1,0 +1,86 @@
+"""Knows one open group: who runs which of its episodes, what came back, and what is kept meanwhile.
+
+Apart from the book of all groups, because what a single group may do next depends on it alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from arealite.api.rollout_messages import Lease, TurnHeader
+from arealite.api.task import Task
+from arealite.api.trajectory import TrajectoryHeader
+
+LOST = "worker_lost"
+"""Failure class of an episode whose worker died or forgot it."""
+
+
+@dataclass
+class Group:
+    """One group that is not trained yet: who runs which of its episodes, and what came back."""
+
+    seq: int
+    group_id: str
+    task: Task
+    size: int
+    finished: dict[int, list[TrajectoryHeader]] = field(
+        default_factory=dict[int, list[TrajectoryHeader]]
+    )
+    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
+    """Live ones; their `members` that are neither finished nor failed are still due."""
+    failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
+    """(member, lease id, class) of each failed attempt."""
+    turns: dict[int, dict[tuple[str, int], TurnHeader]] = field(
+        default_factory=dict[int, dict[tuple[str, int], TurnHeader]]
+    )
+    """By member, then by (seat, index): turns of unfinished episodes that are kept."""
+    rests_until: dict[int, float] = field(default_factory=dict[int, float])
+    """When (monotonic) members that have failed may be offered again."""
+    state: str = "offered"
+    step: int | None = None
+    """Of the batch that holds it, or held it before a roll-back."""
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        """All trajectories, by member and seat."""
+        return [h for member in sorted(self.finished) for h in self.finished[member]]
+
+    @property
+    def start(self) -> int | None:
+        """Version of the oldest token, also of a kept turn, or of the oldest live lease where that
+        is less."""
+        versions = [lease.version for lease in self.leases.values()]
+        versions += [
+            turn.oldest_version for turns in self.turns.values() for turn in turns.values()
+        ]
+        versions += [h.oldest_version for headers in self.finished.values() for h in headers]
+        return min(versions, default=None)
+
+    def due(self, lease: Lease) -> list[int]:
+        """Members that a lease still has to deliver."""
+        failed = {m for m, lease_id, _ in self.failures if lease_id == lease.lease_id}
+        return [m for m in lease.members if m not in self.finished and m not in failed]
+
+    def given_up(self, max_attempts: int) -> set[int]:
+        """Members that failed as often as is allowed."""
+        counts = Counter(member for member, _, _ in self.failures)
+        return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
+
+    def missing(self, max_attempts: int, now: float = math.inf) -> list[int]:
+        """Members that nobody runs and that may be offered `now` (by default: ever)."""
+        busy = {m for lease in self.leases.values() for m in self.due(lease)}
+        busy |= self.given_up(max_attempts)
+        busy |= {m for m, until in self.rests_until.items() if until > now}
+        return [m for m in range(self.size) if m not in self.finished and m not in busy]
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+    """Return the order of the dataset's rows in an epoch: a pure function of its arguments."""
+    rows = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(rows)
+    return tuple(rows)
