@@ -1,0 +1,121 @@
+"""What goes wrong in a seed: kinds, times and places of faults, until it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+from tests.simulation.loop import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+
+class Adversary:
+    """Injects faults for `fault_s`, then heals everything."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.scenario = sim.scenario
+        self.rng = random.Random(f"adversary {sim.scenario.seed}")
+        self.calm = False
+        self._writes: int | None = None
+        """Kill the datapipe in that many transactions."""
+        self._messages: dict[str, int] = {}
+        """Kill a role (by the first part of its name) after that many messages."""
+
+    def begin(self) -> asyncio.Task[None]:
+        """Start, beside everything else."""
+        return asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        scenario, rng, sim = self.scenario, self.rng, self.sim
+        names = list(scenario.weights)
+        weights = [scenario.weights[name] for name in names]
+        until = sim.loop.now + scenario.fault_s
+        while scenario.faults_per_s and sum(weights):
+            await asyncio.sleep(rng.expovariate(scenario.faults_per_s))
+            if sim.loop.now > until:
+                break
+            (name,) = rng.choices(names, weights)
+            sim.counts[name] += 1
+            sim.note("fault", name)
+            self.inject(name)
+        await asyncio.sleep(max(0.0, until - sim.loop.now))
+        self.calm = True
+        self._writes = None
+        self._messages.clear()
+        sim.network.faults.loss = sim.network.faults.duplicates = 0.0
+        sim.note("calm")
+
+    def inject(self, name: str) -> None:
+        """Do one fault."""
+        sim, rng = self.sim, self.rng
+        verb, _, rest = name.partition(" ")
+        if verb in ("kill", "freeze"):
+            self._hit(verb, rest)
+        elif name == "stop run":
+            sim.stop_run()
+        elif name == "terminate worker":
+            if process := self._some("rollout"):
+                sim.terminate(process.name)
+        elif name == "full disk":
+            sim.full_disk = rng.randint(0, 3)
+        elif sim.network.connections:
+            connection = rng.choice(sim.network.connections)
+            if name == "partition":
+                sim.network.block(connection, rng.expovariate(0.2))
+            else:
+                sim.network.reset(connection)
+
+    def _hit(self, verb: str, whom: str) -> None:
+        sim, rng = self.sim, self.rng
+        role, _, where = whom.partition(" ")
+        role = {"worker": "rollout", "rank": "trainer"}.get(role, role)
+        if role == "launcher":
+            sim.kill_launcher()
+        elif role == "server":
+            sim.kill_server(rng.randrange(len(sim.servers.versions)))
+        elif where == "in a write":
+            self._writes = rng.randint(0, 6)
+        elif where == "at a message":
+            self._messages[role] = rng.randint(1, 15)
+        elif process := self._some(role):
+            if verb == "kill":
+                sim.counts["kills"] += 1
+                sim.kill(process, "by the adversary")
+            else:
+                sim.freeze(process, rng.expovariate(0.25))
+
+    def _some(self, role: str) -> Process | None:
+        found = [p for name, p in self.sim.roles.items() if name.startswith(role)]
+        return self.rng.choice(found) if found else None
+
+    def cut(self, statements: int) -> int | None:
+        """Say at which statement of this transaction the datapipe dies; None: not now."""
+        if self._writes is None:
+            return None
+        self._writes -= 1
+        if self._writes >= 0:
+            return None
+        self._writes = None
+        self.sim.counts["kills"] += 1
+        return self.rng.choice((0, statements + 1, self.rng.randint(0, statements)))
+
+    def dies_at_message(self, process: Process) -> bool:
+        """Say whether a process dies while it sends."""
+        role = process.name.split("-")[0]
+        if role not in self._messages or process.dead:
+            return False
+        self._messages[role] -= 1
+        if self._messages[role] > 0:
+            return False
+        del self._messages[role]
+        self.sim.counts["kills"] += 1
+        return True
+
+    def changes_between_launches(self) -> None:
+        """A person may launch with another batch size."""
+        if self.sim.counts["launches"] and not self.calm and self.rng.random() < 0.15:
+            self.sim.change_batch_size(self.rng.choice((1, 2, 3)))

@@ -1,0 +1,205 @@
+"""The invariants of a seed, held against what was seen from outside the product."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from arealite.api.rollout_messages import Ack, Episode, Result
+from arealite.api.trainer_messages import Batch
+from arealite.system import wire
+from arealite.system.audit import audit
+from arealite.system.datapipe_groups import permutation
+from arealite.system.ledger import connect
+from tests.simulation.network import SimSocket
+
+if TYPE_CHECKING:
+    from arealite.system.datapipe import Datapipe
+    from tests.simulation.simulation import Simulation
+
+MAX_KEPT = 400
+"""Episodes or statements in a queue above which it counts as unbounded."""
+
+
+class Checks:
+    """What was promised, and whether it was kept."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.checked = 0
+        self.first: str | None = None
+        self.results: dict[str, list[Episode]] = {}
+        """By result id: what workers sent."""
+        self.acknowledged: dict[str, Episode] = {}
+        """By trajectory id: what the datapipe said is durable."""
+        self.too_late: set[tuple[str, int]] = set()
+        """(lease id, member) of results that came too late to be kept."""
+        self.promised: dict[str, set[int]] = {"step": set(), "checkpoint": set()}
+        """What the trainer was told is durable."""
+        self.batches: dict[int, tuple[str, ...]] = {}
+        """The trajectories of every batch that a rank ever saw."""
+
+    def expect(self, holds: bool, what: str, *, throw: bool = True) -> None:
+        """Count a check; a failed one ends the seed."""
+        self.checked += 1
+        if holds:
+            return
+        self.first = self.first or what
+        self.sim.note("VIOLATION", what)
+        self.sim.failed.set()
+        if throw:
+            from tests.simulation.simulation import Violation
+
+            raise Violation(what)
+
+    # ------------------------------------------------------------ what is seen on the way
+
+    def sees(self, socket: SimSocket, frames: list[bytes]) -> None:
+        """Note results and acknowledgements as they are sent."""
+        name = socket.process.name
+        if name.startswith("rollout") and b"Result" in frames[0][:16]:
+            result = wire.decode_to_datapipe(frames[0])
+            assert isinstance(result, Result)
+            self.results[result.result_id] = result.episodes
+        elif name == "datapipe" and frames[1].endswith(b"\xa0") is False and b"Ack" in frames[1][:12]:
+            ack = wire.decode_to_worker(frames[1])
+            assert isinstance(ack, Ack)
+            for episode in self.results.get(ack.result_id, []):
+                for header in episode.headers:
+                    self.acknowledged[header.trajectory_id] = episode
+        for link in self.sim.worker_links.values():
+            self.expect(link.unacknowledged <= MAX_KEPT, f"{link.worker_id} keeps too much")
+
+    def promise(self, kind: str, step: int) -> None:
+        """The trainer was told that something is durable."""
+        self.promised[kind].add(step)
+
+    def trainer_starts(self, step: int) -> None:
+        """The trainer is about to roll the ledger back."""
+        self.promised["step"] = {s for s in self.promised["step"] if s < step}
+        self.promised["checkpoint"] = {s for s in self.promised["checkpoint"] if s <= step}
+
+    def check_views(self, views: list[Batch]) -> None:
+        """All ranks see one batch, split among them, and the same as whoever asked before."""
+        first = views[0]
+        ids = tuple(h.trajectory_id for h in first.headers)
+        for view in views:
+            same = (view.headers, view.ranks, view.minibatches)
+            agree = same == (first.headers, first.ranks, first.minibatches)
+            self.expect(agree, f"ranks see different batches {first.step}")
+        self.expect(len(set(ids)) == len(ids), f"batch {first.step} has a trajectory twice")
+        before = self.batches.setdefault(first.step, ids)
+        self.expect(before == ids, f"batch {first.step} was {before}, now it is {ids}")
+
+    def eats(self, batch: Batch) -> None:
+        """The model has trained a batch: nothing in it may be in the model already."""
+        model = [t for step in self.sim.trainer.model for t in step]  # type: ignore[union-attr]
+        twice = [t for t, n in Counter(model).items() if n > 1]
+        self.expect(not twice, f"step {batch.step}: {twice[:3]} trained twice")
+
+    # ------------------------------------------------------------ the file
+
+    def opened(self, pipe: Datapipe) -> None:
+        """Watch a new datapipe's decisions that leave no trace in the file."""
+        book, is_too_late = pipe.book, pipe.book._is_too_late
+
+        def watched(group: Any, episode: Episode) -> bool:
+            late = is_too_late(group, episode)
+            if late:
+                self.too_late.add((episode.lease_id, episode.member))
+            return late
+
+        book._is_too_late = watched  # type: ignore[method-assign]
+
+    def after_crash(self) -> None:
+        """Hold the file that a kill left against the promises."""
+        from tests.simulation.simulation import ledger_of
+
+        path = ledger_of(self.sim)
+        with closing(sqlite3.connect(path)) as db:  # as a restart would: with recovery
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone():
+                self.expect(not self.acknowledged, "the ledger is empty after acknowledgements")
+                return
+            self._check_acknowledged(db)
+            for kind, table in (("step", "steps"), ("checkpoint", "checkpoints")):
+                held = {row[0] for row in db.execute(f"SELECT step FROM {table}")}
+                lost = sorted(self.promised[kind] - held)
+                self.expect(not lost, f"{kind}s {lost} were said to be durable and are lost")
+        self._audit(path)
+
+    def _audit(self, path: Any) -> None:
+        report = audit(path)
+        self.expect(report.ok, f"the audit: {report.lost} {report.repeated} {report.groups}")
+        if self.sim.scenario.policy != "mask":
+            age, eta = report.max_staleness, self.sim.scenario.eta
+            self.expect(age <= eta, f"the audit: age {age} trained, η is {eta}")
+        if self.sim.scenario.policy == "pace":
+            stale = {r for r in report.filtered_by_reason if r == "stale"}
+            self.expect(not stale, "pace discards")
+
+    def _check_acknowledged(self, db: sqlite3.Connection) -> None:
+        kept = {row[0] for row in db.execute("SELECT trajectory_id FROM trajectories")}
+        for name in [n for n in self.acknowledged if n not in kept]:
+            episode = self.acknowledged[name]
+            if name.startswith("e") or (episode.lease_id, episode.member) in self.too_late:
+                continue
+            row = db.execute("SELECT state FROM groups WHERE group_id = ?", (episode.group_id,))
+            (state,) = row.fetchone() or (None,)
+            gone = state == "filtered" or self._gave_up(db, episode)
+            self.expect(gone, f"{name} was acknowledged, and a restart does not find it ({state})")
+
+    def _gave_up(self, db: sqlite3.Connection, episode: Episode) -> bool:
+        """Whether the member had failed for good before this result of it came."""
+        sql = "SELECT COUNT(*) FROM failures WHERE group_id = ? AND member = ?"
+        (failures,) = db.execute(sql, (episode.group_id, episode.member)).fetchone()
+        return failures >= self.sim.scenario.max_attempts or (
+            failures > 0 and self.sim.scenario.partial_group == "drop"
+        )
+
+    # ------------------------------------------------------------ the end
+
+    def final(self) -> None:
+        """Hold the finished run's ledger against the model that came out of it."""
+        from tests.simulation.simulation import ledger_of
+
+        sim, path = self.sim, ledger_of(self.sim)
+        step, model = sim.disk.newest()
+        self.expect(step == sim.scenario.total_steps == len(model), f"it ended at step {step}")
+        with closing(connect(path, read_only=True)) as db:
+            self._check_acknowledged(db)
+            said = dict(db.execute("SELECT step, trained FROM steps").fetchall())
+            for number, ids in enumerate(model):
+                same = sorted(json.loads(said.get(number, "[]"))) == sorted(ids)
+                self.expect(same, f"step {number}: model and ledger differ")
+            self._check_groups(db, model)
+            self._check_order(db)
+        self._audit(path)
+        for link in sim.worker_links.values():
+            name = link.worker_id
+            if name in sim.roles:
+                self.expect(not link.unacknowledged, f"{name} holds results at the end")
+
+    def _check_groups(self, db: sqlite3.Connection, model: list[tuple[str, ...]]) -> None:
+        """Every trained group is whole, in one step, and exactly those are trained."""
+        where = {t.rsplit("/", 2)[0]: step for step, ids in enumerate(model) for t in ids}
+        eaten = Counter(t for ids in model for t in ids)
+        self.expect(max(eaten.values(), default=1) == 1, "trained twice")
+        rows = db.execute("SELECT group_id, step FROM groups WHERE state IN ('trained','durable')")
+        self.expect(dict(rows.fetchall()) == where, "trained groups are not the model's")
+        for group, step in where.items():
+            sql = "SELECT trajectory_id FROM trajectories WHERE group_id = ?"
+            whole = {row[0] for row in db.execute(sql, (group,))}
+            self.expect(whole <= set(model[step]), f"{group} was trained in parts")
+
+    def _check_order(self, db: sqlite3.Connection) -> None:
+        """Groups are the rows of the dataset's order, none left out, none twice."""
+        scenario = self.sim.scenario
+        rows = db.execute("SELECT seq, row, epoch FROM groups ORDER BY seq").fetchall()
+        for place, (seq, row, epoch) in enumerate(rows):
+            order = permutation(scenario.seed, place // scenario.rows, scenario.rows)
+            at = place % scenario.rows
+            due = (place, order[at] if scenario.shuffle else at, place // scenario.rows)
+            self.expect((seq, row, epoch) == due, f"group {place} is row {row} of epoch {epoch}")

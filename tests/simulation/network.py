@@ -1,0 +1,299 @@
+"""A network of ROUTER and DEALER sockets as ZeroMQ over TCP behaves, and as badly as it can.
+
+A connection keeps the order of its messages; different ones do not. What was sent before a death
+or a close may still arrive, also late. A reset connection loses what is on its way and comes back
+under a new route. Sends never block and never fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from tests.simulation.loop import Process, VirtualLoop, context_of, current
+
+Frames = list[bytes]
+
+
+@dataclass
+class Faults:
+    """How bad it is just now."""
+
+    latency_s: float = 0.0005
+    jitter: float = 1.0
+    """Sigma of the lognormal factor on the latency."""
+    loss: float = 0.0
+    duplicates: float = 0.0
+
+
+@dataclass(eq=False)
+class Connection:
+    """One DEALER's way to an address."""
+
+    dealer: SimSocket
+    address: str
+    number: int
+    route: bytes | None = None
+    """By which the ROUTER knows it; None until a message has reached it."""
+    blocked_until: float = 0.0
+    """Nothing arrives before: packets are lost and sent again by TCP."""
+    last: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
+    on_way: list[Any] = field(default_factory=list)
+    waiting: list[Frames] = field(default_factory=list)
+    """For somebody to bind the address."""
+
+
+class Network:
+    """All sockets of a simulation."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.faults = Faults()
+        self.process = Process("network")
+        self.routers: dict[str, SimSocket] = {}
+        self.sockets: list[SimSocket] = []
+        self.connections: list[Connection] = []
+        self.counts: Counter[str] = Counter()
+        self.down = False
+        """Once the seed is over nothing is carried."""
+        self.on_send: Callable[[SimSocket, Frames], None] = lambda socket, frames: None
+        self.trace: Callable[[str, SimSocket, Frames], None] = lambda what, socket, frames: None
+        self._routes = 0
+        self._numbers = 0
+        self._addresses = 0
+        self._last_address = ""
+
+    def open_socket(self, context: Any, kind: int) -> SimSocket:
+        """Stand in for `wire.open_socket`."""
+        socket = SimSocket(self, kind, current.get())
+        self.sockets.append(socket)
+        return socket
+
+    def new_address(self) -> str:
+        """Return a fresh address, or now and then the one of the last ROUTER, if it is free."""
+        reused = self._last_address and self._last_address not in self.routers
+        if not reused or self.rng.random() < 0.7:
+            self._addresses += 1
+            self._last_address = f"sim://datapipe:{self._addresses}"
+        return self._last_address
+
+    # ------------------------------------------------------------ carrying
+
+    def up(self, connection: Connection, frames: Frames) -> None:
+        self.counts["messages"] += 1
+        if connection.address not in self.routers:
+            connection.waiting.append(frames)  # ZeroMQ keeps it until somebody is there
+            return
+        self._carry(connection, "up", frames)
+
+    def down_to(self, router: SimSocket, frames: Frames) -> None:
+        self.counts["messages"] += 1
+        route = frames[0]
+        for connection in self.connections:
+            if connection.route == route and connection.address == router.address:
+                self._carry(connection, "down", frames[1:])
+                return
+        self.counts["unroutable"] += 1
+
+    def _carry(self, connection: Connection, way: str, frames: Frames) -> None:
+        faults, rng, now = self.faults, self.rng, self.loop.now
+        if self.down:
+            return
+        if faults.loss and rng.random() < faults.loss:
+            self.counts["lost"] += 1
+            return
+        copies = 1 + (rng.random() < faults.duplicates if faults.duplicates else 0)
+        self.counts["duplicated"] += copies - 1
+        for _ in range(copies):
+            delay = faults.latency_s * rng.lognormvariate(0.0, faults.jitter)
+            at = max(now + delay, connection.blocked_until, connection.last[way])
+            connection.last[way] = at
+            entry = [connection, way, frames, connection.route, None]
+            entry[4] = self.loop.call_at(at, self._arrive, entry, context=context_of(self.process))
+            connection.on_way.append(entry)
+
+    def _arrive(self, entry: list[Any]) -> None:
+        connection, way, frames, _, _ = entry
+        connection.on_way.remove(entry)
+        if self.down:
+            return
+        if way == "down":
+            connection.dealer.deliver(frames)
+            return
+        router = self.routers.get(connection.address)
+        if router is None:
+            self.counts["lost"] += 1
+            return
+        if connection.route is None:
+            self._routes += 1
+            connection.route = b"r%d" % self._routes
+        router.deliver([connection.route, *frames])
+
+    # ------------------------------------------------------------ what happens to sockets
+
+    def connect(self, dealer: SimSocket, address: str) -> Connection:
+        self._numbers += 1
+        connection = Connection(dealer, address, self._numbers)
+        self.connections.append(connection)
+        return connection
+
+    def bind(self, router: SimSocket) -> None:
+        self.routers[router.address] = router
+        for connection in self.connections:
+            if connection.address == router.address:
+                waiting, connection.waiting = connection.waiting, []
+                for frames in waiting:
+                    self._carry(connection, "up", frames)
+
+    def close(self, socket: SimSocket, *, flushes: bool) -> None:
+        """Forget a socket; what it sent goes on arriving, or only a part of it."""
+        self.sockets.remove(socket)
+        if socket.kind == zmq.ROUTER:
+            if self.routers.get(socket.address) is socket:
+                del self.routers[socket.address]
+            for connection in self.connections:
+                if connection.address == socket.address:
+                    self._cut(connection, "up", keep=0.0)
+                    self._cut(connection, "down", keep=1.0 if flushes else self.rng.random())
+                    connection.route = None
+        elif (connection := socket.connection) is not None and connection in self.connections:
+            self._cut(connection, "up", keep=1.0 if flushes else self.rng.random())
+            self._cut(connection, "down", keep=0.0)
+            self.connections.remove(connection)
+
+    def kill(self, process: Process) -> None:
+        """Close the sockets of a dead process, which flushes only a part."""
+        for socket in [s for s in self.sockets if s.process is process]:
+            socket.closed = True
+            self.close(socket, flushes=False)
+
+    def reset(self, connection: Connection) -> None:
+        """Break a connection: both ends lose what is on its way; the DEALER connects anew."""
+        self.counts["resets"] += 1
+        self._cut(connection, "up", keep=0.0)
+        self._cut(connection, "down", keep=0.0)
+        connection.route = None
+
+    def block(self, connection: Connection, seconds: float) -> None:
+        """Hold back what is sent, and what is on its way, without anybody noticing."""
+        self.counts["partitions"] += 1
+        connection.blocked_until = until = self.loop.now + seconds
+        for entry in connection.on_way:
+            entry[4].cancel()
+            way = entry[1]
+            connection.last[way] = at = max(until, connection.last[way])
+            entry[4] = self.loop.call_at(at, self._arrive, entry, context=context_of(self.process))
+
+    def _cut(self, connection: Connection, way: str, *, keep: float) -> None:
+        mine = [entry for entry in connection.on_way if entry[1] == way]
+        for entry in mine[round(keep * len(mine)) :]:
+            entry[4].cancel()
+            connection.on_way.remove(entry)
+            self.counts["lost"] += 1
+
+
+class SimSocket:
+    """What a zmq.Socket is to `wire.Channel` and to TrainerLink."""
+
+    def __init__(self, network: Network, kind: int, process: Process) -> None:
+        self.network = network
+        self.kind = kind
+        self.process = process
+        self.address = ""
+        self.connection: Connection | None = None
+        self.closed = False
+        self.on_frames: Callable[[Frames], None] | None = None
+        self.inbox: deque[Frames] = deque()
+        self._arrived = asyncio.Event()
+
+    def bind(self, address: str) -> None:
+        self.address = self.network.new_address()
+        self.network.bind(self)
+
+    def getsockopt(self, option: int) -> bytes:
+        return self.address.encode()
+
+    def connect(self, address: str) -> None:
+        self.address = address
+        self.connection = self.network.connect(self, address)
+
+    def send(self, frame: bytes, flags: int = 0) -> None:
+        self.send_multipart([frame])
+
+    def send_multipart(self, frames: Sequence[bytes], *args: Any, **kwargs: Any) -> None:
+        if self.closed or self.process.dead:
+            return
+        kept = [bytes(frame) for frame in frames]
+        self.network.on_send(self, kept)
+        if self.closed or self.process.dead:  # killed at this very message
+            return
+        self.network.trace("send", self, kept)
+        if self.connection is not None:
+            self.network.up(self.connection, kept)
+        else:
+            self.network.down_to(self, kept)
+
+    def deliver(self, frames: Frames) -> None:
+        """Put a message into the owner's hands once that runs."""
+        if self.closed or self.process.dead:
+            return
+        context = context_of(self.process)
+        self.network.loop.call_soon(self._take, frames, context=context)
+
+    def _take(self, frames: Frames) -> None:
+        if self.closed:
+            return
+        self.network.trace("recv", self, frames)
+        if self.on_frames is not None:
+            self.on_frames(frames)
+        else:
+            self.inbox.append(frames)
+            self._arrived.set()
+
+    async def poll(self, ms: float) -> bool:
+        """Wait for a message as zmq's poll does, but leaving the loop to others."""
+        if not self.inbox and ms > 0:
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), ms / 1000)
+            except TimeoutError:
+                return False
+        return bool(self.inbox)
+
+    def recv_multipart(self) -> Frames:
+        return self.inbox.popleft()
+
+    def close(self, linger: int = 0) -> None:
+        if not self.closed:
+            self.closed = True
+            if not self.process.dead and not self.network.down:
+                self.network.close(self, flushes=linger > 0)
+
+
+class SimChannel:
+    """Stands in for `wire.Channel`."""
+
+    def __init__(self, socket: SimSocket, on_frames: Callable[[Frames], None]) -> None:
+        self.socket = socket
+        socket.on_frames = on_frames
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self.socket.send_multipart(frames)
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        self.socket.close(linger=linger_ms)
+
+
+def checksum(frames: Sequence[bytes], start: int) -> int:
+    """Fold frames into a running checksum."""
+    for frame in frames:
+        start = zlib.crc32(frame, start)
+    return start

@@ -1,0 +1,115 @@
+"""Servers, client, agent and environment of a simulation: they take virtual time and can fail.
+
+Tokens say whose they are: a prompt begins with the group's number and the member, and each sampled
+token is the number of the generation that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from arealite.api.agent import Agent, agents
+from arealite.api.env import Env, envs
+from arealite.api.episode import Action
+from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
+from arealite.api.task import Task
+from arealite.base.errors import RewardTimeout, ServerUnavailable
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+MARK = 1_000_000
+"""Tokens from here on were sampled; those below are prompts and observations."""
+REQUEST_S = 120.0
+"""How long a generation may wait for a server."""
+
+
+class Servers:
+    """The inference servers: which version each holds; None while it is down."""
+
+    def __init__(self, sim: Simulation, count: int) -> None:
+        self.sim = sim
+        self.versions: list[int | None] = [None] * count
+        self.newest: int | None = None
+        """Last version that a push was begun for."""
+        self._changed = asyncio.Event()
+
+    def set(self, index: int, version: int | None) -> None:
+        """Let a server hold a version."""
+        self.versions[index] = version
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def pick(self, min_version: int) -> int:
+        """Wait for a server that holds at least `min_version`."""
+        async with asyncio.timeout(REQUEST_S):
+            while True:
+                able = [i for i, v in enumerate(self.versions) if v is not None and v >= min_version]
+                if able:
+                    return self.sim.rng.choice(able)
+                await self._changed.wait()
+
+
+class SimClient(LLMClient):
+    """Finishes a generation piece by piece, each under the version its server holds at the end."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+
+    async def generate(self, request: LLMRequest) -> LLMResponse:
+        sim, rng = self.sim, self.sim.rng
+        sim.generations += 1
+        token, versions, interruptions = MARK + sim.generations, list[int](), 0
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            while True:
+                try:
+                    server = await sim.servers.pick(request.min_version)
+                except TimeoutError as error:
+                    raise ServerUnavailable(request.request_id) from error
+                await asyncio.sleep(sim.latency())
+                version = sim.servers.versions[server]
+                if version is not None and version >= request.min_version:
+                    break
+                interruptions += 1
+            interruptions += bool(versions and versions[-1] != version)
+            versions += [version] * rng.randint(1, 2)
+        size = len(versions)
+        return LLMResponse([token] * size, [-1.0] * size, versions, "stop", interruptions)
+
+
+@agents.register("simulated")
+class SimAgent(Agent):
+    """Its prompt is everything so far."""
+
+    async def act(self, observation: Any) -> Action:
+        seq, member = int(self.seat.group_id[1:].split("-")[0]), self.seat.episode_id
+        prompt = [seq, int(member.rsplit("/", 1)[1])]
+        for turn in self.record.turns[-1:]:
+            prompt = turn.input_ids + turn.response.output_ids
+        response = await self.generate([*prompt, observation])
+        return Action("", response)
+
+
+@envs.register("simulated")
+class SimEnv(Env):
+    """As many turns as the scenario says; what it does follows from task and generations."""
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        from tests.simulation.simulation import active
+
+        self.sim = active()
+        self.resumable = self.sim.scenario.resumable
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        sim, agent = self.sim, agents["agent"]
+        if sim.rng.random() < sim.scenario.failure_rate:
+            await asyncio.sleep(sim.latency())
+            raise RewardTimeout("by the scenario")
+        for turn in range(sim.scenario.turns):
+            action = await agent.act(turn)
+            assert action.response is not None
+            agent.reward(float(action.response.output_ids[0] % 2))
+            if sim.rng.random() < 0.3:
+                await asyncio.sleep(sim.latency() / 4)

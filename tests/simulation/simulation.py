@@ -1,0 +1,546 @@
+"""One seed: a whole run with its launcher, an adversary, and the checks that nothing may break.
+
+The datapipe, its ledger on a real SQLite file, the rollout workers with their collector, and all
+links are the product's. The language model, the environment, the trainer's maths, the launcher and
+the network are simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from arealite.api.config import run_paths
+from arealite.api.trainer_messages import Batch
+from arealite.base.errors import ArealiteError, InvariantError, RoleError
+from arealite.impl.rollout.worker import RolloutWorker
+from arealite.system.datapipe import Datapipe
+from arealite.system.ledger import Ledger
+from arealite.system.worker_link import WorkerLink
+from tests.simulation.adversary import Adversary
+from tests.simulation.checks import Checks
+from tests.simulation.loop import Killed, Process, Stuck, VirtualLoop, current, end_all
+from tests.simulation.network import Network, SimSocket, checksum
+from tests.simulation.patches import patched
+from tests.simulation.players import Servers, SimClient
+from tests.simulation.scenario import Scenario
+from tests.simulation.trainer import Disk, TrainerGroup
+
+TTL_S = 5.0
+"""How long the name of a dead datapipe is still read."""
+BOUND_S = 900.0
+"""Virtual seconds in which a run must have ended once there are no more faults."""
+_active: list[Simulation] = []
+
+
+class Violation(Exception):  # noqa: N818
+    """An invariant is broken."""
+
+
+@dataclass
+class Outcome:
+    """What a seed came to."""
+
+    seed: int
+    violation: str | None
+    virtual_s: float
+    kills: int
+    counts: Counter[str]
+    checked: int
+    digest: str
+    trace: list[str] = field(default_factory=list[str])
+
+
+def active() -> Simulation:
+    """Return the simulation that runs."""
+    return _active[-1]
+
+
+class Simulation:
+    """See the module."""
+
+    def __init__(self, scenario: Scenario, root: Path, *, keep_trace: bool = False) -> None:
+        self.scenario = scenario
+        self.root = root
+        self.rng = random.Random(f"run {scenario.seed}")
+        self.loop = VirtualLoop(random.Random(f"schedule {scenario.seed}"))
+        self.loop.executor_delay = lambda: self.rng.expovariate(1 / 0.003)
+        self.network = Network(self.loop, random.Random(f"network {scenario.seed}"))
+        self.network.faults.latency_s = scenario.net_latency_s
+        self.network.faults.jitter = scenario.net_jitter
+        self.network.faults.loss = scenario.loss
+        self.network.faults.duplicates = scenario.duplicates
+        self.network.trace = self._trace_message
+        self.network.on_send = self._on_send
+        self.servers = Servers(self, scenario.servers)
+        self.dead_servers: set[int] = set()
+        self.disk = Disk()
+        self.num_groups = scenario.num_groups
+        self.generations = 0
+        self.counts: Counter[str] = Counter()
+        self.checks = Checks(self)
+        self.expect, self.promise = self.checks.expect, self.checks.promise
+        self.eats, self.check_views = self.checks.eats, self.checks.check_views
+        self.trainer_starts = self.checks.trainer_starts
+        self.adversary = Adversary(self)
+        self.processes: list[Process] = []
+        self.roles: dict[str, Process] = {}
+        """The live process of each role."""
+        self.pipe: Datapipe | None = None
+        self.worker_links: dict[str, WorkerLink] = {}
+        self.trainer: TrainerGroup | None = None
+        self.refused_disk = False
+        self.full_disk: int | None = None
+        self.trace: list[str] | None = [] if keep_trace else None
+        self.digest = 0
+        self._name: tuple[str, Process] | None = None
+        self._died: dict[Process, float] = {}
+        self._uuids = 0
+        self._ends: dict[Process, asyncio.Future[BaseException | None]] = {}
+        self.over = False
+
+    # ------------------------------------------------------------ running a seed
+
+    def run(self) -> Outcome:
+        """Play the seed to its end; return what came of it."""
+        _active.append(self)
+        asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(self._on_loop_error)
+        violation = None
+        try:
+            with patched(self):
+                try:
+                    self.loop.run_until_complete(self._until_failed())
+                except (Violation, Stuck) as error:
+                    violation = f"{type(error).__name__}: {error}"
+                except ExceptionGroup:
+                    if self.checks.first is None:
+                        raise
+                self.over = self.network.down = True
+                self.note("over", violation or "ok")
+                virtual = self.loop.now - 1000.0
+                end_all(self.loop, [*self.processes, self.network.process])
+        finally:
+            _active.pop()
+            asyncio.set_event_loop(None)
+            self.loop.close()
+        counts = self.counts + self.network.counts
+        return Outcome(
+            self.scenario.seed, self.checks.first or violation, virtual, counts["kills"], counts,
+            self.checks.checked, f"{self.digest:08x}", self.trace or [],
+        )  # fmt: skip
+
+    async def _until_failed(self) -> None:
+        """Play, but end at the first violation wherever it was seen."""
+        self.failed = asyncio.Event()
+        playing = asyncio.ensure_future(self._play())
+        failing = asyncio.ensure_future(self.failed.wait())
+        await asyncio.wait((playing, failing), return_when=asyncio.FIRST_COMPLETED)
+        if not failing.done():
+            await playing
+
+    async def _play(self) -> None:
+        """Launch as often as it takes until the run has trained all its steps."""
+        adversary = self.adversary.begin()
+        try:
+            async with asyncio.timeout(self.scenario.fault_s + BOUND_S):
+                while not await self._launch():
+                    self.counts["launches"] += 1
+                    await asyncio.sleep(self.rng.uniform(0.5, 3.0))
+        except TimeoutError as error:
+            raise Violation(f"it hangs: {self.who_waits()}") from error
+        finally:
+            adversary.cancel()
+        self.checks.final()
+
+    # ------------------------------------------------------------ the launcher
+
+    async def _launch(self) -> bool:
+        """Start all roles, bring back those that die; True once the run is finished."""
+        self.adversary.changes_between_launches()
+        self.stopping = self.killed = False
+        self.launch_over = asyncio.Event()
+        ranks = self.rng.choice((self.scenario.ranks, self.scenario.ranks, 1, 2, 3))
+        workers = self.rng.choice((self.scenario.workers, self.scenario.workers, 1, 3))
+        self.note("launch", f"{workers} workers, {ranks} ranks")
+        finished: list[bool] = []
+        async with asyncio.TaskGroup() as tasks:
+            watched = [tasks.create_task(self._keep_datapipe())]
+            watched += [tasks.create_task(self._keep_worker(i)) for i in range(workers)]
+            trainer = tasks.create_task(self._keep_trainer(ranks, finished))
+            await trainer
+            if not self.killed:
+                _, late = await asyncio.wait(watched, timeout=60.0)
+                if late and not self.killed:
+                    what = f"the datapipe does not end after the trainer: {self.who_waits()}"
+                    self.expect("datapipe" not in self.roles or self.killed, what)
+                    for name in list(self.roles):
+                        self.terminate(name)
+                    await asyncio.wait(late, timeout=6.0)
+            self.launch_over.set()
+            for name in list(self.roles):
+                self.kill(self.roles[name], "end of the launch")
+            for task in watched:
+                task.cancel()
+        return bool(finished)
+
+    async def _live(self, name: str, body: Any, process: Process | None = None) -> Any:
+        """Run one process to its end; return its error, Killed for a kill, None if it ended."""
+        process = process or Process(name)
+        self.processes.append(process)
+        self.roles[name] = process
+        end: asyncio.Future[BaseException | None] = self.loop.create_future()
+        self._ends[process] = end
+        task = self.loop.spawn(process, body)
+
+        def on_end(done: asyncio.Task[Any]) -> None:
+            if not end.done() and not self.over:
+                error = asyncio.CancelledError() if done.cancelled() else done.exception()
+                self.note("exit", f"{name}: {error!r}"[:200])
+                self._forget(process)
+                end.set_result(error)
+
+        task.add_done_callback(on_end)
+        return await end
+
+    def _forget(self, process: Process) -> None:
+        """A process has exited by itself."""
+        process.dead, process.runs = True, False
+        self._died[process] = self.loop.now
+        if self.roles.get(process.name) is process:
+            del self.roles[process.name]
+
+    async def _keep_datapipe(self) -> None:
+        while True:
+            error = await self._live("datapipe", self._datapipe())
+            if error is None or self.killed:
+                return
+            if isinstance(error, InvariantError) and self.refused_disk:
+                return  # stopped by rule: the trainer hears it, and the run is launched again
+            self.expect(isinstance(error, Killed), f"the datapipe stopped: {error!r}")
+            if self.trainer_ended:
+                return
+            await asyncio.sleep(self.rng.uniform(0.1, 2.5))
+
+    async def _keep_worker(self, index: int) -> None:
+        while not self.launch_over.is_set():
+            error = await self._live(f"rollout-{index}", self._worker(index))
+            if error is None or self.killed:
+                return
+            expected = isinstance(error, (Killed, RoleError))
+            self.expect(expected, f"rollout-{index} stopped: {error!r}")
+            if self.trainer_ended:
+                return
+            await asyncio.sleep(self.rng.uniform(0.1, 2.5))
+
+    async def _keep_trainer(self, ranks: int, finished: list[bool]) -> None:
+        self.trainer_ended = False
+        while True:
+            group = self.trainer = TrainerGroup(self, ranks)
+            self.note("trainer", f"{ranks} ranks from step {group.step}")
+            ends = [
+                asyncio.ensure_future(self._live(p.name, group.main(rank), p))
+                for rank, p in enumerate(group.processes)
+            ]
+            waiting = set(ends)
+            error = None
+            while waiting and error is None:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                error = next((t.result() for t in done if t.result() is not None), None)
+            if error is None or self.killed:
+                break
+            if isinstance(error, InvariantError) and self.refused_disk:
+                break
+            expected = isinstance(error, (Killed, RoleError))
+            self.expect(expected, f"a trainer rank stopped: {error!r}")
+            await asyncio.sleep(self.rng.uniform(0.0, 0.5))
+            for process in group.processes:
+                self.kill(process, "its group")
+            await asyncio.wait(ends)
+            if self.killed:
+                break
+            await asyncio.sleep(self.rng.uniform(0.5, 3.0))
+            ranks = self.rng.choice((ranks, ranks, 1, 2, 3))
+        if error is None and not self.killed and not self.stopping:
+            finished.append(True)
+        elif error is None and not self.killed:
+            done = self.disk.newest()[0] >= self.scenario.total_steps
+            finished.extend([True] * done)
+        for process in group.processes:
+            self.kill(process, "its launcher")
+        self.trainer_ended = True
+        if self.refused_disk:
+            self.kill_launcher()
+            self.refused_disk = False
+
+    # ------------------------------------------------------------ the roles
+
+    async def _datapipe(self) -> None:
+        scenario = self.scenario
+        pipe = self.pipe = Datapipe(
+            scenario.experiment(self.root, num_groups=self.num_groups),
+            train=scenario.tasks(scenario.rows, "train"),
+            eval=scenario.tasks(scenario.eval_rows, "eval"),
+            registry=None,
+            context=object(),  # type: ignore[arg-type]
+        )
+        self.checks.opened(pipe)
+        naming = asyncio.create_task(self._name_it(pipe))
+        try:
+            await pipe.run()
+        finally:
+            naming.cancel()
+
+    async def _name_it(self, pipe: Datapipe) -> None:
+        await pipe.ready.wait()
+        await asyncio.sleep(self.rng.expovariate(100.0))
+        self._name = (pipe.address, current.get())
+
+    def resolve(self) -> str | None:
+        """Read the name registry: the name of a dead datapipe stays for a while."""
+        if self._name is None:
+            return None
+        address, process = self._name
+        died = self._died.get(process)
+        return None if died is not None and self.loop.now - died > TTL_S else address
+
+    async def _worker(self, index: int) -> None:
+        await asyncio.sleep(self.rng.uniform(0.1, 0.6))  # imports
+        name = f"rollout-{index}"
+        link = WorkerLink(
+            self.resolve,
+            worker_id=name,
+            capacity=self.scenario.concurrency,
+            context=object(),  # type: ignore[arg-type]
+        )
+        self.worker_links[name] = link
+        config = self.scenario.experiment(self.root, num_groups=self.num_groups)
+        client: Any = SimClient(self)
+        tokenizer: Any = object()
+        await RolloutWorker(config, link=link, client=client, tokenizer=tokenizer).run()
+
+    def latency(self) -> float:
+        """Draw how long a piece of a generation takes."""
+        s = self.scenario
+        if self.rng.random() < s.tail_share:
+            return min(s.tail_s * self.rng.paretovariate(1.5) / 3.0, 45.0)
+        return s.latency_s * self.rng.lognormvariate(0.0, s.sigma)
+
+    # ------------------------------------------------------------ deaths
+
+    def kill(self, process: Process, why: str) -> None:
+        """SIGKILL: from now on nothing of the process runs."""
+        if process.dead or self.over:
+            return
+        self.note("kill", f"{process.name} ({why})")
+        process.dead, process.runs = True, False
+        self._died[process] = self.loop.now
+        if self.roles.get(process.name) is process:
+            del self.roles[process.name]
+        self.network.kill(process)
+        if process.name == "datapipe" and self.pipe is not None:
+            self._keep_file_as_it_is(self.pipe.ledger)
+            self.checks.after_crash()
+        end = self._ends.get(process)
+        if end is not None and not end.done():
+            end.set_result(Killed(why))
+
+    def _keep_file_as_it_is(self, ledger: Ledger) -> None:
+        """Leave the ledger's files as they are now, without what closing would write to them."""
+        files = [Path(f"{ledger.path}{suffix}") for suffix in ("", "-wal")]
+        copies = [(f, Path(f"{f}.kept")) for f in files if f.exists()]
+        for file, copy in copies:
+            shutil.copyfile(file, copy)
+        ledger.connection.close()
+        Path(f"{ledger.path}-shm").unlink(missing_ok=True)
+        for file, copy in copies:
+            os.replace(copy, file)
+
+    def kill_launcher(self) -> None:
+        """The kernel kills the children of a dead launcher."""
+        self.killed = True
+        for process in list(self.roles.values()):
+            self.kill(process, "its launcher died")
+
+    def kill_server(self, index: int) -> None:
+        """A server dies, and comes back with old weights; its publisher heals it if it lives."""
+        self.servers.set(index, None)
+        self.dead_servers.add(index)
+
+        def back() -> None:
+            self.dead_servers.discard(index)
+            if self.servers.newest is not None and "trainer-0" in self.roles:
+                self.servers.set(index, self.servers.newest)
+
+        self.loop.call_later(self.rng.uniform(0.5, 6.0), back)
+
+    def freeze(self, process: Process, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after a while."""
+        self.note("freeze", f"{process.name} {seconds:.1f} s")
+        process.runs = False
+        self.loop.call_later(seconds, self._thaw, process)
+
+    def _thaw(self, process: Process) -> None:
+        if not process.dead:
+            self.note("thaw", process.name)
+            self.loop.wake(process)
+
+    def stop_run(self) -> None:
+        """Ctrl-C: every rank is asked to stop."""
+        if self.trainer is not None and not self.stopping:
+            self.stopping = True
+            for rank in range(self.trainer.ranks):
+                self.loop.call_later(self.rng.uniform(0.0, 0.05), self._ask_to_stop, rank)
+
+    def _ask_to_stop(self, rank: int) -> None:
+        assert self.trainer is not None
+        if rank < self.trainer.ranks:
+            self.trainer.stop[rank] = True
+
+    def change_batch_size(self, num_groups: int) -> None:
+        """The next launch makes batches of another size; plans are forgotten."""
+        if num_groups != self.num_groups:
+            self.num_groups = num_groups
+            step = self.disk.newest()[0]
+            kept = {s: ids for s, ids in self.checks.batches.items() if s < step}
+            self.checks.batches = kept
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM to a role."""
+        process = self.roles.get(name)
+        if process is None:
+            return
+        self.note("term", name)
+        if process.on_term is not None:
+            self.loop.call_soon(process.on_term, context=_in(process))
+        else:
+            self.kill(process, "SIGTERM before it listens")
+
+    def on_execute(self, ledger: Ledger, rows: Iterable[Any], execute: Any) -> None:
+        """Write a transaction, unless the process dies before, within or after it."""
+        if self.over or current.get().dead:
+            return
+        statements = list(rows)
+        self.note("write", str(len(statements)))
+        if self.full_disk is not None and statements:
+            self.full_disk -= 1
+            if self.full_disk < 0:
+                self.full_disk, self.refused_disk = None, True
+                statements.insert(len(statements) // 2, ("THE DISK IS FULL", ()))
+        cut = self.adversary.cut(len(statements))
+        if cut is None:
+            execute(ledger, statements)
+            self.counts["transactions"] += 1
+            return
+        process = current.get()
+        if cut > len(statements):
+            execute(ledger, statements)
+        else:
+            with contextlib.suppress(Killed):
+                execute(ledger, _cut(statements, cut))
+        self.kill(process, f"at statement {cut} of {len(statements)}")
+        raise Killed
+
+    def _on_send(self, socket: SimSocket, frames: list[bytes]) -> None:
+        if self.over:
+            return
+        self.checks.sees(socket, frames)
+        if self.adversary.dies_at_message(socket.process):
+            self.kill(socket.process, "at a message")
+            raise Killed
+
+    # ------------------------------------------------------------ telling
+
+    def note(self, what: str, text: str = "") -> None:
+        """Add an event to the trace and to its checksum."""
+        line = f"{self.loop.now - 1000.0:10.4f} {what} {text}"
+        self.digest = checksum([line.encode()], self.digest)
+        if self.trace is not None:
+            self.trace.append(line)
+
+    def _trace_message(self, what: str, socket: SimSocket, frames: list[bytes]) -> None:
+        self.digest = checksum(frames, self.digest)
+        if self.trace is not None:
+            body = frames[1] if socket.connection is None else frames[0]
+            line = f"{self.loop.now - 1000.0:10.4f} {what} {socket.process.name} {body[:110]!r}"
+            self.trace.append(line)
+
+    def log_config(self) -> dict[str, Any]:
+        """Return structlog's settings: into the trace, or nowhere."""
+        level = logging.DEBUG if self.trace is not None else logging.CRITICAL
+
+        def into_trace(logger: Any, method: str, event: dict[str, Any]) -> Any:
+            event.pop("module", None)
+            self.note(f"log {current.get().name}", f"{event.pop('event', '')} {event}"[:300])
+            raise structlog.DropEvent
+
+        return {
+            "processors": [into_trace],
+            "wrapper_class": structlog.make_filtering_bound_logger(level),
+            "logger_factory": structlog.ReturnLoggerFactory(),
+            "cache_logger_on_first_use": False,
+        }
+
+    def _on_loop_error(self, loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if self.over or isinstance(error, Killed) or current.get().dead:
+            return
+        if isinstance(error, ArealiteError):
+            return  # of a task whose process ends with it
+        self.checks.expect(False, f"{context.get('message')}: {error!r}", throw=False)
+
+    def uuid4(self) -> Any:
+        """Return an id that a seed repeats."""
+        self._uuids += 1
+        return type("Id", (), {"hex": f"{self._uuids:032x}"[::-1]})
+
+    def who_waits(self) -> str:
+        """Say for a hang what is known of each role."""
+        parts = [f"{name}{'' if p.runs else ' (frozen)'}" for name, p in self.roles.items()]
+        text = "live: " + ", ".join(parts)
+        if self.pipe is not None and "datapipe" in self.roles:
+            book = self.pipe.book
+            text += f"; next step {book.next_step}, version {book.version}, {dict(book.counts)}, "
+            text += self.pipe.workers.describe()
+        return text + f"; servers {self.servers.versions}"
+
+
+def _cut(statements: list[Any], at: int) -> Iterable[Any]:
+    yield from statements[:at]
+    raise Killed
+
+
+def _in(process: Process) -> Any:
+    from tests.simulation.loop import context_of
+
+    return context_of(process)
+
+
+def simulate(seed: int, *, keep_trace: bool = False, **changes: Any) -> Outcome:
+    """Play one seed in a folder of its own."""
+    from dataclasses import replace
+
+    scenario = replace(Scenario.draw(seed), **changes)
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    root = Path(tempfile.mkdtemp(prefix="arealite-sim-", dir=base))
+    try:
+        return Simulation(scenario, root, keep_trace=keep_trace).run()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def ledger_of(sim: Simulation) -> Path:
+    """Return where a simulation keeps its ledger."""
+    return run_paths(sim.scenario.experiment(sim.root, num_groups=1)).ledger
