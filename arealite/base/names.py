@@ -21,6 +21,11 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def configs(self) -> Path:
+        """The configs of the run's starts, each by the first step trained under it."""
+        return self.root / "configs"
+
+    @property
     def ledger(self) -> Path:
         """The ledger, one SQLite file."""
         return self.root / "ledger.sqlite"

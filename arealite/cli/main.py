@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("arealite.cli.train", "train: the same as train.py"),
     "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
+    "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
     "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
 }
 

@@ -46,19 +46,10 @@ def assemble(config: ExperimentConfig) -> Parts:
     ppo, paths = config.trainer.ppo, run_paths(config)
     world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
-    engine: Any = engines.get(ppo.engine.type)
     publisher: Any = publishers.get(ppo.publisher.type)
-
     made = Parts(
         world=world,
-        engine=engine(
-            getattr(ppo.engine, ppo.engine.type),
-            model_path=config.model.path,
-            lr=ppo.lr,
-            optimizer=ppo.optimizer,
-            total_updates=ppo.total_steps * ppo.updates,
-            seed=config.seed,
-        ),
+        engine=make_engine(config),
         connect=lambda: TrainerLink(
             lambda: registry.address("datapipe"), rank=world.rank, world_size=world.size
         ),
@@ -74,6 +65,20 @@ def assemble(config: ExperimentConfig) -> Parts:
         names = dict.fromkeys(["jsonl", *config.logger.types])
         made.loggers = [loggers.get(name)(paths.root) for name in names]
     return made
+
+
+def make_engine(config: ExperimentConfig) -> TrainEngine:
+    """Load the initial model and its fresh optimizer, as this rank's shard."""
+    ppo = config.trainer.ppo
+    engine: Any = engines.get(ppo.engine.type)
+    return engine(
+        getattr(ppo.engine, ppo.engine.type),
+        model_path=config.model.path,
+        lr=ppo.lr,
+        optimizer=ppo.optimizer,
+        total_updates=ppo.total_steps * ppo.updates,
+        seed=config.seed,
+    )
 
 
 def find_checkpoint(config: ExperimentConfig) -> Path | None:

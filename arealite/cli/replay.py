@@ -1,0 +1,164 @@
+"""`arealite replay RUN`: train again from the ledger, and hold every step's parameters against the
+run's.
+
+One process a rank, as the run had; where their number or the config changed in mid-run, the next
+processes go on from a checkpoint in a temporary folder. The run's own folder is only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.cli import configs
+from arealite.cli.role import die_with_parent
+from arealite.system.ledger import connect
+
+PROGRESS_S = 5.0
+MEANING = """\
+What that can mean. The first step: model.path holds another model now, or this is another torch,
+another kind of processor or another number of threads than the run had. A later step: a trajectory
+was changed, a checkpoint was not loaded as it had been saved, or the trainer's own code does not do
+the same twice (sums on a GPU need not)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps trained by one number of ranks under one config."""
+
+    config: Path
+    ranks: int
+    stop: int
+    """One past the last step."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay a run folder; 0: bitwise equal, 1: a step differs."""
+    parser = argparse.ArgumentParser(
+        prog="arealite replay", description="Train a run again from its ledger, and compare."
+    )
+    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser.add_argument("--to", type=int, metavar="STEP", help="only the steps before STEP")
+    parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    paths = RunPaths(options.run.absolute())
+    if options.as_rank:
+        return as_rank(paths, *options.as_rank)
+    parts = segments(paths, options.to)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
+        for segment in parts:
+            leave = "leave" if segment is not parts[-1] else ""
+            words = [str(segment.config), str(segment.stop), scratch, leave]
+            if code := asyncio.run(run_ranks(segment, [str(paths.root), "--as-rank", *words])):
+                return code
+    seconds = time.monotonic() - began
+    print(f"replayed {parts[-1].stop} steps: bitwise equal ({seconds:.1f} s)")
+    return 0
+
+
+def segments(paths: RunPaths, to: int | None) -> list[Segment]:
+    """Cut the run's steps where ranks or config change.
+
+    Raises:
+        UserError: there is nothing to replay, or the model is gone.
+    """
+    if not paths.ledger.exists():
+        raise UserError(f"no ledger at {paths.ledger}. Name a run folder, as in runs/EXP/TRIAL.")
+    with closing(connect(paths.ledger, read_only=True)) as db:
+        rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
+    rows = rows[:to]
+    if not rows:
+        raise UserError(f"{paths.root} has no trained step to replay.")
+    if missing := [step for step, _, fingerprint in rows if not fingerprint]:
+        raise UserError(
+            f"step {missing[0]} of {paths.root} has no fingerprint: its engine gave none. "
+            "Replay a run trained by an engine that does."
+        )
+    if rows[-1][0] != len(rows) - 1:
+        raise UserError(f"{paths.ledger} lacks steps. `arealite audit {paths.root}` says more.")
+    begins = {int(file.stem): file for file in sorted(paths.configs.glob("*.yaml"))}
+    config, found = paths.config, list[Segment]()
+    for step, ranks, _ in rows:
+        config = begins.get(step, config)
+        if found and found[-1].ranks == ranks and found[-1].config == config:
+            found.pop()
+        found.append(Segment(config, ranks, step + 1))
+    for file in {segment.config for segment in found}:
+        load(file)
+    return found
+
+
+def load(file: Path) -> ExperimentConfig:
+    """Load a run's config, and see that its model is there."""
+    config = configs.load(ExperimentConfig, file, [])
+    if not (Path(config.model.path).expanduser() / "config.json").is_file():
+        raise UserError(f"model.path={config.model.path} of {file} is gone: put it back.")
+    return config
+
+
+async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
+    """Run a segment's processes to their end; return 0, or the first other exit code."""
+    from arealite.impl.launcher.local import free_port, threads
+
+    command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
+    shared = os.environ | threads(load(segment.config).launcher.local.trainer_threads)
+    shared |= {"WORLD_SIZE": str(segment.ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port())}
+    ranks = [
+        await asyncio.create_subprocess_exec(
+            *command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(segment.ranks)
+    ]
+    try:
+        for ended in asyncio.as_completed([rank.wait() for rank in ranks]):
+            if code := await ended:
+                return code if code > 0 else 1
+        return 0
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+                await rank.wait()
+
+
+def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -> int:
+    """Be one rank of a segment; says on rank 0 now and then how far it is."""
+    from arealite.impl.trainer.replay import Differs, replay
+
+    die_with_parent()
+    log.setup("replay", "error")
+    told = time.monotonic()
+
+    def on_step(step: int) -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told > PROGRESS_S:
+            told = now
+            print(f"step {step} is equal", flush=True)
+
+    try:
+        replay(
+            load(Path(config)),
+            paths.ledger,
+            scratch=Path(scratch),
+            stop=int(stop),
+            leave=bool(leave),
+            on_step=on_step,
+        )
+    except Differs as error:
+        print(f"{error}\n{MEANING}", file=sys.stderr)
+        return 1
+    return 0

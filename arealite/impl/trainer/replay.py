@@ -1,0 +1,146 @@
+"""Trains steps of a run again from its ledger, and compares the parameters after each of them.
+
+The trainer is the run's own; only its links are others, and it publishes nothing. So whatever the
+run's asynchrony, interruptions and restarts could have changed shows as another fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.trainer import trainers
+from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
+from arealite.base.errors import ArealiteError, InvariantError
+from arealite.impl.trainer.parts import Parts, make_engine
+from arealite.impl.trainer.world import World
+from arealite.system.datapipe_trainer import shard
+from arealite.system.ledger import connect, decode_header, read_payloads
+
+
+class Differs(ArealiteError):
+    """A step's replay is not what the run did; the message names the step."""
+
+
+class LedgerLink:
+    """Answers a trainer as TrainerLink does, from the ledger alone; the run ends before `stop`."""
+
+    def __init__(
+        self,
+        ledger: Path,
+        config: ExperimentConfig,
+        world: World,
+        *,
+        stop: int,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._ledger, self._config, self._world = ledger, config, world
+        self._stop, self._on_step = stop, on_step
+        self._db = connect(ledger, read_only=True)
+
+    def start(self, step: int) -> TrainerReady:
+        """Roll nothing back."""
+        return TrainerReady(step, 0)
+
+    def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]] | None:
+        """Return this rank's shard of the batch that the run trained as `step`, in its order."""
+        if step >= self._stop:
+            return None
+        query = "SELECT trained FROM steps WHERE step = ?"
+        (trained,) = self._db.execute(query, (step,)).fetchone()
+        query = "SELECT header FROM trajectories WHERE trajectory_id = ?"
+        headers = [
+            decode_header(self._db.execute(query, (key,)).fetchone()[0])
+            for key in json.loads(trained)
+        ]
+        request = BatchRequest(step, self._world.rank, self._world.size)
+        updates, seed = self._config.trainer.ppo.updates, self._config.seed
+        batch = shard(request, headers, updates=updates, seed=seed, waits={})
+        keys = [headers[index].trajectory_id for index in batch.mine]
+        return batch, read_payloads(self._ledger, keys)
+
+    def report(self, report: StepReport) -> None:
+        """Compare the fingerprint with the run's.
+
+        Raises:
+            Differs: it is another one.
+        """
+        query = "SELECT fingerprint FROM steps WHERE step = ?"
+        (noted,) = self._db.execute(query, (report.step,)).fetchone()
+        if report.fingerprint != noted:
+            raise Differs(
+                f"step {report.step} is the first that differs: its parameters are "
+                f"{report.fingerprint} here, {noted} in the run."
+            )
+        self._on_step(report.step)
+
+    def checkpointed(self, step: int, path: str) -> None:
+        """Note nothing."""
+
+    def finish(self, reason: str) -> None:
+        """Tell nobody."""
+
+    def close(self) -> None:
+        """Close the ledger."""
+        self._db.close()
+
+
+def replay(
+    config: ExperimentConfig,
+    ledger: Path,
+    *,
+    scratch: Path,
+    stop: int,
+    leave: bool,
+    on_step: Callable[[int], None],
+) -> None:
+    """Train the steps before `stop` as one rank, on from the checkpoint in `scratch` if any.
+
+    `leave` ends with a checkpoint there. `on_step` is called on rank 0 with each step that is
+    equal.
+
+    Raises:
+        Differs: a step is not.
+    """
+    ppo = config.trainer.ppo
+    ppo = replace(ppo, checkpoint=replace(ppo.checkpoint, every_steps=0, export=False))
+    config = replace(
+        config,
+        resume="auto",
+        cluster=replace(config.cluster, run_root=str(scratch)),
+        dataset=replace(config.dataset, eval=None),
+        trainer=replace(config.trainer, ppo=ppo),
+    )
+    trainer_class: Any = trainers.get(config.trainer.type)
+
+    class Replayer(trainer_class):
+        due: int
+
+        def begin(self) -> int:
+            self.due = super().begin()
+            return self.due
+
+        def report(self, batch: Any, stats: Any) -> None:
+            super().report(batch, stats)
+            self.due += 1
+
+        def publish(self, version: int) -> None:
+            self.version = version
+
+        def checkpoint(self, step: int) -> None:
+            if leave:
+                super().checkpoint(step)
+
+    world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
+    link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
+    trainer = Replayer(config, Parts(world, make_engine(config), connect=link))
+    try:
+        trainer.train()
+    except (InvariantError, msgspec.MsgspecError) as error:
+        raise Differs(f"step {trainer.due} cannot be trained again: {error}") from error
