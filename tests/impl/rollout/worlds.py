@@ -64,6 +64,7 @@ class Duel(Env):
     """Two seats move at the same time, twice; the first one wins."""
 
     seats = ("first", "second")
+    resumable = True
 
     async def run(self, task: Task, **agents: Agent) -> None:
         moves: list[Action] = []
@@ -76,6 +77,8 @@ class Duel(Env):
 @envs.register("counter")
 class Counter(StepEnv):
     """Three steps, a reward each; the observation is the whole text so far."""
+
+    resumable = True
 
     async def reset(self, task: Task) -> tuple[Any, Any]:
         return {"text": task.prompt, "steps": 0}, task.prompt

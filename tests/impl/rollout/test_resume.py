@@ -1,0 +1,149 @@
+"""A real worker is killed in mid-episode: the next one goes on from the last durable turn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arealite.api.agent import AgentConfig
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir, run_paths
+from arealite.api.env import EnvConfig
+from arealite.api.llm import SamplingConfig
+from arealite.api.task import Task
+from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import TrajectoryHeader, decode_segments
+from arealite.base.config import save
+from arealite.system import datapipe_workers
+from arealite.system.audit import audit
+from arealite.system.datapipe import Datapipe
+from arealite.system.name_registry import NameRegistry
+from arealite.system.trainer_link import TrainerLink
+from tests.fakes.sglang import FakeSGLang
+from tests.models import tiny_model
+from tests.system.scenes import in_thread
+
+ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+BUDGET, CUT = 4, 2
+"""Tokens of a whole turn, and of the one that is cut."""
+
+
+def experiment(root: Path) -> ExperimentConfig:
+    """One group of one episode at a time, of three turns each."""
+    collector = CollectorConfig(
+        env=EnvConfig(type="counter"),
+        agent=AgentConfig(),
+        sampling=SamplingConfig(max_new_tokens=BUDGET),
+        group_size=1,
+        concurrency=1,
+    )
+    ppo = PPOConfig(collector=collector, batch_size=1, max_staleness=0)
+    return ExperimentConfig(
+        imports=["tests.impl.rollout.worlds"],
+        cluster=ClusterConfig(run_root=str(root), name_root=str(root / "names"), ttl_s=600.0),
+        model=ModelConfig(path=str(tiny_model(root / "model"))),
+        trainer=TrainerConfig(ppo=ppo),
+    )
+
+
+async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
+    paths = run_paths(config)
+    paths.root.mkdir(parents=True, exist_ok=True)
+    save(config, paths.config)
+    command = ["-m", "arealite.cli.main", "role", "rollout", "0", str(paths.root)]
+    return await asyncio.create_subprocess_exec(
+        sys.executable, *command, cwd=ROOT, env=ENVIRONMENT, stderr=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+async def until(condition, what: str) -> None:
+    """The datapipe lives in this loop: it changes only while the test waits."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  (what another process does)
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+def train(link: TrainerLink) -> tuple[TrajectoryHeader, bytes]:
+    link.start(0)
+    link.published(0)
+    answer = link.next_batch(0)
+    assert answer is not None
+    batch, (payload,) = answer
+    link.report(StepReport(0, [batch.headers[0].trajectory_id], {}))
+    link.checkpointed(1, "nowhere")
+    link.finish("done")
+    link.close()
+    return batch.headers[0], payload
+
+
+@pytest.mark.processes
+async def test_a_killed_workers_turns_are_not_sampled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datapipe_workers, "UNKNOWN_S", 0.2)
+    config = experiment(tmp_path)
+    dice = random.Random(7)
+    sampled: list[int] = []
+
+    def next_token(_: list[int]) -> int:
+        """Draw afresh, so that what is sampled twice differs; stop in the third turn."""
+        sampled.append(dice.randrange(3, 60))
+        if len(sampled) == 2 * BUDGET + CUT:
+            server.hold_after = CUT
+        return sampled[-1]
+
+    server = FakeSGLang(next_token=next_token, vocab_size=64, version="0")
+    pipe = Datapipe(
+        config, train=[Task("t0", "ab", None, {})], eval=[], registry=NameRegistry.of(config)
+    )
+    names = NameRegistry(name_dir(config), ttl_s=600.0)
+
+    def kept() -> dict[int, int]:
+        turns = pipe.book.groups["g0"].turns.get(0, {})
+        return {index: turn.tokens for (_, index), turn in turns.items()}
+
+    async with asyncio.timeout(40), server, asyncio.TaskGroup() as roles:
+        names.put("llm_server", "fake", server.entry())
+        piping = roles.create_task(pipe.run())
+        await pipe.ready.wait()
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        training = roles.create_task(in_thread(lambda: train(link)))
+        first = await start(config)
+        await server.held(1, seconds=20)
+        server.hold_after = 0
+        await server._abort_all()  # as a weight update does; the rest is held before its first
+        await until(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")
+        first.send_signal(signal.SIGKILL)
+        assert await first.wait() == -signal.SIGKILL
+        before, asked = list(sampled), len(server.requests)
+        assert len(before) == 2 * BUDGET + CUT
+        server.release()
+        second = await start(config)
+        header, payload = await training
+        await piping
+        assert await second.wait() == 0
+        later = [request["input_ids"] for request in server.requests[asked:]]
+
+    (segment,) = decode_segments(payload)
+    tokens = np.frombuffer(segment.tokens, "<i4")
+    trained = tokens[np.frombuffer(segment.loss_mask, "u1") == 1].tolist()
+    assert trained[: len(before)] == before, "what was durable is trained as it was sampled"
+    assert len(trained) == header.trained_tokens == 3 * BUDGET
+    assert (header.turns, header.reward) == (3, 1.5)
+    assert header.interruptions == 2, "cut by the abort, then by the worker's death"
+    logprobs = np.frombuffer(segment.logprobs, "<f4")[tokens.size - BUDGET :]
+    assert logprobs.tolist() == [server.logprob(token) for token in trained[-BUDGET:]]
+    assert later[0] == tokens[: tokens.size - (BUDGET - CUT)].tolist(), "it began at the cut"
+    report = audit(run_paths(config).ledger)
+    assert report.ok, report.table()
+    assert report.failures_by_class == {"worker_lost": 1}
