@@ -16,11 +16,11 @@ from arealite.system.waits import waiting
 
 @asynccontextmanager
 async def deadline(
-    waiting_for: str, *, owner: str, on: str = "", seconds: float | None
+    waiting_for: str, *, owner: str, on: str = "", seconds: float | None, prompt: bool = False
 ) -> AsyncGenerator[asyncio.Timeout, None]:
     """Bound the body's time; `seconds` None waits for ever (for ends that a person decides).
 
-    `on` names who has to act (see `waits.Wait`).
+    `on` names who has to act, and `prompt` says whether it should at once (see `waits.Wait`).
 
     The yielded `asyncio.Timeout` may be rescheduled. A TimeoutError of the body's own passes
     through unchanged.
@@ -31,7 +31,7 @@ async def deadline(
     begin = time.monotonic()
     timer = asyncio.timeout(seconds)
     try:
-        with waiting(waiting_for, owner=owner, on=on, seconds=seconds):
+        with waiting(waiting_for, owner=owner, on=on, seconds=seconds, prompt=prompt):
             async with timer:
                 yield timer
     except TimeoutError as error:

@@ -126,7 +126,7 @@ class NameRegistry:
             DeadlineError: they did not appear in time; names the role, the folder and the owner.
         """
         what = f"{count} live '{role}' in {self.root / role}"
-        async with deadline(what, owner=owner, seconds=seconds):
+        async with deadline(what, owner=owner, on=role, seconds=seconds):
             while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(POLL_S)
         return found

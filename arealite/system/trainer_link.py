@@ -26,6 +26,7 @@ from arealite.api.trainer_messages import (
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.system import wire
+from arealite.system.waits import Wait, waiting
 
 logger = log.get(__name__)
 
@@ -146,33 +147,46 @@ class TrainerLink:
         on_wait: OnWait | None = None,
     ) -> Answer | None:
         """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
+        name, owner = wire.request_name(request), f"trainer rank {self.rank}"
+        with waiting(name, owner=owner, on="datapipe-0", prompt=True) as wait:
+            return self._ask_shown(request, is_answer, on_wait, shown=wait)
+
+    def _ask_shown(
+        self,
+        request: FromTrainer,
+        is_answer: Callable[[ToTrainer], bool],
+        on_wait: OnWait | None,
+        *,
+        shown: Wait,
+    ) -> Answer | None:
         name = wire.request_name(request)
-        heard = waited = looked_up = time.monotonic()
+        waited = looked_up = time.monotonic()
         if self._socket is None:
             self._connect()
         self._send(request)
         while True:
             now = time.monotonic()
-            if now - heard > self.silence_s:
+            silent_s = now - shown.heard
+            if silent_s > self.silence_s:
                 raise RoleError(
-                    f"the datapipe at {self._address} has been silent for {now - heard:.0f} s; "
+                    f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
                     f"trainer rank {self.rank} waits for the answer to '{name}'"
                 )
-            if now - max(heard, looked_up) > SILENT_S:
+            if now - max(shown.heard, looked_up) > SILENT_S:
                 looked_up = now
                 self._reconnect(request)
-            waiting = None
+            said = None
             if (received := self._receive()) is not None:
-                heard = now
                 message = received[0]
                 if is_answer(message):
                     return received
-                waiting = message if isinstance(message, Waiting) else None
-            elif now - waited > 1.0 and now - heard > 1.0:
-                waiting = Waiting(name, f"the datapipe, silent for {now - heard:.1f} s")
-            if waiting is not None and waiting.request == name and on_wait is not None:
+                said = message if isinstance(message, Waiting) else None
+                shown.hear(said.detail if said is not None else "")
+            elif now - waited > 1.0 and silent_s > 1.0:
+                said = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
+            if said is not None and said.request == name and on_wait is not None:
                 waited = now
-                if on_wait(waiting):
+                if on_wait(said):
                     return None
 
     def _receive(self, *, block: bool = True) -> Answer | None:

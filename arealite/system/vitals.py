@@ -1,12 +1,312 @@
 """Shows from outside whether a process lives, what it waits for and what blocks it.
 
-A thread that needs nothing of the rest, because what it watches may hang.
+A thread that needs nothing of the rest, because what it watches may hang. What it writes, it writes
+for `diagnosis`; what it cannot write, nobody misses: it must never hurt its process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import contextvars
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from arealite.base import log
+from arealite.system import limits, waits
+
+logger = log.get(__name__)
+
+BEAT_S = 1.0
+TICK_S = 0.1
+"""How often a watched loop says that it runs."""
+BLOCKED_S = 1.0
+"""A loop that runs nothing for this long is reported."""
+MAX_GROUPS = 30
+STACK_FRAMES = 12
+ASK = "ask"
+"""The file whose touch makes every role write its stacks; its time tells one request from the
+next."""
+
+
+class Waits(msgspec.Struct):
+    """Equal waits of one process: the oldest, and how many there are."""
+
+    what: str
+    owner: str
+    on: str
+    waited_s: float
+    quiet_s: float
+    """Since the last sign of whom it waits for."""
+    seconds: float | None
+    prompt: bool
+    detail: str
+    count: int = 1
+
+
+class Vitals(msgspec.Struct):
+    """What one process shows, about once a second."""
+
+    name: str
+    pid: int
+    host: str
+    started: int
+    """In the kernel's ticks: tells a process from a later one with its pid. 0: not known."""
+    stacks: str
+    """File in the same folder to which SIGUSR1 adds all threads' stacks."""
+    beat: float = 0.0
+    """Wall clock, which other hosts share."""
+    clock: float = 0.0
+    """Monotonic clock, which the processes of one host share."""
+    lag_s: float = 0.0
+    """How late a loop ran what was due, at worst since the last beat."""
+    lag_max_s: float = 0.0
+    """At worst since `lag_max_s` was taken."""
+    blocked_s: float = 0.0
+    """How long a loop has run nothing; 0 where all run."""
+    blocked_stack: str = ""
+    waits: list[Waits] = []
+    counters: dict[str, float] = {}
+
+
+class LoopWatch:
+    """How late one event loop runs what is due, and whether it runs at all."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.thread = threading.get_ident()
+        self.lag_s = self.lag_max_s = 0.0
+        self._due = time.monotonic()
+        self._tick()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        lag = now - self._due
+        self.lag_s, self.lag_max_s = max(self.lag_s, lag), max(self.lag_max_s, lag)
+        self._due = now + TICK_S
+        self.loop.call_later(TICK_S, self._tick)
+
+    def take_lag(self) -> float:
+        """Return the worst lag since this was asked last."""
+        lag, self.lag_s = self.lag_s, 0.0
+        return lag
+
+    def blocked_s(self) -> float:
+        """Return how long the loop has been late, while it runs."""
+        return time.monotonic() - self._due if self.loop.is_running() else 0.0
+
+
+_loops: list[LoopWatch] = []
+
+
+def watch(loop: asyncio.AbstractEventLoop) -> None:
+    """Measure the lag of a loop that runs in this thread, or will."""
+    _loops[:] = [each for each in _loops if not each.loop.is_closed()]
+    _loops.append(LoopWatch(loop))
+
+
+def lag_max_s() -> float:
+    """Return the worst lag of this process's watched loops since this was asked last."""
+    worst = 0.0
+    for each in _loops:
+        worst, each.lag_max_s = max(worst, each.lag_max_s), 0.0
+    return worst
+
+
+class Recorder(threading.Thread):
+    """Writes `folder`/`name`.json until `close`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        # A thread begins with an empty context, and the log's role is in the context.
+        context = contextvars.copy_context()
+        super().__init__(target=lambda: context.run(self._beat_forever), name="vitals", daemon=True)
+        self.folder = folder
+        pid, host = os.getpid(), socket.gethostname()
+        _, started = process(pid) or ("", 0)
+        self.vitals = Vitals(name, pid, host, started, f"{name}.stacks")
+        self._over = threading.Event()
+        self._renaming = threading.Lock()
+        self._was_blocked = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stacks = (folder / self.vitals.stacks).open("wb")
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._asked = self._ask_time()
+        self.beat()
+
+    def rename(self, name: str) -> None:
+        """Show the process under another name from now on."""
+        with self._renaming:
+            old, self.vitals.name = self.vitals.name, name
+            self._remove(f"{old}.json", f"{old}.dump")
+
+    def beat(self) -> None:
+        """Write once."""
+        vitals = self.vitals
+        before = vitals.clock or time.monotonic()
+        vitals.beat, vitals.clock = time.time(), time.monotonic()
+        vitals.lag_s = max((each.take_lag() for each in _loops), default=0.0)
+        vitals.lag_max_s = max((each.lag_max_s for each in _loops), default=0.0)
+        vitals.waits, vitals.counters = _waits(), waits.counters
+        if vitals.clock - before < 2 * BEAT_S:  # else we were stopped, or blocked, with the loops
+            self._look_at_loops()
+        with self._renaming:
+            try:
+                self._write("json", msgspec.json.encode(vitals))
+            except OSError:  # on a full disk the old file can still say that we live
+                os.utime(self.folder / f"{vitals.name}.json")
+        if (asked := self._ask_time()) != self._asked:
+            self._asked = asked
+            self._write("dump", stacks().encode())
+
+    def close(self) -> None:
+        """Take the files back."""
+        self._over.set()
+        self.join(1.0)
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stacks.close()
+        name = self.vitals.name
+        self._remove(f"{name}.json", f"{name}.dump", self.vitals.stacks)
+
+    def _beat_forever(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with suppress(Exception):  # a full disk, a shared folder gone: not our process's matter
+                self.beat()
+
+    def _look_at_loops(self) -> None:
+        vitals = self.vitals
+        worst = max(_loops, key=LoopWatch.blocked_s, default=None)
+        blocked_s = worst.blocked_s() if worst is not None else 0.0
+        vitals.blocked_s, vitals.blocked_stack = 0.0, ""
+        if worst is None or blocked_s < BLOCKED_S:
+            self._was_blocked = False
+            return
+        frame = _frames().get(worst.thread)
+        vitals.blocked_s = blocked_s
+        vitals.blocked_stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+        if not self._was_blocked:
+            self._was_blocked = True
+            stack = vitals.blocked_stack
+            logger.warning("event loop blocked", seconds=round(blocked_s, 1), stack=stack)
+
+    def _ask_time(self) -> int:
+        with suppress(OSError):
+            return (self.folder / ASK).stat().st_mtime_ns
+        return 0
+
+    def _write(self, suffix: str, content: bytes) -> None:
+        """Replace a file at once: readers see the old one or the new, never half of one."""
+        file = self.folder / f"{self.vitals.name}.{suffix}"
+        part = file.with_name(f".{file.name}")
+        part.write_bytes(content)
+        os.replace(part, file)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with suppress(OSError):
+                (self.folder / name).unlink()
+
+
+_recorder: Recorder | None = None
 
 
 def start(name: str, folder: Path) -> None:
-    """Begin to write this process's vitals to `folder`/`name`.json, about once a second."""
+    """Begin to write this process's vitals to `folder`/`name`.json, about once a second.
+
+    They are removed when the process ends by itself: what is left behind tells of a death.
+    """
+    global _recorder
+    try:
+        _recorder = Recorder(name, folder)
+    except OSError as error:
+        logger.warning("no vitals", folder=str(folder), error=str(error))
+        return
+    atexit.register(_recorder.close)
+    _recorder.start()
+
+
+def rename(name: str) -> None:
+    """Show this process under another name: a server has none before it has a port."""
+    if _recorder is not None:
+        _recorder.rename(name)
+
+
+def process(pid: int) -> tuple[str, int] | None:
+    """Return a process's state letter and start time in ticks; None: it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _waits() -> list[Waits]:
+    """Return the waits of this process, equal ones together, the oldest first."""
+    now, groups = time.monotonic(), dict[tuple[str, ...], Waits]()
+    found = [
+        (w.what, w.owner, w.on, w.since, w.heard, w.seconds, w.prompt, w.detail)
+        for w in list(waits.table)
+    ]
+    found += [
+        (w.what, w.owner, w.on, w.since, w.since, w.when - w.since, False, "")
+        for each in list(limits.everywhere)
+        for w in list(each.held)
+        if w.what
+    ]
+    for what, owner, on, since, heard, seconds, prompt, detail in sorted(found, key=lambda w: w[3]):
+        key = what.partition(" ")[0], owner.partition(" ")[0], on
+        if (group := groups.get(key)) is not None:
+            group.count += 1
+        elif len(groups) < MAX_GROUPS:
+            times = now - since, now - heard
+            groups[key] = Waits(what, owner, on, *times, seconds, prompt, detail)
+    return list(groups.values())
+
+
+def stacks() -> str:
+    """Return what every thread and task of a watched loop does, equal ones together, one a line."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for ident, frame in _frames().items():
+        places = [_place(each, line) for each, line in traceback.walk_stack(frame)]
+        path = " > ".join(reversed(places))
+        groups.setdefault(("thread", path), []).append(names.get(ident, "?"))
+    for each in _loops:
+        for task in asyncio.all_tasks(each.loop):
+            groups.setdefault(("task", _task_path(task)), []).append(task.get_name())
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
+    return "".join(f"{len(n)} x {kind} {n[0]}: {path}\n" for (kind, path), n in ordered)
+
+
+def _task_path(task: asyncio.Task[Any]) -> str:
+    """Follow a task's chain of awaits to what it waits for."""
+    places: list[str] = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaited, f"{k}_frame")), None)
+        if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
+            break
+        places.append(_place(frame, frame.f_lineno))
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+    return " > ".join(places)
+
+
+def _place(frame: FrameType, line: int) -> str:
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{line} {code.co_name}"
+
+
+def _frames() -> dict[int, FrameType]:
+    return sys._current_frames()  # pyright: ignore[reportPrivateUsage]

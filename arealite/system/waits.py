@@ -11,6 +11,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+OTHER_RANKS = "the other ranks"
+"""As `on`: those trainer ranks whose counter "collectives" is behind this one's."""
+
 
 @dataclass(slots=True, eq=False)
 class Wait:
@@ -22,29 +25,37 @@ class Wait:
     """Who waits, as in "trainer rank 0"."""
     on: str
     """Who has to act, by the name of its role where it has one: "datapipe-0", "rollout-1",
-    "trainer-1", "llm_server 8123", "environment math", "launcher"."""
+    "trainer-1", "llm_server-127.0.0.1-8123", "environment math", OTHER_RANKS."""
     seconds: float | None = None
     """When it ends by itself; None: only by the event."""
+    prompt: bool = False
+    """Whether a live process answers, or at least says who else is waited for, within a second or
+    two; else it may take as long as it takes, and nobody is to blame."""
     since: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+    """When whom it waits for last gave a sign, or it began."""
     detail: str = ""
     """What is known meanwhile, by the last word of whom is waited for."""
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self.since
+    def hear(self, detail: str = "") -> None:
+        """Note a sign of whom is waited for."""
+        self.heard = time.monotonic()
+        self.detail = detail or self.detail
 
 
 table: set[Wait] = set()
 """Of this process. A thread may read a copy (`list(table)`) at any time."""
 
+counters: dict[str, float] = {}
+"""Numbers of this process that vitals show besides."""
+
 
 @contextmanager
 def waiting(
-    what: str, *, owner: str, on: str, seconds: float | None = None
+    what: str, *, owner: str, on: str, seconds: float | None = None, prompt: bool = False
 ) -> Generator[Wait, None, None]:
     """Show a wait for the time of the body; it bounds nothing itself (`deadlines` does)."""
-    wait = Wait(what, owner, on, seconds)
+    wait = Wait(what, owner, on, seconds, prompt)
     table.add(wait)
     try:
         yield wait

@@ -26,6 +26,7 @@ from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import ServedModel
 from arealite.impl.server.weights import load_model
+from arealite.system import vitals
 from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -100,6 +101,7 @@ class EmbeddedServer(LLMServer):
         cluster = self.config.cluster
         registry = NameRegistry.of(self.config)
         entry_id = self.address.removeprefix("http://").replace(":", "-")
+        vitals.rename(f"llm_server-{entry_id}")
         async with registry.registered(
             "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
         ):

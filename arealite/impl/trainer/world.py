@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from arealite.system.waits import OTHER_RANKS, counters, waiting
+
 TIMEOUT = timedelta(hours=1)
 """Of a collective: longer than any evaluation or publish that one rank may wait for alone."""
 
@@ -74,5 +76,8 @@ class World:
         if self.size == 1:
             return values
         numbers = torch.tensor([*values.values()], dtype=torch.float64)
-        dist.all_reduce(numbers, op=op)
+        count = counters["collectives"] = counters.get("collectives", 0.0) + 1
+        counters["ranks"] = self.size
+        with waiting(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
+            dist.all_reduce(numbers, op=op)
         return dict(zip(values, numbers.tolist(), strict=True))

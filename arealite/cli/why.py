@@ -1,0 +1,29 @@
+"""`arealite why RUN`: who holds a run up, who waits for whom, and what every role does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig, name_dir
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.cli import configs
+from arealite.system.diagnosis import examine
+from arealite.system.explain import explain
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one screen; 1 where somebody holds the run up."""
+    parser = argparse.ArgumentParser(
+        prog="arealite why", description="Name who holds a run up: on this host, and on others."
+    )
+    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    paths = RunPaths(parser.parse_args(argv).run)
+    if not paths.config.exists():
+        raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
+    folder = name_dir(configs.load(ExperimentConfig, paths.config, [])) / "vitals"
+    findings = examine(folder)
+    print(explain(folder, findings, logs=paths.logs))
+    return 1 if findings else 0

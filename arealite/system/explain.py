@@ -1,0 +1,140 @@
+"""Tells a person why a run does not go on: who holds it up, who waits for whom, what runs where.
+
+One screen, because it is read at night; the launcher prints it, too, before it gives up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from arealite.system.diagnosis import Finding, Role, read
+from arealite.system.vitals import ASK, process
+
+WIDTH = 118
+ANSWER_S, SIGNAL_S = 2.0, 0.5
+"""How long to wait for the stacks of roles that can write them, and of those that cannot."""
+POLL_S = 0.05
+MAX_VICTIMS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
+IDLE = " _worker"
+"""How the stack of a thread ends that has nothing to do."""
+
+
+def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = None) -> str:
+    """Describe the roles whose vitals are in `folder`, those of `findings` first.
+
+    Asks every role for its stacks, for up to 2.5 s.
+    """
+    roles = read(folder)
+    if not roles and not findings:
+        return f"no process of this run shows itself in {folder}: it is not running."
+    stacks = collect_stacks(folder, roles)
+    lines = ["nobody holds the run up." if not findings else "WHO HOLDS THE RUN UP"]
+    for finding in findings:
+        lines += _describe(finding, logs)
+    causes = {finding.culprit: finding.cause for finding in findings}
+    lines += ["", f"{'ROLE':<28} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
+    for role in roles:
+        lines += _table_row(role, causes.get(role.name, "gone" if role.state == "X" else "ok"))
+    lines += ["", "STACKS (who called whom, the innermost last; how many x what)"]
+    for role in roles:
+        found = stacks.get(role.name, [])
+        lines += [f"{role.name}:", *(f"  {line}" for line in found or ["(none to be had)"])]
+    return "\n".join(_cut(line) for line in lines)
+
+
+def collect_stacks(folder: Path, roles: Sequence[Role]) -> dict[str, list[str]]:
+    """Return the stacks of every role that can still tell them.
+
+    From its vitals' thread; where that is held too, by the signal that works inside C code.
+    """
+    living = {role.name: role for role in roles if role.state not in ("X", "T", "t")}
+    files = {name: folder / role.vitals.stacks for name, role in living.items() if role.state}
+    sizes = {name: _size(file) for name, file in files.items()}
+    found: dict[str, list[str]] = {}
+    with suppress(OSError):
+        (folder / ASK).touch()
+        asked = (folder / ASK).stat().st_mtime_ns
+        dumps = {name: folder / f"{name}.dump" for name in living}
+        _until(lambda: all(_time(dump) >= asked for dump in dumps.values()), ANSWER_S)
+        told = {name: dump for name, dump in dumps.items() if _time(dump) >= asked}
+        found = {name: _shorten(dump.read_text()) for name, dump in told.items()}
+    held = [name for name in files if name not in found]
+    for name in held:
+        vitals = living[name].vitals
+        if (process(vitals.pid) or ("", 0))[1] == vitals.started:
+            os.kill(vitals.pid, signal.SIGUSR1)
+    _until(lambda: all(_size(files[name]) > sizes[name] for name in held), SIGNAL_S)
+    for name in held:
+        with suppress(OSError):
+            text = files[name].read_bytes()[sizes[name] :].decode(errors="replace")
+            found[name] = text.splitlines()[:MAX_FRAMES]
+    return found
+
+
+def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
+    since = f" for {finding.since_s:.1f} s" if finding.since_s else ""
+    yield f"* {finding.culprit} is {finding.cause.upper()}{since}: {finding.detail}"
+    yield from (f"    {line}" for line in finding.stack.rstrip().splitlines()[-MAX_FRAMES:])
+    if finding.cause == "dead" and logs is not None:
+        log = logs / f"{finding.culprit}.log"
+        with suppress(OSError):
+            yield from (f"    | {line}" for line in log.read_text().splitlines()[-LOG_LINES:])
+        yield f"    log: {log}"
+    for victim in finding.victims[:MAX_VICTIMS]:
+        yield f"    <- {victim}"
+    if (more := len(finding.victims) - MAX_VICTIMS) > 0:
+        yield f"    <- and {more} more waits"
+
+
+def _table_row(role: Role, state: str) -> Iterator[str]:
+    vitals = role.vitals
+    head = f"{role.name:<28} {state:<8} {role.age_s:>4.1f} s {vitals.lag_s * 1000:>4.0f} ms  "
+    for wait in vitals.waits or [None]:
+        text = "-" if wait is None else f"{wait.what} on {wait.on}, {wait.waited_s:.1f} s"
+        if wait is not None:
+            text = f"{wait.count} x {text}" if wait.count > 1 else text
+            text += f" of {wait.seconds:.0f} s" if wait.seconds else ""
+            text += f": {wait.detail}" if wait.detail else ""
+        yield head + text
+        head = " " * len(head)
+
+
+def _shorten(dump: str) -> list[str]:
+    """Keep the most frequent stacks of tasks and of threads, and of each its innermost places."""
+    lines = [line for line in dump.splitlines() if not line.endswith(IDLE)]
+    kept = [line for kind in ("task", "thread") for line in _of(kind, lines)[:MAX_STACKS]]
+    short = [line.split(" > ") for line in kept]
+    return [
+        " > ".join([s[0], "...", *s[-MAX_PLACES:]] if len(s) > MAX_PLACES + 1 else s) for s in short
+    ]
+
+
+def _of(kind: str, lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if line.split(" ", 3)[2] == kind]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+
+
+def _size(file: Path) -> int:
+    with suppress(OSError):
+        return file.stat().st_size
+    return 0
+
+
+def _time(file: Path) -> int:
+    with suppress(OSError):
+        return file.stat().st_mtime_ns
+    return 0
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(POLL_S)
