@@ -25,6 +25,7 @@ from arealite.api.publisher import publishers
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
+from arealite.cli.resume import check_resume
 from arealite.system.dataset import load_tasks
 from arealite.system.name_registry import Entry, NameRegistry
 
@@ -41,6 +42,7 @@ def check(config: ExperimentConfig) -> None:
     held_out = load_tasks(config.dataset.eval, "eval") if config.dataset.eval else []
     check_size(config, tasks)
     check_run_folder(config)
+    check_resume(config, tasks)
     servers = find_servers(config, model)
     for server in servers:
         check_same_model(config, model, server)
@@ -172,15 +174,8 @@ def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
 
 
 def check_run_folder(config: ExperimentConfig) -> None:
-    """Check that the trial's folder can be written, and that `resume` allows what is in it."""
+    """Check that the trial's folder can be written."""
     paths = run_paths(config)
-    if config.resume == "never" and paths.ledger.exists():
-        raise UserError(
-            f"{paths.root} already holds a run. Choose another trial_name, "
-            "resume=auto to go on with it, or remove the folder."
-        )
-    if config.resume == "must" and not paths.ledger.exists():
-        raise UserError(f"resume=must, but {paths.root} holds no run.")
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         probe = paths.root / ".writable"

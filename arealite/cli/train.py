@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.launcher import launchers
-from arealite.base import config as base_config
 from arealite.cli import configs, options
 from arealite.system.locks import held
 
@@ -28,11 +27,15 @@ def main(argv: Sequence[str]) -> int:
 
         return role.run("trainer", int(os.environ["RANK"]), config)
 
+    from arealite.cli import resume
     from arealite.cli.check import check
 
     check(config)
     paths = run_paths(config)
+    lock, fix = paths.root / ".lock", "Stop it, or choose another trial_name."
+    with held(lock, fix=fix):
+        resume.begin_anew(config)
     paths.logs.mkdir(parents=True, exist_ok=True)
-    with held(paths.root / ".lock", fix="Stop it, or choose another trial_name."):
-        base_config.save(config, paths.config)
+    with held(lock, fix=fix):  # the folder may be another one than before
+        config = resume.settle(config)
         return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]

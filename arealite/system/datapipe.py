@@ -29,6 +29,7 @@ from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import TrainerDesk
 from arealite.system.datapipe_workers import Held, Worker, Workers
+from arealite.system.dataset import identity
 from arealite.system.ledger import Ledger, LedgerWriter, read_payloads, read_turns
 from arealite.system.name_registry import NameRegistry
 
@@ -75,13 +76,7 @@ class Datapipe:
         """Set once `address` is where to connect."""
         self._registry = registry
         self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
-        fingerprint = {
-            "dataset_rows": str(len(train)),
-            "seed": str(config.seed),
-            "shuffle": str(config.dataset.shuffle),
-            "group_size": str(ppo.collector.group_size),
-        }
-        self.ledger = Ledger(run_paths(config).ledger, fingerprint=fingerprint)
+        self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
         shuffle = config.dataset.shuffle
         self.book = GroupBook(self.ledger, train, ppo=ppo, seed=config.seed, shuffle=shuffle)
         rows = list(eval)[: ppo.eval.num_prompts or None]

@@ -296,6 +296,14 @@ class TrainerDesk:
                 f"the trainer begins at step {start.step}, but {self.book.ledger.path} knows only "
                 f"{known} trained steps: checkpoint and ledger are not of one trial"
             )
+        newest = "SELECT MAX(step) FROM checkpoints"
+        (saved,) = self.book.ledger.connection.execute(newest).fetchone()
+        if start.step < (saved or 0):
+            raise InvariantError(
+                f"the trainer begins at step {start.step}, but the checkpoint of step {saved} was "
+                "durable: it is missing or broken. Put it back; or start the same trial again with "
+                f"resume=step-{start.step:06d} to go back, or resume=never to begin anew"
+            )
         rolled = self.book.roll_back(start.step)
         self._batch_requests.clear()
         self._eval_requests.clear()

@@ -7,6 +7,7 @@ failure in hour three.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any, cast
 
 import msgspec
 
+from arealite.api.config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 
+_encode = msgspec.msgpack.Encoder().encode
 COLUMNS = ("prompt", "ground_truth", "extra_info")
 """Columns read; `prompt` is required, others in the file are ignored."""
 
@@ -44,6 +47,20 @@ def load_tasks(path: str, split: str) -> list[Task]:
     if not tasks:
         raise UserError(f"dataset file {file} has no rows. Write at least one with a `prompt`.")
     return tasks
+
+
+def identity(config: ExperimentConfig, tasks: Sequence[Task]) -> dict[str, str]:
+    """Return what must not change within a trial, by name: it decides which group is which."""
+    digest = hashlib.blake2b(digest_size=4)
+    for task in tasks:
+        digest.update(_encode(task))
+    return {
+        "dataset_rows": str(len(tasks)),
+        "dataset_digest": digest.hexdigest(),
+        "seed": str(config.seed),
+        "shuffle": str(config.dataset.shuffle),
+        "group_size": str(config.trainer.ppo.collector.group_size),
+    }
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -82,18 +82,19 @@ def make_engine(config: ExperimentConfig) -> TrainEngine:
 
 
 def find_checkpoint(config: ExperimentConfig) -> Path | None:
-    """Return the checkpoint to resume from, by `resume`.
+    """Return the checkpoint to go on from: the newest good one, None before there is one.
 
     Raises:
-        UserError: `must` and there is none, or `never` and there are some.
+        UserError: `resume` wants another; only the train.py that starts the ranks can give it.
     """
-    folder = run_paths(config).checkpoints
+    folder, wanted = run_paths(config).checkpoints, config.resume
     newest = checkpoint.latest(folder)
-    if config.resume == "must" and newest is None:
-        raise UserError(f"resume=must, but {folder} holds no good checkpoint. Use resume=auto.")
-    if config.resume == "never" and newest is not None:
+    name = newest.name if newest else "none"
+    fits = {"auto": True, "must": newest is not None, "never": newest is None}
+    if not fits.get(wanted, wanted == name):
         raise UserError(
-            f"resume=never, but {folder} holds {newest.name}. Use resume=auto or a new trial_name."
+            f"resume={wanted}, but the newest good checkpoint in {folder} is {name}. Use "
+            "resume=auto; or start once without RANK, which can go back or begin anew."
         )
     return newest
 

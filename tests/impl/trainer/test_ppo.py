@@ -258,10 +258,12 @@ def test_resuming_a_finished_run_trains_nothing(config: MakeConfig) -> None:
 
 
 def test_resume_must_and_never(config: MakeConfig) -> None:
-    with pytest.raises(UserError, match=r"resume=must, but .* holds no good checkpoint"):
+    with pytest.raises(
+        UserError, match=r"resume=must, but the newest good checkpoint in .* is none"
+    ):
         PPOTrainer(config(resume="must"), Stage().parts()).train()
     PPOTrainer(config(), Stage().parts()).train()
-    with pytest.raises(UserError, match=r"resume=never, but .* holds step-000003"):
+    with pytest.raises(UserError, match=r"resume=never, but .* is step-000003"):
         PPOTrainer(config(resume="never"), Stage().parts()).train()
 
 

@@ -1,0 +1,113 @@
+"""What `resume` makes of what a trial's folder holds: go on, go back to a checkpoint, begin anew.
+
+Decided before anything starts, from the ledger and the checkpoints: a run that skips, repeats or
+begins anew in silence is worse than one that does not start. Nothing is deleted, only moved aside.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.task import Task
+from arealite.base import config as base_config
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.impl.engine import checkpoint
+from arealite.system.dataset import identity
+from arealite.system.ledger import SCHEMA_VERSION, connect
+
+
+def check_resume(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
+    """Refuse what `resume` cannot do, or must not do unasked, with what is there."""
+    wanted, paths = config.resume, run_paths(config)
+    if not re.fullmatch(r"auto|must|never|step-\d+", wanted):
+        raise UserError(f"resume={wanted}: use auto, must, never, or a checkpoint: step-000040.")
+    good = [path.name for path in checkpoint.list_good(paths.checkpoints)]
+    if wanted == "never":
+        return
+    anew = f"resume=never begins anew and moves what is in {paths.root} aside"
+    listed = f"Good checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
+    if wanted not in ("auto", "must", *good):
+        raise UserError(f"resume={wanted} is no good checkpoint. {listed} {anew}.")
+    if wanted == "must" and not good:
+        raise UserError(f"resume=must, but {paths.root} holds no run to go on with. {listed}")
+    if not paths.ledger.exists():
+        if good:
+            raise UserError(f"{paths.ledger} is gone. {listed} Put the ledger back; or {anew}.")
+        return
+    held, named = read_facts(paths.ledger)
+    for key, now in {"schema": SCHEMA_VERSION, **identity(config, tasks)}.items():
+        if (before := held.get(key)) != now:
+            raise UserError(
+                f"{paths.root} was begun with {key}={before}, now it is {now}. Put {before} back, "
+                f"choose another trial_name; or {anew}."
+            )
+    if wanted in ("auto", "must") and named and named > max(map(step_of, good), default=0):
+        back = f"resume={good[-1]} goes back to that one; " if good else ""
+        raise UserError(
+            f"the run's newest checkpoint, of step {named}, is missing or broken. {listed} Put it "
+            f"back; or {back}{anew}."
+        )
+
+
+def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
+    """Return (what the trial was begun with, step of the newest checkpoint ever noted or 0)."""
+    try:
+        with closing(connect(ledger, read_only=True)) as db:
+            held = dict(db.execute("SELECT key, value FROM meta").fetchall())
+            return held, db.execute("SELECT MAX(step) FROM checkpoints").fetchone()[0] or 0
+    except sqlite3.Error as error:
+        raise UserError(f"{ledger} cannot be read as a ledger: {error}. Restore it.") from error
+
+
+def begin_anew(config: ExperimentConfig) -> None:
+    """Move a used folder aside as a whole, where `resume=never` asks for it."""
+    paths = run_paths(config)
+    if config.resume == "never" and (paths.ledger.exists() or paths.checkpoints.exists()):
+        print(f"the run that was here is now in {paths.root.rename(_aside(paths))}")
+
+
+def settle(config: ExperimentConfig) -> ExperimentConfig:
+    """Go back where `resume` names a checkpoint; note the config, under which restarts go on."""
+    paths = run_paths(config)
+    if config.resume.startswith("step-"):
+        _go_back(paths, step_of(config.resume))
+    config = replace(config, resume="auto")
+    newest = checkpoint.latest(paths.checkpoints)
+    begin = step_of(newest.name) if newest else 0
+    for file in paths.configs.glob("*.yaml"):
+        if int(file.stem) > begin:
+            file.unlink()
+    paths.configs.mkdir(exist_ok=True)
+    for file in (paths.config, paths.configs / f"{begin:06d}.yaml"):
+        base_config.save(config, file)
+    return config
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(name.removeprefix("step-"))
+
+
+def _go_back(paths: RunPaths, step: int) -> None:
+    """Forget checkpoints after `step`; the trainer's start rolls the rest of the ledger back."""
+    newer = [path for path in paths.checkpoints.glob("step-*") if step_of(path.name) > step]
+    if newer:
+        aside = _aside(paths) / paths.checkpoints.name
+        aside.mkdir(parents=True)
+        for path in newer:
+            path.rename(aside / path.name)
+        print(f"newer checkpoints are now in {aside}")
+    with closing(connect(paths.ledger)) as db:
+        db.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
+
+
+def _aside(paths: RunPaths) -> Path:
+    return paths.root.with_name(f"{paths.root.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
