@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,6 +18,8 @@ from arealite.api.trajectory import TrajectoryHeader
 
 LOST = "worker_lost"
 """Failure class of an episode whose worker died or forgot it."""
+BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 5.0
+"""How long after its first failure, doubled with each further one, an episode is offered again."""
 
 
 @dataclass
@@ -69,6 +72,12 @@ class Group:
         """Members that failed as often as is allowed."""
         counts = Counter(member for member, _, _ in self.failures)
         return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
+
+    def rest(self, member: int) -> None:
+        """Let a failed episode wait, so that what makes it fail is not hammered."""
+        before = sum(m == member and name != LOST for m, _, name in self.failures) - 1
+        seconds = min(MAX_BACK_OFF_S, BACK_OFF_S * 2**before)
+        self.rests_until[member] = time.monotonic() + seconds
 
     def missing(self, max_attempts: int, now: float = math.inf) -> list[int]:
         """Members that nobody runs and that may be offered `now` (by default: ever)."""

@@ -19,8 +19,6 @@ from arealite.system.datapipe_group import LOST, Group, permutation
 from arealite.system.ledger import Ledger, decode_header, decode_turn
 
 FAILURE_WINDOW = 256
-BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 5.0
-"""How long after its first failure, doubled with each further one, an episode is offered again."""
 
 
 class GroupBook:
@@ -175,7 +173,7 @@ class GroupBook:
             self.failed_window.append(True)
             self.first_failure = self.first_failure or failure
             self._forget(group, episode.member)
-            self._rest(group, episode.member)
+            group.rest(episode.member)
         for lease in [lease for lease in group.leases.values() if not group.due(lease)]:
             self.end(lease)
         self._settle(group)
@@ -189,12 +187,6 @@ class GroupBook:
         if oldest is None or (lease is not None and oldest >= lease.version):
             return False
         return not self._fits(group, oldest)
-
-    def _rest(self, group: Group, member: int) -> None:
-        """Let a failed episode wait, so that what makes it fail is not hammered."""
-        times = sum(m == member and name != LOST for m, _, name in group.failures)
-        seconds = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (times - 1))
-        group.rests_until[member] = time.monotonic() + seconds
 
     def _fail(self, group: Group, member: int, lease_id: str, failure: Failure) -> bool:
         """Note a failed attempt; False if it is known (a result may come twice)."""
@@ -251,23 +243,26 @@ class GroupBook:
         return chosen
 
     def _choose(self, step: int) -> list[Group] | None:
-        if self.ppo.staleness_policy == "drop":
-            self._drop_stale(step)
         if self.counts["complete"] < self.ppo.num_groups:
             return None
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         policy, found = self.ppo.staleness_policy, list(self.candidates())
+        if policy != "mask":  # under pace, none is too old unless η is less than it was
+            found = self._drop_stale(found, step)
+        if all(c.is_complete for c in found):
+            policy = "drop"  # nothing to wait for: all fit, unless the batch is smaller than it was
         chosen = staleness.choose(found, step, policy=policy, eta=eta, num_groups=size)
         return None if chosen is None else [self.groups[f"g{c.seq}"] for c in chosen]
 
-    def _drop_stale(self, step: int) -> None:
-        complete = [c for c in self.candidates() if c.is_complete]
-        for candidate in complete:
-            if step - candidate.start > self.ppo.max_staleness:
-                group = self.groups[f"g{candidate.seq}"]
-                for header in group.headers:
-                    self.dropped_lengths[1 << header.num_tokens.bit_length()] += 1
-                self._filter(group, "stale")
+    def _drop_stale(self, found: list[staleness.Candidate], step: int) -> list[staleness.Candidate]:
+        oldest = step - self.ppo.max_staleness
+        stale = [c for c in found if c.is_complete and c.start < oldest]
+        for candidate in stale:
+            group = self.groups[f"g{candidate.seq}"]
+            for header in group.headers:
+                self.dropped_lengths[1 << header.num_tokens.bit_length()] += 1
+            self._filter(group, "stale")
+        return [c for c in found if c not in stale] if stale else found
 
     def mark_trained(self, step: int) -> None:
         """Note that the optimizer has applied a batch."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from arealite.system import datapipe_groups
+from arealite.api.rollout_messages import Lease, Progress, TurnHeader
+from arealite.system import datapipe_group
 from arealite.system.datapipe_groups import GroupBook
-from arealite.system.ledger import Ledger
+from arealite.system.ledger import Ledger, read_turns
 from tests.system.scenes import episode, experiment, failed, tasks
 
 Make = Callable[..., GroupBook]
@@ -19,19 +20,63 @@ Make = Callable[..., GroupBook]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(datapipe_groups, "BACK_OFF_S", 0.0)
+    monkeypatch.setattr(datapipe_group, "BACK_OFF_S", 0.0)
     ledgers: list[Ledger] = []
 
-    def build(*, group_size: int = 3, **ppo: Any) -> GroupBook:
-        ledgers.append(Ledger(tmp_path / f"{len(ledgers)}.sqlite", fingerprint={}))
-        config = experiment(tmp_path, group_size=group_size, max_attempts=2, **ppo).trainer.ppo
+    def build(
+        *, group_size: int = 3, again: GroupBook | None = None, max_attempts: int = 2, **ppo: Any
+    ) -> GroupBook:
+        """A book of its own; or, as after kill -9, of what `again` has written."""
+        file = tmp_path / f"{len(ledgers)}.sqlite"
+        if again is not None:
+            again.ledger.commit()
+            again.ledger.close()
+            file = again.ledger.path
+        ledgers.append(Ledger(file, fingerprint={}))
+        ppo |= {"group_size": group_size, "max_attempts": max_attempts}
+        config = experiment(tmp_path, **ppo).trainer.ppo
         book = GroupBook(ledgers[-1], tasks(4), ppo=config, seed=1, shuffle=True)
-        book.version = 0
+        if again is None:
+            publish(book, 0)
         return book
 
     yield build
     for ledger in ledgers:
         ledger.close()
+
+
+def publish(book: GroupBook, version: int) -> None:
+    book.version = version
+    book.ledger.set_meta("version", str(version))
+
+
+def turn(index: int, *, member: int = 0, version: int = 0, tokens: int = 4, seat: str = "agent"):
+    return TurnHeader(member, seat, index, version, tokens, is_whole=True)
+
+
+def tell(book: GroupBook, lease: Lease, *turns: TurnHeader) -> None:
+    """Progress of an episode under way, its payloads naming lease and turn."""
+    payloads = [f"{lease.lease_id} {t.seat} {t.index}".encode() for t in turns]
+    book.keep(Progress("w", lease.lease_id, lease.group_id, list(turns)), payloads)
+
+
+def lease_next(book: GroupBook, credit: int = 8) -> Lease:
+    group = book.next_offer()
+    assert group
+    return book.lease(group, worker_id="w", credit=credit)
+
+
+def stored(book: GroupBook, lease: Lease) -> list[bytes]:
+    """Payloads with which a lease is sent."""
+    book.ledger.commit()
+    headers, payloads = read_turns(book.ledger.path, lease)
+    assert headers == lease.turns
+    return payloads
+
+
+def turns_in(book: GroupBook) -> int:
+    book.ledger.commit()
+    return book.ledger.connection.execute("SELECT COUNT(*) FROM turns").fetchone()[0]
 
 
 def run(book: GroupBook, outcome: Callable[[int], bool], *, version: int | None = None) -> Any:
@@ -146,3 +191,236 @@ def test_admission_stops_at_eta_plus_one_batches(make: Make) -> None:
     assert book.next_offer() is None
     book.version = 1
     assert book.next_offer() is not None
+
+
+# ---------------------------------------------------------------- turns of episodes under way
+
+
+def test_turns_of_a_lost_lease_go_with_the_next_one(make: Make) -> None:
+    book = make(group_size=2)
+    lost = lease_next(book)
+    tell(book, lost, turn(0), turn(0, member=1))
+    tell(book, lost, turn(1))
+    publish(book, 2)
+    book.lose(lost)
+    group = book.groups[lost.group_id]
+    assert group.start == 0, "what is kept may not get older than eta unseen"
+    again = book.lease(group, worker_id="w2", credit=1)
+    assert again.turns == [turn(0), turn(1)], "of its own members only"
+    assert again.version == 0
+    assert stored(book, again) == [b"g0.1.1 agent 0", b"g0.1.1 agent 1"]
+    other = book.lease(group, worker_id="w3", credit=1)
+    assert (other.members, other.turns) == ([1], [turn(0, member=1)])
+
+
+def test_a_lease_without_turns_is_of_the_confirmed_version(make: Make) -> None:
+    book = make(group_size=1)
+    lost = lease_next(book)
+    publish(book, 2)
+    book.lose(lost)
+    again = lease_next(book)
+    assert (again.group_id, again.version, again.turns) == ("g0", 2, [])
+
+
+@pytest.mark.parametrize("end", ["finished", "failed", "given up", "filtered"])
+def test_turns_are_forgotten_with_the_episode(make: Make, end: str) -> None:
+    book = make(group_size=2, partial_group="drop" if end == "filtered" else "min_size")
+    lease = lease_next(book)
+    tell(book, lease, turn(0), turn(1), turn(0, member=1))
+    assert turns_in(book) == 3
+    if end == "finished":
+        book.add(episode(lease, 0), [b""])
+    elif end == "failed":
+        book.add(failed(lease, 0), [])
+    elif end == "filtered":
+        book.add(failed(lease, 1), [])
+    else:
+        book.add(episode(lease, 1), [b""])
+        book.lose(lease)
+        book.lose(lease_next(book))
+        assert book.counts["filtered:failed:worker_lost"] == 1
+    left = {"finished": 1, "failed": 1, "given up": 0, "filtered": 0}[end]
+    assert turns_in(book) == left
+    assert sum(len(t) for g in book.groups.values() for t in g.turns.values()) == left
+
+
+def test_progress_that_is_late_too_old_or_of_nobody_is_not_kept(make: Make) -> None:
+    book = make(group_size=2)
+    lost = lease_next(book)
+    tell(book, lost, turn(0))
+    book.lose(lost)
+    publish(book, 1)
+    again = lease_next(book)
+    tell(book, lost, turn(1), turn(0, tokens=9), turn(0, member=1))  # its worker lives after all
+    assert stored(book, again) == [b"g0.1.1 agent 0"]
+    book.add(episode(again, 1), [b""])
+    tell(book, again, turn(0, member=1))  # of an episode that has ended
+    fresh = lease_next(book)
+    tell(book, fresh, turn(0, version=0))  # older than its lease: it would break the bound
+    strange = Lease("e0-0.1.1", "e0-0", "eval-0", fresh.task, [0], 0)
+    tell(book, strange, turn(0))
+    assert turns_in(book) == 1
+    assert book.groups[fresh.group_id].start == 1
+
+
+def test_a_turn_replaces_all_that_is_known_from_there_on(make: Make) -> None:
+    """An episode that went another way than its record may not be mixed with it."""
+    book = make(group_size=1, max_attempts=9)
+    lost = lease_next(book)
+    tell(book, lost, turn(0), turn(1), turn(2), turn(2, seat="judge"))
+    book.lose(lost)
+    other = lease_next(book)
+    tell(book, other, turn(1, tokens=7))
+    book.lose(other)
+    last = lease_next(book)
+    assert last.turns == [turn(0), turn(1, tokens=7), turn(2, seat="judge")]
+    assert stored(book, last) == [b"g0.1.1 agent 0", b"g0.1.2 agent 1", b"g0.1.1 judge 2"]
+
+
+def test_a_restart_restores_turns_attempts_and_failures(make: Make) -> None:
+    book = make(group_size=3, max_attempts=3)
+    lost = lease_next(book)
+    tell(book, lost, turn(0), turn(1), turn(0, member=1), turn(0, member=2))
+    book.add(failed(lost, 1), [])
+    book.lose(lost)
+    running = lease_next(book, credit=1)
+    tell(book, running, turn(2))
+    before = book.groups["g0"]
+    book = make(group_size=3, max_attempts=3, again=book)
+    after = book.groups["g0"]
+    assert (after.turns, sorted(after.failures)) == (before.turns, sorted(before.failures))
+    assert sorted(after.turns) == [0, 2]
+    assert (after.start, after.missing(3)) == (0, [1, 2])
+    assert (after.given_up(1), after.given_up(2)) == ({0, 1, 2}, set())
+    (held,) = after.leases.values()
+    assert (held.lease_id, held.members, held.version) == (running.lease_id, [0], 0)
+    tell(book, held, turn(3))
+    assert [t.index for t in after.turns[0].values()] == [0, 1, 2, 3]
+
+
+def train_step(book: GroupBook) -> list[int] | None:
+    """Compose and train the next batch; return the ages of its tokens."""
+    step, groups = book.next_step, book.compose()
+    if groups is None:
+        return None
+    book.mark_trained(step)
+    publish(book, step + 1)
+    return [step - h.oldest_version for group in groups for h in group.headers]
+
+
+def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
+    """Between a worker's death and the next lease, too: else its oldest token would outlive eta."""
+    book = make(group_size=1, max_staleness=1)
+    book.ppo = replace(book.ppo, batch_size=1)
+    lost = lease_next(book)
+    tell(book, lost, turn(0))
+    for _ in range(2):
+        run(book, lambda m: True) if book.next_offer() else None
+    assert train_step(book) == [0]
+    book.lose(lost)
+    assert train_step(book) is None, "g0 is due in batch 1"
+    again = lease_next(book)
+    assert (again.group_id, again.version) == ("g0", 0)
+    book.add(episode(again, 0, version=0), [b""])
+    assert train_step(book) == [1]
+
+
+@pytest.mark.parametrize("policy", ["pace", "drop"])
+def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: str) -> None:
+    """The only way to get there under pace: the run is begun again with less staleness."""
+    about = {"group_size": 1, "staleness_policy": policy, "num_groups": 1}
+    book = make(max_staleness=2, **about)
+    slow = lease_next(book)
+    tell(book, slow, turn(0), turn(1))
+    for _ in range(2):
+        lease = lease_next(book)
+        book.add(episode(lease, 0), [b""])
+        assert train_step(book)
+    book = make(again=book, max_staleness=1, **about)
+    book.lose(slow)
+    again = lease_next(book)
+    assert (again.group_id, again.turns, again.version) == ("g0", [], 2)
+    assert turns_in(book) == 0
+    book.add(episode(again, 0), [b""])
+    assert train_step(book) == [0]
+
+
+def test_masked_tokens_may_be_of_any_age(make: Make) -> None:
+    book = make(group_size=1, staleness_policy="mask", max_staleness=0)
+    lost = lease_next(book)
+    tell(book, lost, turn(0))
+    book.lose(lost)
+    book.version = book.next_step = 7
+    assert lease_next(book).turns == [turn(0)]
+
+
+# ---------------------------------------------------------------- roll-back and rest
+
+
+def test_after_a_roll_back_nothing_is_leased_until_a_version_is_published(make: Make) -> None:
+    about = {"group_size": 1, "num_groups": 1, "max_staleness": 1}
+    book = make(**about)
+    for _ in range(3):
+        run(book, lambda m: True)
+        assert train_step(book)
+    running = lease_next(book)
+    assert book.roll_back(1) == 2
+    assert book.next_offer() is None
+    assert running.lease_id in book.groups[running.group_id].leases, "it goes on"
+    book = make(again=book, **about)  # killed right there
+    assert book.version is None
+    assert book.next_offer() is None
+    publish(book, 1)
+    book.add(episode(running, 0), [b""])
+    assert book.groups[running.group_id].state == "complete"
+
+
+def test_a_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
+    book = make(group_size=1, num_groups=1)
+    run(book, lambda m: True)
+    assert train_step(book)
+    book.roll_back(1)
+    assert book.version == 1
+
+
+def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
+    """Were all of them given at the old version, all would be due in the one batch it leaves."""
+    book = make(group_size=1, num_groups=1, max_staleness=2, max_attempts=9)
+    for _ in range(5):
+        run(book, lambda m: True)
+        assert train_step(book) == [0]
+    held = [lease_next(book) for _ in range(3)]
+    book.roll_back(3)
+    for lease in held:
+        book.lose(lease)
+    publish(book, 3)
+    ages: list[int] = []
+    for _ in range(5):
+        while (group := book.next_offer()) is not None:
+            lease = book.lease(group, worker_id="w", credit=1)
+            book.add(episode(lease, 0), [b""])
+        done = train_step(book)
+        assert done is not None, "pace waits for ever"
+        ages += done
+    assert max(ages) <= 2
+    assert not book.counts["filtered:stale"]
+
+
+def test_a_failed_episode_rests_longer_each_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    book = make(group_size=1, max_attempts=9, max_staleness=0, num_groups=1)
+    monkeypatch.setattr(datapipe_group, "BACK_OFF_S", 0.2)
+    monkeypatch.setattr(datapipe_group.time, "monotonic", lambda: now)
+    rests: list[float] = []
+    for _ in range(7):
+        lease = lease_next(book)
+        book.add(failed(lease, 0), [])
+        begin = now
+        while book.next_offer() is None:
+            now += 0.1
+        rests.append(now - begin)
+    assert rests == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.11)
+    book.lose(lease_next(book))
+    assert book.next_offer() is not None, "a dead worker is no reason to wait"

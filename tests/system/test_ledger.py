@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arealite.api.rollout_messages import Lease, Progress, TurnHeader
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.audit import audit
 from arealite.system.datapipe_groups import GroupBook, permutation
-from arealite.system.ledger import Ledger, read_payloads
+from arealite.system.ledger import Ledger, read_payloads, read_turns
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 
 POLICY = st.sampled_from(["retry", "min_size", "drop"])
@@ -37,7 +38,8 @@ def picture(book: GroupBook) -> dict[str, object]:
         "counts": {k: v for k, v in book.counts.items() if v},
         "groups": {
             key: (g.task.task_id, g.state, g.step, g.start, [h.trajectory_id for h in g.headers],
-                  sorted(g.leases), sorted(g.failures), g.missing(book.ppo.max_attempts))
+                  sorted(g.leases), sorted(g.failures), g.missing(book.ppo.max_attempts),
+                  {member: turns for member, turns in g.turns.items() if turns})
             for key, g in book.groups.items()
         },
         "batches": {
@@ -54,35 +56,61 @@ class Random:
 
     def __init__(self, folder: Path, ppo: PPOConfig, data: st.DataObject) -> None:
         self.folder, self.ppo, self.data = folder, ppo, data
+        self.eta = ppo.max_staleness
         self.book = open_book(folder, ppo)
         self.trained: dict[int, list[str]] = {}
         self.version = 0
 
     def step(self) -> None:
         verbs = [self.lease, self.finish, self.finish, self.fail, self.lose, self.compose,
-                 self.train, self.reopen, self.roll_back, self.checkpoint]  # fmt: skip
+                 self.train, self.reopen, self.roll_back, self.checkpoint, self.tell]  # fmt: skip
         self.data.draw(st.sampled_from(verbs))()
 
     def lease(self) -> None:
         self.book.version = self.version
         self.book.ledger.set_meta("version", str(self.version))
+        for group in self.book.groups.values():
+            group.rests_until.clear()
         for _ in range(3):
             group = self.book.next_offer()
             if group is not None:
-                self.book.lease(group, worker_id="w", credit=self.data.draw(st.integers(1, 2)))
+                self.begin(self.book.lease(group, worker_id="w", credit=self.some(1, 2)))
+
+    def some(self, low: int, high: int) -> int:
+        return self.data.draw(st.integers(low, high))
+
+    def begin(self, lease: Lease) -> None:
+        """What a lease goes on from is in the file, with its payload, and no older than it says."""
+        self.book.ledger.commit()
+        headers, payloads = read_turns(self.book.ledger.path, lease)
+        assert headers == lease.turns
+        assert payloads == [f"{t.seat} {t.index} {t.tokens}".encode() for t in headers]
+        assert lease.version == min([self.version, *(t.oldest_version for t in headers)])
+
+    def tell(self) -> None:
+        lease, member = self.pick()
+        if lease is not None:
+            turn = TurnHeader(
+                member, self.data.draw(st.sampled_from("ab")), self.some(0, 2),
+                self.some(max(0, lease.version - 1), max(self.version, lease.version)),
+                self.some(1, 9), True,
+            )  # fmt: skip
+            told = Progress("w", lease.lease_id, lease.group_id, [turn])
+            self.book.keep(told, [f"{turn.seat} {turn.index} {turn.tokens}".encode()])
 
     def pick(self):
         leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]
         if not leases:
             return None, 0
-        lease = leases[self.data.draw(st.integers(0, len(leases) - 1))]
-        return lease, lease.members[self.data.draw(st.integers(0, len(lease.members) - 1))]
+        lease = leases[self.some(0, len(leases) - 1)]
+        return lease, lease.members[self.some(0, len(lease.members) - 1)]
 
     def finish(self) -> None:
         lease, member = self.pick()
         if lease is not None:
             reward = float(self.data.draw(st.booleans()))
-            made = episode(lease, member, reward=reward)
+            version = self.some(lease.version, max(self.version, lease.version))
+            made = episode(lease, member, reward=reward, version=version)
             for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
                 self.book.add(made, [payload(made.headers[0].trajectory_id)])
 
@@ -103,7 +131,7 @@ class Random:
             step = self.book.next_step - 1
             assert self.trained.get(step, ids) == ids, "a rolled-back batch is composed as it was"
             ages = [step - h.oldest_version for g in groups for h in g.headers]
-            assert max(ages) <= self.ppo.max_staleness
+            assert step in self.trained or max(ages) <= self.ppo.max_staleness
             self.trained[step] = ids
 
     def train(self) -> None:
@@ -125,12 +153,26 @@ class Random:
         self.book.roll_back(step)
         self.version = min(step, self.version)
 
+    def go_on(self) -> None:
+        """Whatever happened, the next batches come: nothing is waited for that cannot come."""
+        begin = self.book.next_step
+        for _ in range(12):
+            self.lease()
+            for group in list(self.book.groups.values()):
+                for lease in list(group.leases.values()):
+                    for member in lease.members:
+                        self.book.add(episode(lease, member, reward=float(member)), [b""])
+            self.compose()
+            self.train()
+        assert self.book.next_step >= begin + 3
+
     def reopen(self) -> None:
         """As after kill -9 just after a commit; what was queued later never happened."""
         self.book.ledger.commit()
         before = picture(self.book)
         boot = self.book.ledger.boot
         self.book.ledger.close()
+        self.ppo = replace(self.ppo, max_staleness=self.some(0, self.eta))  # as a user may
         self.book = open_book(self.folder, self.ppo)
         assert self.book.ledger.boot == boot + 1
         assert picture(self.book) == before
@@ -146,6 +188,7 @@ def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int
         for _ in range(data.draw(st.integers(5, 40))):
             history.step()
         history.reopen()
+        history.go_on()
         history.book.ledger.close()
         report = audit(folder / "ledger.sqlite")
         assert report.ok, report.table()
