@@ -20,8 +20,8 @@ ANSWER_S, SIGNAL_S = 2.0, 0.5
 """How long to wait for the stacks of roles that can write them, and of those that cannot."""
 POLL_S = 0.05
 MAX_VICTIMS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
-IDLE = " _worker"
-"""How the stack of a thread ends that has nothing to do."""
+IDLE = ": thread.py:"
+"""How the stack of a pool's thread begins that has nothing to do."""
 
 
 def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = None) -> str:
@@ -40,7 +40,7 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     lines += ["", f"{'ROLE':<28} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
     for role in roles:
         lines += _table_row(role, causes.get(role.name, "gone" if role.state == "X" else "ok"))
-    lines += ["", "STACKS (who called whom, the innermost last; how many x what)"]
+    lines += ["", "STACKS (what runs or waits < who called it)"]
     for role in roles:
         found = stacks.get(role.name, [])
         lines += [f"{role.name}:", *(f"  {line}" for line in found or ["(none to be had)"])]
@@ -106,12 +106,9 @@ def _table_row(role: Role, state: str) -> Iterator[str]:
 
 def _shorten(dump: str) -> list[str]:
     """Keep the most frequent stacks of tasks and of threads, and of each its innermost places."""
-    lines = [line for line in dump.splitlines() if not line.endswith(IDLE)]
+    lines = [line for line in dump.splitlines() if IDLE not in line]
     kept = [line for kind in ("task", "thread") for line in _of(kind, lines)[:MAX_STACKS]]
-    short = [line.split(" > ") for line in kept]
-    return [
-        " > ".join([s[0], "...", *s[-MAX_PLACES:]] if len(s) > MAX_PLACES + 1 else s) for s in short
-    ]
+    return [" < ".join(line.split(" < ")[:MAX_PLACES]) for line in kept]
 
 
 def _of(kind: str, lines: Sequence[str]) -> list[str]:

@@ -266,7 +266,8 @@ def _waits() -> list[Waits]:
         if w.what
     ]
     for what, owner, on, since, heard, seconds, prompt, detail in sorted(found, key=lambda w: w[3]):
-        key = what.partition(" ")[0], owner.partition(" ")[0], on
+        words = (text.partition(" ")[0] for text in (what, owner))
+        key = on, *(word if word.isalpha() else "#" for word in words)
         if (group := groups.get(key)) is not None:
             group.count += 1
         elif len(groups) < MAX_GROUPS:
@@ -276,12 +277,17 @@ def _waits() -> list[Waits]:
 
 
 def stacks() -> str:
-    """Return what every thread and task of a watched loop does, equal ones together, one a line."""
+    """Return what every other thread and every task of a watched loop does, innermost call first.
+
+    One a line; equal ones are together.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     groups: dict[tuple[str, str], list[str]] = {}
     for ident, frame in _frames().items():
+        if ident == threading.get_ident():
+            continue
         places = [_place(each, line) for each, line in traceback.walk_stack(frame)]
-        path = " > ".join(reversed(places))
+        path = " < ".join(places)
         groups.setdefault(("thread", path), []).append(names.get(ident, "?"))
     for each in _loops:
         for task in asyncio.all_tasks(each.loop):
@@ -300,7 +306,7 @@ def _task_path(task: asyncio.Task[Any]) -> str:
             break
         places.append(_place(frame, frame.f_lineno))
         awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
-    return " > ".join(places)
+    return " < ".join(reversed(places))
 
 
 def _place(frame: FrameType, line: int) -> str:

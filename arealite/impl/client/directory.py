@@ -6,6 +6,7 @@ One owned task does it for all requests, which only wait for its `changed` event
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 import aiohttp
@@ -106,7 +107,10 @@ class Directory:
         """Ask a server for its version; a silent or refusing one gets no traffic."""
         url, seconds = f"{server.address}/model_info", self.timeout_s
         try:
-            with waiting("its version", owner="llm client", on=server.name, seconds=seconds):
+            with waiting(
+                "its version", owner="llm client", on=server.name, seconds=seconds, prompt=True
+            ) as wait:
+                wait.heard = server.heard
                 async with asyncio.timeout(seconds), self._session.get(url) as response:
                     response.raise_for_status()
                     info = wire.decode_model_info(await response.read())
@@ -117,7 +121,7 @@ class Directory:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             self._lose(server, repr(error))
         else:
-            server.misses = 0
+            server.misses, server.heard = 0, time.monotonic()
             server.version = wire.parse_version(info.weight_version)
             if is_named and not server.alive:
                 logger.info("llm server in traffic", id=server.id, version=server.version)

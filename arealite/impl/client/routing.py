@@ -5,6 +5,7 @@ Pure bookkeeping without I/O: the directory keeps the servers' state up to date,
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from yarl import URL
@@ -28,6 +29,8 @@ class Server:
     context_length: int | None = None
     alive: bool = False
     """It answered when last asked, and its name is fresh."""
+    heard: float = field(default_factory=time.monotonic)
+    """When it last answered a question."""
     misses: int = 0
     """Questions in a row that it left unanswered."""
     in_flight: int = 0
@@ -37,7 +40,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.generate_url = URL(f"{self.address}/generate")
-        self.name = f"llm_server {self.id}"
+        self.name = f"llm_server-{self.id}"
 
     def lose(self) -> None:
         """Take it out of traffic and interrupt what waits for it."""

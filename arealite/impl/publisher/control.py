@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import Timeout
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.system.deadlines import deadline
+from arealite.system.waits import waiting
 
 logger = log.get(__name__)
 
@@ -75,6 +78,11 @@ class Server:
     _greeted: bool = False
 
     @property
+    def role(self) -> str:
+        """Its name in vitals."""
+        return f"llm_server-{self.id}"
+
+    @property
     def can(self) -> Capabilities:
         """What it can do; after `connect`."""
         assert self.known is not None, "connect first"
@@ -93,7 +101,7 @@ class Server:
         if Path(self.folder).is_absolute():
             held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
             check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
-        async with deadline("an answer to a greeting", owner="publisher", seconds=CONTINUE_S):
+        async with self._bounded("an answer to a greeting", CONTINUE_S):
             await self.demand("/continue_generation", {})  # so that it can generate
         spec, info = await self._get("/openapi.json"), await self._get("/server_info")
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
@@ -122,7 +130,7 @@ class Server:
         """
         begin = paused = time.perf_counter()
         try:
-            async with deadline(f"version {version}", owner="publisher", seconds=seconds):
+            async with self._bounded(f"version {version}", seconds):
                 flush = await self.pause(mode)
                 paused = time.perf_counter()
                 await load(self, flush)
@@ -191,7 +199,7 @@ class Server:
 
     async def resume(self) -> None:
         """Continue; a broken server loses its version first, and stays paused if it cannot."""
-        async with deadline("a continue", owner="publisher", seconds=CONTINUE_S):
+        async with self._bounded("a continue", CONTINUE_S):
             if self.broken:
                 if not self.can.relabel:
                     return
@@ -210,7 +218,7 @@ class Server:
 
     async def version(self) -> str | None:
         """Ask which version it holds; None where the server does not say."""
-        async with deadline("model info", owner="publisher", seconds=CONTINUE_S):
+        async with self._bounded("model info", CONTINUE_S):
             return (await self._get("/model_info", needed=True)).get("weight_version")
 
     async def fingerprint(self) -> str | tuple[float, ...]:
@@ -234,6 +242,9 @@ class Server:
 
     # ------------------------------------------------------------ inside
 
+    def _bounded(self, what: str, seconds: float) -> AbstractAsyncContextManager[Timeout]:
+        return deadline(what, owner="publisher", on=self.role, seconds=seconds)
+
     async def _flush(self) -> None:
         """Empty the cache while paused; requests in its way are retracted, then aborted."""
         for mode in ("retract", "abort"):
@@ -249,11 +260,15 @@ class Server:
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         """Return status and text of the answer."""
-        async with self.session.post(self.address + path, json=body) as response:
-            return response.status, await response.text()
+        prompt = "weights" not in path and path != "/generate"
+        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
+            async with self.session.post(self.address + path, json=body) as response:
+                return response.status, await response.text()
 
     async def _get(self, path: str, *, needed: bool = False) -> dict[str, Any]:
-        async with self.session.get(self.address + path) as response:
+        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=True):
+            response = await self.session.get(self.address + path)
+        async with response:
             if needed:
                 response.raise_for_status()
             return msgspec.json.decode(await response.read()) if response.status == 200 else {}

@@ -314,7 +314,8 @@ class DistributedPublisher(ServersPublisher):
 
         async def bounded(server: Server) -> None:
             left = max(0.1, update.until - time.monotonic())
-            async with deadline(f"{server.id} to take weights", owner="publisher", seconds=left):
+            what, on = f"{server.id} to take weights", server.role
+            async with deadline(what, owner="publisher", on=on, seconds=left):
                 await do(server)
 
         tasks = {asyncio.ensure_future(bounded(server)): server for server in update.servers}

@@ -28,6 +28,7 @@ from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.verify import Print, wrong
 from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
+from arealite.system.vitals import watch as watch_loop
 
 logger = log.get(__name__)
 
@@ -167,6 +168,7 @@ class ServersPublisher(WeightPublisher):
     async def _main(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            watch_loop(self._loop)
             self._ready.set()
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -221,7 +223,8 @@ class ServersPublisher(WeightPublisher):
                     return
                 server.held = None
                 seconds = self.config.timeout_s
-                async with deadline(f"{server.id} to answer", owner="publisher", seconds=seconds):
+                what, on = f"{server.id} to answer", server.role
+                async with deadline(what, owner="publisher", on=on, seconds=seconds):
                     await server.connect(self.shapes)
                 await self.bring(server, version)
                 server.error = None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from arealite.base.errors import EpisodeError, RewardTimeout, RoleError
+from arealite.base.errors import DeadlineError, EpisodeError, RewardTimeout, RoleError
 from arealite.base.log import get
 from arealite.system.deadlines import deadline
 
@@ -55,10 +55,11 @@ class Checker:
         if self.pid is None:
             await self.revive()
         try:
-            async with asyncio.timeout(timeout_s):
+            what, on = "a reward check", f"reward checker {self.pid}"
+            async with deadline(what, owner="reward pool", on=on, seconds=timeout_s):
                 await self._send({"completion": completion, "truth": truth})
                 answer = await self._receive()
-        except TimeoutError as error:
+        except DeadlineError as error:
             self._kill()
             raise RewardTimeout(f"a reward check was killed after {timeout_s} s") from error
         except asyncio.CancelledError:
@@ -71,7 +72,8 @@ class Checker:
 
     async def revive(self) -> None:
         """Wait for the newest child to report, starting the parent if it is gone."""
-        async with deadline("a reward checker to start", owner="reward pool", seconds=START_S):
+        what, on = "a reward checker to start", "reward checker"
+        async with deadline(what, owner="reward pool", on=on, seconds=START_S):
             while self.pid is None:
                 if self._closed:
                     raise CheckerDied

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class ExternalServers:
             return
         url, body = f"{entry['address']}/update_weight_version", {"new_version": UNTRUSTED}
         async with (
-            deadline(f"an answer of {url}", owner="external servers", seconds=ANSWER_S),
+            bounded(url, ANSWER_S),
             self._session.post(url, json=body | {"abort_all_requests": False}) as response,
         ):
             if response.status == 200:  # servers without the route keep their label
@@ -119,7 +119,7 @@ class ExternalServers:
                 }
 
     async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
-        async with deadline(f"an answer of {url}", owner="external servers", seconds=seconds):
+        async with bounded(url, seconds):
             return await get(self._session, url)
 
 
@@ -191,6 +191,13 @@ def entry_id(address: str) -> str:
     return address.replace("localhost", "127.0.0.1").replace(":", "-")
 
 
+def bounded(url: str, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    """Bound a question to the server at `url`."""
+    on = f"llm_server-{entry_id(url.split('/')[2])}"
+    what, owner = f"an answer of {url}", "external servers"
+    return deadline(what, owner=owner, on=on, seconds=seconds, prompt=True)
+
+
 async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
     """Return the registry entry of a server, all but its vocabulary, which it does not tell.
 
@@ -199,7 +206,7 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         DeadlineError, aiohttp.ClientError, OSError: it does not answer.
     """
     url = f"http://{address}"
-    async with deadline(f"an answer of {url}", owner="external servers", seconds=ANSWER_S):
+    async with bounded(url, ANSWER_S):
         info = await get(session, f"{url}/model_info")
         more = await get(session, f"{url}/server_info")
         models = (await get(session, f"{url}/v1/models")).get("data") or [{}]

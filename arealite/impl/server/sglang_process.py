@@ -12,7 +12,7 @@ import socket
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,6 +23,7 @@ import msgspec
 from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.system import vitals
 from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
 
@@ -168,12 +169,19 @@ class SGLangProcess:
         finally:
             with suppress(ProcessLookupError):  # what is left of the group: the guard at least,
                 os.killpg(self._process.pid, signal.SIGKILL)  # so this id is nobody else's
-            async with deadline(f"the end of {self.address}", owner="llm_server", seconds=KILL_S):
+            async with self._bounded(f"the end of {self.address}", KILL_S):
                 await self._process.wait()
+
+    def _bounded(
+        self, what: str, seconds: float, *, prompt: bool = False
+    ) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        on = f"SGLang {self.address}"
+        return deadline(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
 
     async def _start(self) -> None:
         if self.config.llm_server.port == 0:
             self.port = self._free_port()
+        vitals.rename(f"llm_server-{self.entry_id}")
         self.log = self.launch.logs / f"llm_server-{self.entry_id}.log"
         self.launch.logs.mkdir(parents=True, exist_ok=True)  # again: runs are cleared away
         with self.log.open("ab") as output:
@@ -203,7 +211,7 @@ class SGLangProcess:
     async def _healthy(self) -> None:
         """Wait until it answers; learn what its name shall say."""
         begin, seconds = time.monotonic(), self.options.start_timeout_s
-        async with deadline(f"{self.address}/health", owner="llm_server", seconds=seconds):
+        async with self._bounded(f"{self.address}/health", seconds):
             await self._answer("/health", dict)
             await self._answer("/generate", dict, FIRST_TOKEN)
             models = await self._answer("/v1/models", Models)
@@ -224,7 +232,7 @@ class SGLangProcess:
         """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
         while True:
             what = f"an answer of {self.address}/model_info"
-            async with deadline(what, owner="llm_server", seconds=self.options.silence_s):
+            async with self._bounded(what, self.options.silence_s, prompt=True):
                 info = await self._answer("/model_info", ModelInfo)
             await self._renew(info)
             await asyncio.sleep(self.config.cluster.heartbeat_s)
