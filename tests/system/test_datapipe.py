@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from arealite.api.rollout_messages import Episode, Lease
+from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport, Waiting
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.system import datapipe, datapipe_workers
 from arealite.system.datapipe import Datapipe
 from arealite.system.trainer_link import TrainerLink
+from arealite.system.worker_link import Turns
 from tests.system.scenes import (
     FakeWorker,
     episode,
@@ -455,3 +456,64 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
     assert shares[1]["pace_wait_share"] > 0.01
     assert shares[2]["pace_wait_share"] < shares[1]["pace_wait_share"]
     assert shares[1]["ledger_busy_s"] > 0.0
+
+
+async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None:
+    """Told once, told again to the datapipe's successor, and sent with the next lease."""
+    config = experiment(
+        tmp_path, num_groups=1, group_size=2, max_staleness=0, pipe={"lease_ttl_s": 3.0}
+    )
+    address = ""
+    dying = FakeWorker(lambda: address, worker_id="a", script=lambda lease, m: None)
+    told: list[bool] = []
+
+    def progress(anew: bool) -> Iterator[Turns]:
+        told.append(anew)
+        if dying.leases and (anew or told.count(True) == 1):
+            turns = [TurnHeader(1, "agent", n, 0, 4, True) for n in range(told.count(True))]
+            yield dying.leases[0], turns, [f"turn {t.index}".encode() for t in turns]
+
+    dying.link.progress = progress
+
+    def kept(pipe: Datapipe) -> int:
+        return len(pipe.book.groups["g0"].turns.get(1, {})) if "g0" in pipe.book.groups else 0
+
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    address = pipe.address
+    link = TrainerLink(lambda: address, rank=0, world_size=1)
+    await in_thread(lambda: (link.start(0), link.published(0)))
+    working = asyncio.create_task(dying.run())
+    await eventually(lambda: kept(pipe) == 1)
+    await eventually(lambda: not pipe.ledger._queue)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    async with piped(config) as pipe:
+        address = pipe.address
+        assert kept(pipe) == 1
+        await eventually(lambda: kept(pipe) == 2)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        frames: dict[str, list[bytes]] = {}
+
+        def script(lease: Lease, member: int) -> Episode:
+            frames.setdefault(lease.lease_id, worker.link.take_turns(lease))
+            return episode(lease, member, reward=member)
+
+        worker = FakeWorker(lambda: address, worker_id="b", script=script)
+        healing = asyncio.create_task(worker.run())
+        seen = await in_thread(lambda: train(link, steps=2))
+        await healing
+    assert [len(ids) for ids in seen] == [2, 2]
+    first, second = worker.leases[:2]
+    assert (first.group_id, sorted(first.members), len(first.turns)) == ("g0", [0, 1], 2)
+    assert frames[first.lease_id] == [b"turn 0", b"turn 1"]
+    assert (second.turns, frames[second.lease_id]) == ([], [])
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (both sides run in this loop)
+            await asyncio.sleep(0.01)

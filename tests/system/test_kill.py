@@ -22,9 +22,11 @@ SERVE = """
 import asyncio, pickle, sys
 from pathlib import Path
 from arealite.api.config import name_dir
+from arealite.system import datapipe_group
 from arealite.system.datapipe import Datapipe
 from arealite.system.name_registry import NameRegistry
 from tests.system.scenes import tasks
+datapipe_group.BACK_OFF_S = 0.0
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
 names = NameRegistry(name_dir(config))
 asyncio.run(Datapipe(config, train=tasks(7), eval=[], registry=names).run())
