@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 
 import pytest
+from msgspec import structs
 
+from arealite.api.agent import Agent
 from arealite.api.env import Env, EnvConfig, EnvFactory, MathEnvConfig, envs
 from arealite.api.reward import RewardConfig
+from arealite.api.rollout_messages import TurnHeader
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
@@ -78,3 +83,59 @@ async def test_cancelling_an_episode_ends_its_generations(played) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(client.cancelled) == len(client.requests)
+
+
+def resumable() -> list[str]:
+    assert worlds is not None
+    return [name for name in ENVS if envs.get(name).resumable]
+
+
+@pytest.mark.parametrize("played", resumable(), indirect=True)
+async def test_replaying_its_generations_gives_the_same_trajectory(played) -> None:
+    """Cut after any of its generations, it goes on to the same end, and asks for none again."""
+    collector, work = played
+    client = collector._agents.client
+    client.script = drawing(1)
+    rewards = Agent.reward
+
+    def listen(agent: Agent, *values: float, **parts: float) -> None:
+        """Agents are rewarded after they generated: what is there by then was told in time."""
+        told.extend(collector.progress(True))
+        rewards(agent, *values, **parts)
+
+    told: list[tuple[object, list[TurnHeader], list[bytes]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agent, "reward", listen)
+        whole, payloads = await collector.run(work, 0)
+    assert whole.failure is None
+    _, headers, frames = told[-1]
+    ledger = list(zip(headers, frames, strict=True))
+    asked = len(client.requests)
+    assert len(ledger) == asked
+    for kept in range(1, asked + 1):
+        client.requests.clear()
+        client.script = drawing(1, skip=kept)
+        turns = sorted(ledger, key=lambda each: (each[0].index, each[0].seat))[:kept]
+        turns.sort(key=lambda each: (each[0].seat, each[0].index))
+        again = structs.replace(work, lease_id="again", turns=[turn for turn, _ in turns])
+        episode, replayed = await collector.run(again, 0, [payload for _, payload in turns])
+        assert len(client.requests) == asked - kept
+        assert replayed == payloads
+        assert [pure(h) for h in episode.headers] == [pure(h) for h in whole.headers]
+
+
+def drawing(seed: int, *, skip: int = 0):
+    """Answers drawn one after the other; `skip` leaves the first ones out."""
+    dice = random.Random(seed)
+
+    def script(_):
+        return response([dice.randrange(10, 40) for _ in range(3)])
+
+    for _ in range(skip):
+        script(None)
+    return script
+
+
+def pure(header: TrajectoryHeader) -> TrajectoryHeader:
+    """Without what it took."""
+    return structs.replace(header, seconds=0.0, waits={})

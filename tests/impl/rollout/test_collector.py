@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
+import msgspec
 import numpy as np
 import pytest
 
+from arealite.api.llm import LLMResponse, SamplingConfig
+from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
@@ -160,3 +166,131 @@ async def test_failures_are_logged_once_a_class(capsys) -> None:
         await made.run(lease(prompt="crash"), member)
     seen = capsys.readouterr()
     assert (seen.out + seen.err).count("episode failed") == 1
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def drawing(seed: int, *, version: int = 1):
+    """A policy of its own a worker: the same request is never answered twice the same."""
+    dice = random.Random(seed)
+
+    def script(request):
+        begun = request.begun.output_ids if request.begun else []
+        ids = begun + [dice.randrange(10, 40) for _ in range(4 - len(begun))]
+        logprobs = [-dice.random() for _ in ids]
+        return LLMResponse(ids, logprobs, [version] * len(ids), "stop", int(bool(begun)))
+
+    return script
+
+
+async def cut_off(made: Collector, work: Lease, *, at: int, partial=None) -> tuple[Lease, list]:
+    """Play until generation `at` has begun, and die; return a lease that goes on, and payloads."""
+    client, standing = made._agents.client, asyncio.Event()
+    answer, begun = client.generate, []
+
+    async def generate(request):
+        begun.append(request)
+        if len(begun) > at:
+            if partial is not None:
+                request.on_partial(partial)
+            standing.set()
+            await asyncio.Event().wait()
+        return await answer(request)
+
+    client.generate = generate
+    playing = asyncio.create_task(made.run(work, 0))
+    await standing.wait()
+    ((told, turns, payloads),) = made.progress(False)
+    assert told is work
+    assert list(made.progress(False)) == [], "only what is new"
+    assert [turns for _, turns, _ in made.progress(True)] == [turns]
+    playing.cancel()
+    await asyncio.wait([playing])
+    assert list(made.progress(True)) == [], "only of what still runs"
+    return msgspec.structs.replace(work, lease_id="again", turns=turns), payloads
+
+
+async def test_a_resumed_episode_is_the_one_that_was_cut() -> None:
+    first = collector("counter", script=drawing(1, version=3))
+    again, payloads = await cut_off(first, lease(prompt="ab", version=3), at=2)
+    assert [(t.seat, t.index, t.tokens, t.is_whole) for t in again.turns] == [
+        ("agent", 0, 4, True), ("agent", 1, 4, True),
+    ]  # fmt: skip
+    assert {t.oldest_version for t in again.turns} == {3}
+    second = collector("counter", script=drawing(2, version=4))
+    episode, (payload,) = await second.run(again, 0, payloads)
+    (header,), (segment,) = episode.headers, decode_segments(payload)
+    assert [r.request_id for r in second._agents.client.requests] == ["again/0/agent/2"]
+    assert (header.turns, header.reward, header.interruptions) == (3, 1.5, 0)
+    assert (header.oldest_version, header.newest_version) == (3, 4)
+    mask = np.frombuffer(segment.loss_mask, "u1") == 1
+    sampled = [drawing(1)(request) for request in first._agents.client.requests[:1]]
+    assert np.frombuffer(segment.tokens, "<i4")[mask][:4].tolist() == sampled[0].output_ids
+    logprobs = np.array(sampled[0].logprobs, "<f4").tolist()
+    assert np.frombuffer(segment.logprobs, "<f4")[mask][:4].tolist() == logprobs
+    assert np.frombuffer(segment.versions, "<i4")[mask].tolist() == [3] * 8 + [4] * 4
+    assert second.resumed == {"resumed_episodes": 1, "resumed_tokens": 8, "resumed_diverged": 0}
+
+
+async def test_another_prompt_drops_the_rest_of_the_record() -> None:
+    first = collector("counter", script=drawing(1))
+    again, payloads = await cut_off(first, lease(prompt="ab"), at=2)
+    other = msgspec.structs.replace(again, task=lease(prompt="cd").task)
+    second = collector("counter", script=drawing(2))
+    episode, _ = await second.run(other, 0, payloads)
+    assert episode.failure is None
+    assert len(second._agents.client.requests) == 3
+    assert all(request.begun is None for request in second._agents.client.requests)
+    assert second.resumed == {"resumed_episodes": 0, "resumed_tokens": 0, "resumed_diverged": 1}
+
+
+async def test_another_temperature_drops_the_record() -> None:
+    first = collector("counter", script=drawing(1))
+    again, payloads = await cut_off(first, lease(prompt="ab"), at=1)
+    second = collector("counter", sampling=SamplingConfig(max_new_tokens=8, temperature=0.5))
+    await second.run(again, 0, payloads)
+    assert second.resumed["resumed_diverged"] == 1
+    assert len(second._agents.client.requests) == 3
+
+
+async def test_turns_after_one_that_is_lacking_are_not_taken() -> None:
+    first = collector("counter", script=drawing(1))
+    again, payloads = await cut_off(first, lease(prompt="ab"), at=2)
+    lacking = msgspec.structs.replace(again, turns=again.turns[1:])
+    second = collector("counter", script=drawing(2))
+    episode, _ = await second.run(lacking, 0, payloads[1:])
+    assert episode.failure is None
+    assert len(second._agents.client.requests) == 3
+    assert second.resumed["resumed_tokens"] == 0
+
+
+async def test_a_partial_generation_is_told_and_continued() -> None:
+    partial = LLMResponse([11, 12], [-0.5, -0.25], [2, 3], "", 1)
+    first = collector("counter")
+    again, payloads = await cut_off(first, lease(prompt="ab"), at=0, partial=partial)
+    assert [(t.tokens, t.oldest_version, t.is_whole) for t in again.turns] == [(2, 2, False)]
+
+    second = collector("counter", script=drawing(2))
+    episode, _ = await second.run(again, 0, payloads)
+    assert second._agents.client.requests[0].begun == partial
+    assert episode.headers[0].interruptions == 1
+    assert second.resumed["resumed_tokens"] == 2
+    short = collector("counter", sampling=SamplingConfig(max_new_tokens=2), script=drawing(2))
+    await short.run(again, 0, payloads)
+    assert short._agents.client.requests[0].begun is None, "as long as it may be, and not whole"
+
+
+async def test_what_is_not_resumable_or_not_trained_is_not_told() -> None:
+    for made, work in (
+        (collector("world"), lease(prompt="slow")),
+        (collector("counter"), lease(prompt="ab", split="eval-1")),
+    ):
+        client = made._agents.client
+        client.gate.clear()
+        playing = asyncio.create_task(made.run(work, 0))
+        await client.received(1)
+        assert list(made.progress(True)) == []
+        assert not made._playing
+        playing.cancel()
+        await asyncio.wait([playing])
