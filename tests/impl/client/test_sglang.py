@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from arealite.api.llm import LLMClientConfig
+from arealite.api.llm import LLMClientConfig, LLMResponse
 from arealite.base.errors import (
     ContextOverflow,
     DeadlineError,
@@ -81,6 +81,45 @@ async def test_an_aborted_generation_is_resubmitted_with_the_rest_of_its_budget(
     assert second["sampling_params"]["min_new_tokens"] == 1
     assert second["rid"] != first["rid"]
     assert (stats["resubmissions"], stats["interruptions"]) == (1, 1)
+
+
+async def test_a_cut_generation_tells_what_it_has_and_goes_on_elsewhere(site) -> None:
+    """As after its worker's death: the tokens it told of are not sampled again."""
+    told: list[LLMResponse] = []
+    async with site({"version": "1", "hold_after": 3}) as s:
+        (server,) = s.servers
+        task = asyncio.create_task(s.generate(on_partial=told.append))
+        await server.held(1)
+        await push(server, "2", "abort")
+        whole = await task
+        (partial,) = told
+        assert (partial.output_ids, partial.versions) == (whole.output_ids[:3], [1] * 3)
+        assert (partial.stop_reason, partial.interruptions) == ("", 1)
+        again = await s.generate(request_id="other", begun=partial)
+        assert server.requests[-1]["input_ids"] == [10, 20, 30, *partial.output_ids]
+        assert server.requests[-1]["sampling_params"]["max_new_tokens"] == 5
+    assert again.output_ids == whole.output_ids
+    assert again.versions == [1] * 3 + [2] * 5
+    assert again.logprobs == whole.logprobs
+    assert (again.stop_reason, again.interruptions) == ("length", 2)
+    assert len(partial.output_ids) == 3, "what was told is left alone"
+
+
+async def test_waits_name_the_server_and_the_generation(site) -> None:
+    async with site({"hold_after": 1}, {"hold_after": 1}) as s:
+        tasks = [asyncio.create_task(s.generate(f"g{n}")) for n in range(2)]
+        for server in s.servers:
+            await server.held(1)
+        shown = {(limit.what, limit.owner, limit.on) for limit in s.client._limits.held}
+        assert {what for what, _, _ in shown} == {"g0/0", "g1/0"}
+        assert {on for _, _, on in shown} == {"llm_server-s0", "llm_server-s1"}
+        assert {owner for _, owner, _ in shown} == {"llm client"}
+        waiting = asyncio.create_task(s.generate("late", min_version=9))
+        await asyncio.sleep(0)
+        assert ("late/0", "llm_server") in {(w.what, w.on) for w in s.client._limits.held}
+        for task in (*tasks, waiting):
+            task.cancel()
+        await asyncio.wait([*tasks, waiting])
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
