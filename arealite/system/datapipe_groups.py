@@ -54,12 +54,13 @@ class GroupBook:
         attempts, now = self.ppo.max_attempts, time.monotonic()
         for seq in sorted(self._wanting):
             group = self._wanting[seq]
+            start = group.start
             if group.state not in ("offered", "leased") or not group.missing(attempts):
                 del self._wanting[seq]
             elif not group.missing(attempts, now):
                 continue
-            elif not self._planned or self._fits(group, self.version):
-                return group  # after a roll-back: nothing that is due in batches already fixed
+            elif (start is not None and start <= self.version) or self._fits(group, self.version):
+                return group  # not if it gets older by it, after a roll-back, than pace has room
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         outstanding = self.next_step * size
         outstanding += sum(self.counts[state] for state in ("offered", "leased", "complete"))

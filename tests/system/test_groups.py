@@ -406,6 +406,41 @@ def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
     assert not book.counts["filtered:stale"]
 
 
+def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make: Make) -> None:
+    """Groups begun at later versions were all leased again at the old one, due in one batch."""
+    book = make(group_size=2, num_groups=1, max_staleness=2, max_attempts=9)
+    for _ in range(2):
+        run(book, lambda m: True)
+        assert train_step(book)
+    held = [lease_next(book) for _ in range(3)]
+    for lease in held:
+        book.add(episode(lease, 0), [b""])
+    book.roll_back(0)
+    publish(book, 0)
+    assert book.compose() and book.compose(), "a rank asks for the planned batches at once"
+    for lease in held:
+        book.lose(lease)
+    given: list[Lease] = []
+    while (group := book.next_offer()) is not None:
+        given.append(book.lease(group, worker_id="w", credit=2))
+    assert [lease.group_id for lease in given] == [held[0].group_id]
+    for step in range(2):
+        book.mark_trained(step)
+        publish(book, step + 1)
+    ages: list[int] = []
+    for _ in range(4):
+        while (group := book.next_offer()) is not None:
+            given.append(book.lease(group, worker_id="w", credit=2))
+        for lease in given:
+            for member in lease.members:
+                book.add(episode(lease, member), [b""])
+        done = train_step(book)
+        assert done is not None, "pace waits for ever"
+        ages += done
+    assert max(ages) <= 2
+    assert not book.counts["filtered"]
+
+
 def test_a_failed_episode_rests_longer_each_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
