@@ -58,7 +58,8 @@ class Adversary:
         elif name == "stop run":
             sim.stop_run()
         elif name == "terminate worker":
-            if process := self._some("rollout"):
+            # After the last step a worker that leaves politely is not called back.
+            if not sim.launch_over.is_set() and (process := self._some("rollout")):
                 sim.terminate(process.name)
         elif name == "full disk":
             sim.full_disk = rng.randint(0, 3)

@@ -116,12 +116,13 @@ class Network:
             delay = faults.latency_s * rng.lognormvariate(0.0, faults.jitter)
             at = max(now + delay, connection.blocked_until, connection.last[way])
             connection.last[way] = at
-            entry = [connection, way, frames, connection.route, None]
+            router = self.routers.get(connection.address)
+            entry = [connection, way, frames, router, None]
             entry[4] = self.loop.call_at(at, self._arrive, entry, context=context_of(self.process))
             connection.on_way.append(entry)
 
     def _arrive(self, entry: list[Any]) -> None:
-        connection, way, frames, _, _ = entry
+        connection, way, frames, sent_to, _ = entry
         connection.on_way.remove(entry)
         if self.down:
             return
@@ -129,7 +130,7 @@ class Network:
             connection.dealer.deliver(frames)
             return
         router = self.routers.get(connection.address)
-        if router is None:
+        if router is None or router is not sent_to:  # another process under an old address
             self.counts["lost"] += 1
             return
         if connection.route is None:

@@ -7,6 +7,7 @@ token is the number of the generation that sampled it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent import Agent, agents
@@ -60,22 +61,43 @@ class SimClient(LLMClient):
     async def generate(self, request: LLMRequest) -> LLMResponse:
         sim, rng = self.sim, self.sim.rng
         sim.generations += 1
-        token, versions, interruptions = MARK + sim.generations, list[int](), 0
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            while True:
-                try:
-                    server = await sim.servers.pick(request.min_version)
-                except TimeoutError as error:
-                    raise ServerUnavailable(request.request_id) from error
-                await asyncio.sleep(sim.latency())
-                version = sim.servers.versions[server]
-                if version is not None and version >= request.min_version:
-                    break
-                interruptions += 1
-            interruptions += bool(versions and versions[-1] != version)
-            versions += [version] * rng.randint(1, 2)
-        size = len(versions)
-        return LLMResponse([token] * size, [-1.0] * size, versions, "stop", interruptions)
+        number, begun = sim.generations, request.begun
+        ids = list(begun.output_ids) if begun else []
+        versions = list(begun.versions) if begun else []
+        interruptions = begun.interruptions + 1 if begun else 0
+        pieces = rng.choice((1, 1, 2, 3))
+        for piece in range(pieces):
+            version, cuts = await self._sample(request)
+            size = rng.randint(1, 2)
+            ids += [MARK + number] * size
+            versions += [version] * size
+            interruptions += cuts
+            if piece < pieces - 1 and request.on_partial is not None and rng.random() < 0.7:
+                request.on_partial(_response(ids, versions, "", interruptions))
+        sim.outputs[number] = (tuple(request.input_ids), tuple(ids), tuple(versions))
+        return _response(ids, versions, "stop", interruptions)
+
+    async def _sample(self, request: LLMRequest) -> tuple[int, int]:
+        """Sample a piece; return its version and how often it was cut."""
+        for cuts in itertools.count():
+            try:
+                server = await self.sim.servers.pick(request.min_version)
+            except TimeoutError as error:
+                raise ServerUnavailable(request.request_id) from error
+            await asyncio.sleep(self.sim.latency())
+            version = self.sim.servers.versions[server]
+            if version is not None and version >= request.min_version:
+                return version, cuts
+        raise AssertionError
+
+
+def _response(ids: list[int], versions: list[int], reason: str, interruptions: int) -> LLMResponse:
+    return LLMResponse(list(ids), [logprob(i) for i in ids], list(versions), reason, interruptions)
+
+
+def logprob(token: int) -> float:
+    """Return a token's logprob, exact in float32."""
+    return -(token % 64) / 64
 
 
 @agents.register("simulated")
@@ -110,6 +132,6 @@ class SimEnv(Env):
         for turn in range(sim.scenario.turns):
             action = await agent.act(turn)
             assert action.response is not None
-            agent.reward(float(action.response.output_ids[0] % 2))
+            agent.reward(float(action.response.output_ids[0] * 7919 % 31 % 2))
             if sim.rng.random() < 0.3:
                 await asyncio.sleep(sim.latency() / 4)

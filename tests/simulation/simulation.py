@@ -40,7 +40,7 @@ from tests.simulation.trainer import Disk, TrainerGroup
 
 TTL_S = 5.0
 """How long the name of a dead datapipe is still read."""
-BOUND_S = 900.0
+BOUND_S = 500.0
 """Virtual seconds in which a run must have ended once there are no more faults."""
 _active: list[Simulation] = []
 
@@ -89,6 +89,8 @@ class Simulation:
         self.disk = Disk()
         self.num_groups = scenario.num_groups
         self.generations = 0
+        self.outputs: dict[int, tuple[Any, ...]] = {}
+        """By number: prompt, tokens and versions of every generation that returned."""
         self.counts: Counter[str] = Counter()
         self.checks = Checks(self)
         self.expect, self.promise = self.checks.expect, self.checks.promise
@@ -170,7 +172,8 @@ class Simulation:
     async def _launch(self) -> bool:
         """Start all roles, bring back those that die; True once the run is finished."""
         self.adversary.changes_between_launches()
-        self.stopping = self.killed = False
+        self.stopping = self.killed = self.trainer_ended = self.datapipe_ended = False
+        self.refused_disk = False
         self.launch_over = asyncio.Event()
         ranks = self.rng.choice((self.scenario.ranks, self.scenario.ranks, 1, 2, 3))
         workers = self.rng.choice((self.scenario.workers, self.scenario.workers, 1, 3))
@@ -181,6 +184,7 @@ class Simulation:
             watched += [tasks.create_task(self._keep_worker(i)) for i in range(workers)]
             trainer = tasks.create_task(self._keep_trainer(ranks, finished))
             await trainer
+            self.launch_over.set()
             if not self.killed:
                 _, late = await asyncio.wait(watched, timeout=60.0)
                 if late and not self.killed:
@@ -189,7 +193,6 @@ class Simulation:
                     for name in list(self.roles):
                         self.terminate(name)
                     await asyncio.wait(late, timeout=6.0)
-            self.launch_over.set()
             for name in list(self.roles):
                 self.kill(self.roles[name], "end of the launch")
             for task in watched:
@@ -218,6 +221,7 @@ class Simulation:
     def _forget(self, process: Process) -> None:
         """A process has exited by itself."""
         process.dead, process.runs = True, False
+        self.network.kill(process)
         self._died[process] = self.loop.now
         if self.roles.get(process.name) is process:
             del self.roles[process.name]
@@ -225,28 +229,41 @@ class Simulation:
     async def _keep_datapipe(self) -> None:
         while True:
             error = await self._live("datapipe", self._datapipe())
-            if error is None or self.killed:
+            if self.killed or self.trainer_ended:
+                return
+            if error is None and await self._is_over():
+                self.datapipe_ended = True
                 return
             if isinstance(error, InvariantError) and self.refused_disk:
-                return  # stopped by rule: the trainer hears it, and the run is launched again
-            self.expect(isinstance(error, Killed), f"the datapipe stopped: {error!r}")
-            if self.trainer_ended:
+                await asyncio.sleep(1.0)  # the trainer hears it; the launcher stops by rule
+                self.kill_launcher()
                 return
+            expected = error is None or isinstance(error, Killed)
+            self.expect(expected, f"the datapipe stopped: {error!r}")
             await asyncio.sleep(self.rng.uniform(0.1, 2.5))
+            if self.killed:
+                return
+
+    async def _is_over(self) -> bool:
+        """Whether a role that left by itself may have: soon afterwards, the run is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.launch_over.wait(), 5.0)
+        return self.launch_over.is_set()
 
     async def _keep_worker(self, index: int) -> None:
-        while not self.launch_over.is_set():
+        while True:
             error = await self._live(f"rollout-{index}", self._worker(index))
-            if error is None or self.killed:
+            if self.killed or self.trainer_ended or self.datapipe_ended:
                 return
-            expected = isinstance(error, (Killed, RoleError))
+            if error is None and await self._is_over():
+                return
+            expected = error is None or isinstance(error, (Killed, RoleError))
             self.expect(expected, f"rollout-{index} stopped: {error!r}")
-            if self.trainer_ended:
-                return
             await asyncio.sleep(self.rng.uniform(0.1, 2.5))
+            if self.killed:
+                return
 
     async def _keep_trainer(self, ranks: int, finished: list[bool]) -> None:
-        self.trainer_ended = False
         while True:
             group = self.trainer = TrainerGroup(self, ranks)
             self.note("trainer", f"{ranks} ranks from step {group.step}")
@@ -263,6 +280,8 @@ class Simulation:
                 break
             if isinstance(error, InvariantError) and self.refused_disk:
                 break
+            if self.stopping or self.datapipe_ended:
+                break  # the launcher ends with an error, or nobody needs the trainer any longer
             expected = isinstance(error, (Killed, RoleError))
             self.expect(expected, f"a trainer rank stopped: {error!r}")
             await asyncio.sleep(self.rng.uniform(0.0, 0.5))
@@ -272,16 +291,17 @@ class Simulation:
             if self.killed:
                 break
             await asyncio.sleep(self.rng.uniform(0.5, 3.0))
+            if self.killed:
+                break
             ranks = self.rng.choice((ranks, ranks, 1, 2, 3))
-        if error is None and not self.killed and not self.stopping:
-            finished.append(True)
-        elif error is None and not self.killed:
-            done = self.disk.newest()[0] >= self.scenario.total_steps
+        done = self.disk.newest()[0] >= self.scenario.total_steps
+        if not self.killed and (error is None or self.datapipe_ended):
+            self.expect(done or self.stopping, "the run ended before its last step")
             finished.extend([True] * done)
         for process in group.processes:
             self.kill(process, "its launcher")
         self.trainer_ended = True
-        if self.refused_disk:
+        if self.refused_disk or (error is not None and self.stopping):
             self.kill_launcher()
             self.refused_disk = False
 
@@ -401,6 +421,7 @@ class Simulation:
         """Ctrl-C: every rank is asked to stop."""
         if self.trainer is not None and not self.stopping:
             self.stopping = True
+            self.launch_over.set()
             for rank in range(self.trainer.ranks):
                 self.loop.call_later(self.rng.uniform(0.0, 0.05), self._ask_to_stop, rank)
 
@@ -412,6 +433,7 @@ class Simulation:
     def change_batch_size(self, num_groups: int) -> None:
         """The next launch makes batches of another size; plans are forgotten."""
         if num_groups != self.num_groups:
+            self.note("batch", f"of {num_groups} instead of {self.num_groups} groups")
             self.num_groups = num_groups
             step = self.disk.newest()[0]
             kept = {s: ids for s, ids in self.checks.batches.items() if s < step}

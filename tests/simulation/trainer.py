@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.trainer_messages import Batch, StepReport
-from arealite.api.trajectory import TrajectoryHeader, decode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
-from tests.simulation.players import MARK
+from tests.simulation.players import MARK, logprob
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -122,6 +122,8 @@ class Rank:
                 self.sim.promise("step", step)
             step += 1
             await self.publish(step)
+            if self.lead and step >= self.scenario.total_steps:
+                self.sim.launch_over.set()  # the launcher reads it in the last line of metrics
             await self.keep(step)
         await self.end(step)
         for link in (self.link, self.fetch_link, self.push_link):
@@ -276,8 +278,23 @@ class Rank:
         sampled = [v for v, m in zip(versions, segments[0].loss_mask, strict=True) if m]
         expect(len(sampled) == header.trained_tokens, f"{name}: wrong number of sampled tokens")
         expect(min(sampled) == header.oldest_version, f"{name}: wrong oldest version")
-        marks = [t for t, m in zip(tokens, segments[0].loss_mask, strict=True) if m]
-        expect(all(t >= MARK for t in marks), f"{name}: a prompt's token is trained")
+        self.check_turns(name, tokens, versions, segments[0])
         if self.scenario.policy != "mask":
             age = step - min(sampled)
             expect(age <= self.scenario.eta, f"{name}: age {age} in step {step}, η is {self.scenario.eta}")
+
+    def check_turns(self, name: str, tokens: Any, versions: Any, segment: Segment) -> None:
+        """Every sampled span is one generation, whole and as it was sampled, after its prompt."""
+        mask, logprobs = segment.loss_mask, array("f", segment.logprobs)
+        end, turns = 0, 0
+        while (begin := mask.find(1, end)) >= 0:
+            end = mask.find(0, begin)
+            end = len(mask) if end < 0 else end
+            found = tuple(tokens[:begin]), tuple(tokens[begin:end]), tuple(versions[begin:end])
+            number = tokens[end - 1] - MARK
+            whole = found == self.sim.outputs.get(number)
+            self.sim.expect(whole, f"{name}: {found} is not what generation {number} returned")
+            right = [logprob(t) for t in tokens[begin:end]] == list(logprobs[begin:end])
+            self.sim.expect(right, f"{name}: logprobs of other tokens")
+            turns += 1
+        self.sim.expect(turns == self.scenario.turns, f"{name} has {turns} turns")
