@@ -112,11 +112,12 @@ def load(file: Path) -> ExperimentConfig:
 async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
     """Run a segment's processes to their end; return 0, or the first other exit code."""
     from arealite.impl.launcher.local import free_port, threads
+    from arealite.impl.launcher.supervisor import PARENT
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
     shared = os.environ | threads(load(segment.config).launcher.local.trainer_threads)
     shared |= {"WORLD_SIZE": str(segment.ranks), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port())}
+    shared |= {"MASTER_PORT": str(free_port()), PARENT: str(os.getpid())}
     ranks = [
         await asyncio.create_subprocess_exec(
             *command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

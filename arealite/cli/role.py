@@ -8,26 +8,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log
-from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
+from arealite.impl.launcher.supervisor import die_with_parent
 from arealite.system import vitals
 from arealite.system.locks import held
 from arealite.system.name_registry import NameRegistry
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,15 +43,6 @@ def run(role: str, index: int, config: ExperimentConfig) -> int:
     vitals.start(f"{role}-{index}", name_dir(config) / "vitals")
     ROLES[role](config, index)
     return 0
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the launcher dies, so that no orphan is left."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        raise UserError("the launcher died before this role started.")
 
 
 def datapipe(config: ExperimentConfig, index: int) -> None:
@@ -92,6 +78,7 @@ async def with_externals(config: ExperimentConfig, work: Coroutine[Any, Any, Non
 async def until_terminated(work: Coroutine[Any, Any, None]) -> None:
     """Await `work`; SIGTERM cancels it, so that it can take its name back."""
     task = asyncio.ensure_future(work)
+    vitals.watch(asyncio.get_running_loop())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -110,7 +97,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     host = socket.gethostname()
     link = WorkerLink(
         lambda: names.address("datapipe"),
-        worker_id=f"rollout-{host}-{index}",
+        worker_id=f"rollout-{index}@{host}",
         capacity=collector.concurrency,
     )
     worker = RolloutWorker(
@@ -122,6 +109,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     gc.freeze()
     gc.set_threshold(50_000)  # reference counts free nearly all that an episode makes
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        vitals.watch(runner.get_loop())
         runner.run(worker.run())
 
 

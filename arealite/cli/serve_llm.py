@@ -4,12 +4,23 @@ trial's names."""
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from arealite.api.config import ServerConfig
+from arealite.api.config import ServerConfig, name_dir
 from arealite.api.llm_server import servers
 from arealite.base import log
 from arealite.cli import configs, options
+from arealite.impl.launcher import supervisor
+from arealite.impl.launcher.server import keep
+from arealite.system import vitals
+
+KEPT = ("embedded",)
+"""Types that live in one process and are brought back by a parent; others see to it themselves."""
+SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,11 +33,16 @@ def main(argv: Sequence[str]) -> int:
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
     config = configs.load(ServerConfig, file, overrides)
+    is_kept = supervisor.die_with_parent()
+    if config.llm_server.type in KEPT and not is_kept:
+        return keep(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)
+    vitals.start(f"llm_server-{socket.gethostname()}-{os.getpid()}", name_dir(config) / "vitals")
     server = servers.get(config.llm_server.type)(config)
 
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        vitals.watch(runner.get_loop())
         runner.run(server.serve())
     return 0

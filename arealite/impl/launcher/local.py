@@ -19,8 +19,9 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base import config as base_config
 from arealite.base.errors import ArealiteError, UserError
+from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import STOPPING, Budget, Child, Died, Role, how_ended
+from arealite.impl.launcher.supervisor import PARENT, STOPPING, Budget, Child, Died, Role, how_ended
 from arealite.system.audit import audit
 
 TERMINATE_GRACE_S = 5.0
@@ -62,12 +63,29 @@ class LocalLauncher(Launcher):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        doctor = asyncio.ensure_future(self._doctor().run())
         try:
             code = await self._watch()
         finally:
+            doctor.cancel()
             await self._end_all()
         self.progress.poll()
         return self._close(code)
+
+    def _doctor(self) -> Doctor:
+        """Return who looks for roles that do nothing; a dead one of ours is no news."""
+        for kind in ("datapipe", "rollout", "trainer"):
+            for stale in self.vitals.glob(f"{kind}-*"):
+                stale.unlink(missing_ok=True)
+        ours = {name for role in self.roles for name in role.names}
+        return Doctor(
+            self.vitals,
+            lambda: [child.process.pid for child in self.children if child.running],
+            self.progress.say,
+            self.options.silent_s,
+            self.options.blocked_s,
+            lambda finding: finding.cause != "dead" or finding.culprit not in ours,
+        )
 
     # ------------------------------------------------------------ starting
 
@@ -79,6 +97,7 @@ class LocalLauncher(Launcher):
     async def _start(self, role: Role) -> None:
         """Start all processes of a role."""
         environment = os.environ | threads(self.options.trainer_threads)
+        environment[PARENT] = str(os.getpid())
         if role is self.trainer:
             environment["WORLD_SIZE"] = str(len(role.names))
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -92,7 +111,6 @@ class LocalLauncher(Launcher):
         kind, index = name.split("-")
         log = self.paths.logs / f"{name}.log"
         ranks = {"RANK": index, "LOCAL_RANK": index} if "WORLD_SIZE" in environment else {}
-        (self.vitals / f"{name}.json").unlink(missing_ok=True)  # of the process before
         try:
             with log.open("ab") as output:
                 begin = output.tell()

@@ -7,8 +7,10 @@ the same rules.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +18,9 @@ from pathlib import Path
 
 from arealite.base.errors import InvariantError, RoleError, UserError
 
+PARENT = "AREALITE_PARENT"
+"""Environment variable by which a process knows who brings it back: a process id."""
+PR_SET_PDEATHSIG = 1
 TAIL_LINES = 15
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
 """Exit codes after which a second attempt would fail the same way, or do harm."""
@@ -162,3 +167,20 @@ def how_ended(code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}" if code else "left too early"
+
+
+def die_with_parent() -> bool:
+    """Ask the kernel to kill this process when the one that brings it back dies, so that no orphan
+    is left; False: nobody does.
+
+    Raises:
+        UserError: it is dead already.
+    """
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return False
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        raise UserError("the launcher died before this role started.")
+    return True

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from arealite.api.config import ClusterConfig, ServerConfig
 from arealite.api.publisher import DistributedPublisherConfig, PublisherConfig, PublishReport
 from arealite.base.errors import RoleError
+from arealite.impl.launcher.supervisor import PARENT
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.name_registry import NameRegistry
@@ -56,7 +57,7 @@ class Servers:
                     stdout=log,
                     stderr=log,
                     cwd=self.folder,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    env=os.environ | {"OMP_NUM_THREADS": "1", PARENT: str(os.getpid())},
                 )
             self.processes[str(process.pid)] = process
         alive = lambda: sum(p.poll() is None for p in self.processes.values())  # noqa: E731

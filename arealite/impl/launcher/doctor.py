@@ -1,0 +1,88 @@
+"""Looks once a second who holds a run up, says so, and kills a child that has stopped living.
+
+Only kills: what dies is brought back by whoever keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arealite.base import log
+from arealite.system.diagnosis import Finding, examine, read
+
+EXAMINE_S = 1.0
+QUIET_S = 10.0
+"""A finding that was away for this long is new."""
+FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
+
+logger = log.get(__name__)
+
+
+@dataclass
+class Doctor:
+    """Examines the vitals in `folder`."""
+
+    folder: Path
+    pids: Callable[[], Collection[int]]
+    """Of the children, each leader of a session: nobody else is ever killed."""
+    say: Callable[[str], None]
+    silent_s: float = 8.0
+    blocked_s: float = 60.0
+    """How long a child may be silent or stopped, and blocked."""
+    is_shown: Callable[[Finding], bool] = lambda finding: True
+    _seen: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """When each finding was there last."""
+
+    async def run(self) -> None:
+        """Examine until cancelled. Waits for: the clock. Unblocks: everyone who waits for a role
+        that does nothing."""
+        while True:
+            await asyncio.sleep(EXAMINE_S)
+            try:
+                findings, pids = await asyncio.to_thread(self._look)
+            except Exception as error:  # noqa: BLE001  (who looks must not end what it looks at)
+                logger.warning("no diagnosis", error=repr(error))
+                continue
+            for finding in findings:
+                self._tell(finding)
+                self._heal(finding, pids.get(finding.culprit))
+
+    def _look(self) -> tuple[list[Finding], dict[str, int]]:
+        # First the pids: a successor must not be killed for what was found of the one before.
+        pids = {role.name: role.vitals.pid for role in read(self.folder) if role.state}
+        return examine(self.folder), pids
+
+    def _tell(self, finding: Finding) -> None:
+        key, now = (finding.culprit, finding.cause), time.monotonic()
+        if now - self._seen.get(key, -math.inf) > QUIET_S and self.is_shown(finding):
+            self.say(describe(finding))
+        self._seen[key] = now
+
+    def _heal(self, finding: Finding, pid: int | None) -> None:
+        limits = {"stopped": self.silent_s, "silent": self.silent_s, "blocked": self.blocked_s}
+        is_due = finding.since_s >= limits.get(finding.cause, math.inf)
+        if is_due and pid is not None and pid in self.pids():
+            self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def describe(finding: Finding) -> str:
+    """Say in one line who holds the run up, with what, where and whom."""
+    text = f"{finding.culprit} is {finding.cause}: {finding.detail}"
+    if frames := list(FRAME.finditer(finding.stack)):
+        file, line, function = frames[-1].groups()
+        text += f" (at {file}:{line} in {function})"
+    if finding.victims:
+        first, *others = finding.victims
+        text += f"; waiting: {first}" + (f" and {len(others)} more" if others else "")
+    return text

@@ -1,0 +1,123 @@
+"""Keeps the process of a language-model server alive, from a parent that holds nothing itself.
+
+The parent loads no model, so it has nothing to die of, and the kernel takes the child with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
+
+from arealite.api.config import ServerConfig, name_dir
+from arealite.impl.launcher.doctor import Doctor
+from arealite.impl.launcher.supervisor import PARENT, STEADY_S, STOPPING, Budget, how_ended
+from arealite.system.name_registry import NameRegistry
+
+MAX_RESTARTS = 5
+"""Deaths in a row, each within `STEADY_S` of the start, that are healed; one more is the end."""
+TERMINATE_S = 10.0
+"""From a person's signal to SIGKILL."""
+PLANNED = (0, 130, *STOPPING)
+"""Exit codes after which the server is not started again."""
+
+
+class ServerKeeper:
+    """One server process, started again when it dies or hangs."""
+
+    def __init__(
+        self, config: ServerConfig, command: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self.command, self.say = command, say
+        self._vitals = name_dir(config) / "vitals"
+        self._names = NameRegistry(name_dir(config), ttl_s=math.inf)
+        self._host = config.cluster.host
+        self._budget = Budget(MAX_RESTARTS)
+        self._steady = 0
+        """Lives that lasted."""
+        self._process: Process
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Keep the server alive until told to stop; return the exit code it had, or should have."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        again = ""
+        while True:
+            begin = time.monotonic()
+            await self._start()
+            if again:
+                self.say(again)
+            code = await self._live()
+            if self._stopping.is_set() or code in PLANNED:
+                return max(code, 0)
+            lived_s = time.monotonic() - begin
+            self._steady += lived_s > STEADY_S
+            said = f"llm_server died ({how_ended(code)})"
+            pause = self._budget.spend(said, mark=self._steady, lived_s=lived_s)
+            if pause is None:
+                self.say(f"error: {said}, for the {self._budget.deaths}th time in a row")
+                return max(code, 1)
+            again = f"{said}; started again ({self._budget.deaths} of {MAX_RESTARTS})"
+            try:
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return 0
+            except TimeoutError:
+                continue
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *self.command,
+            env=os.environ | {PARENT: str(os.getpid())},
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
+        )
+
+    def _stop(self, number: int) -> None:
+        """Pass a signal on, and see to it that the child ends."""
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+            if not self._stopping.is_set():
+                asyncio.get_running_loop().call_later(TERMINATE_S, self._kill)
+        self._stopping.set()
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _live(self) -> int:
+        """Wait until the process has ended; a doctor kills it when it stops living."""
+        pid = self._process.pid
+        watching = asyncio.ensure_future(
+            Doctor(self._vitals, lambda: (pid,), self.say, is_shown=lambda _: False).run()
+        )
+        try:
+            return await self._process.wait()
+        finally:
+            watching.cancel()
+            self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        """Remove the name that a killed process leaves behind: clients need not wait for its
+        end."""
+        for entry in self._names.list("llm_server"):
+            if (entry.value.get("pid"), entry.value.get("host")) == (pid, self._host):
+                self._names.remove("llm_server", entry.id)
+
+
+def keep(config: ServerConfig, command: Sequence[str]) -> int:
+    """Run `command`, a server, until a person stops it; return the exit code."""
+
+    def say(text: str) -> None:
+        sys.stderr.write(text + "\n")
+
+    async def run() -> int:
+        return await ServerKeeper(config, command, say).run()
+
+    return asyncio.run(run())
