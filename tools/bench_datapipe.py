@@ -1,7 +1,9 @@
-"""Trajectories a second from worker links through a datapipe process into its durable ledger.
+"""Trajectories a second from worker links through a datapipe process into its durable ledger, the
+ledger alone, its log's size under load, and the datapipe's recovery with a large ledger.
 
-The ratios stand against two baselines of the same run: raw acknowledged DEALER/ROUTER, and SQLite
-alone. Run: python tools/bench_datapipe.py [--repeats 3] [--kilobytes 64]
+The shares stand against two baselines of the same run: raw acknowledged DEALER/ROUTER, and SQLite
+alone. Records are trajectories of 1,000 tokens.
+Run: python tools/bench_datapipe.py [--repeats 3] [--kilobytes 64] [--records 100000]
 """
 
 from __future__ import annotations
@@ -11,24 +13,39 @@ import asyncio
 import json
 import multiprocessing
 import os
+import pickle
 import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
-from arealite.api.config import ExperimentConfig, name_dir
-from arealite.api.rollout_messages import Episode
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.rollout_messages import Episode, Lease
+from arealite.api.task import Task
+from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.system.dataset import identity
+from arealite.system.ledger import Ledger, connect, read_payloads
 from arealite.system.name_registry import NameRegistry
 from arealite.system.trainer_link import TrainerLink
 from arealite.system.worker_link import WorkerLink
 
+RECORD_BYTES = 17 * 1000
+"""Of a trajectory of 1,000 tokens: token, mask, logprob, version and reward of each."""
+OPEN = 1000
+"""Trajectories of the large ledger that are not durable yet."""
+GROUP, BATCH = 8, 64
+"""Trajectories a group, and groups a batch, in the large ledger."""
+TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 SERVE = """
 import asyncio, pickle, sys, time
 from pathlib import Path
@@ -54,6 +71,14 @@ def settings(root: Path, count: int) -> ExperimentConfig:
     )
 
 
+def make_header(group_id: str, member: int, task_id: str = "train-0") -> TrajectoryHeader:
+    """A trajectory of 1,000 tokens."""
+    return TrajectoryHeader(
+        f"{group_id}/{member}/agent", group_id, member, "agent", task_id, 1.0, {}, [1000], 900,
+        0, 0, 1, False, 0, 1.0, {"generation": 1.0},
+    )  # fmt: skip
+
+
 async def collect(resolve, count: int, size: int) -> float:
     """Answer leases as fast as they come; return seconds until all is acknowledged."""
     link = WorkerLink(resolve, worker_id="bench", capacity=512)
@@ -66,11 +91,7 @@ async def collect(resolve, count: int, size: int) -> float:
             lease = await link.next_lease()
             begin = begin or time.perf_counter()
             for member in lease.members:
-                key = f"{lease.group_id}/{member}/agent"
-                header = TrajectoryHeader(
-                    key, lease.group_id, member, "agent", lease.task.task_id, 1.0, {}, [4096], 4000,
-                    0, 0, 1, False, 0, 1.0, {"generation": 1.0},
-                )  # fmt: skip
+                header = make_header(lease.group_id, member, lease.task.task_id)
                 episode = Episode(lease.lease_id, lease.group_id, member, [header], None)
                 link.submit(episode, [payload])
                 done += 1
@@ -81,34 +102,151 @@ async def collect(resolve, count: int, size: int) -> float:
     return seconds
 
 
+@contextmanager
+def serving(config: ExperimentConfig) -> Iterator[tuple[subprocess.Popen[bytes], float, Callable]]:
+    """A datapipe process: (it, when it was started, how to find it)."""
+    folder = run_paths(config).ledger.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pickle").write_bytes(pickle.dumps(config))
+    names = NameRegistry(name_dir(config))
+    begin = time.perf_counter()
+    command = [sys.executable, "-c", SERVE, str(folder / "pickle")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while names.address("datapipe") is None:
+        assert process.poll() is None, "the datapipe did not start"
+        time.sleep(0.002)
+    try:
+        yield process, begin, lambda: names.address("datapipe")
+    finally:
+        process.kill()
+        process.wait(20)
+        names.remove("datapipe", "0")
+
+
 def through_datapipe(folder: Path, count: int, size: int) -> tuple[float, float]:
     """Return (trajectories a second, seconds from process start to answering)."""
-    import pickle
-
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        root = Path(name)
-        config = settings(root, count)
-        (root / "config").write_bytes(pickle.dumps(config))
-        names = NameRegistry(name_dir(config))
-
-        def resolve() -> str | None:
-            entries = names.list("datapipe")
-            return str(entries[0].value["address"]) if entries else None
-
-        begin = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-c", SERVE, str(root / "config")],
-                                   stderr=subprocess.DEVNULL)  # fmt: skip
-        while resolve() is None:
-            time.sleep(0.002)
-        link = TrainerLink(resolve, rank=0, world_size=1)
-        link.start(0)
-        ready = time.perf_counter() - begin
-        link.published(0)
-        seconds = asyncio.run(collect(resolve, count, size))
-        link.finish("bench over")
-        link.close()
-        process.wait(20)
+        with serving(settings(Path(name), count)) as (process, begin, resolve):
+            link = TrainerLink(resolve, rank=0, world_size=1)
+            link.start(0)
+            ready = time.perf_counter() - begin
+            link.published(0)
+            seconds = asyncio.run(collect(resolve, count, size))
+            link.finish("bench over")
+            link.close()
+            process.wait(20)
         return count / seconds, ready
+
+
+# ---------------------------------------------------------------- the ledger alone
+
+
+def fill(path: Path, count: int) -> dict[str, float]:
+    """Write a trial of `count` trajectories, all but the last thousand durable."""
+    ledger = Ledger(path, fingerprint=identity(ExperimentConfig(), TASKS))
+    payload, log = os.urandom(RECORD_BYTES), path.with_name(path.name + "-wal")
+    task, commits, log_bytes = Task("train-0", "x", None, {}), [], 0
+    steps = (count - OPEN) // GROUP // BATCH
+    begin = time.perf_counter()
+    for seq in range(count // GROUP):
+        group_id = f"g{seq}"
+        members = list(range(GROUP))
+        lease = Lease(f"{group_id}.1.1", group_id, "train", task, members, seq // GROUP // BATCH)
+        ledger.offer(seq, group_id, task_id="train-0", row=seq % 1000, epoch=seq // 1000)
+        ledger.lease(lease, worker_id="w")
+        for member in lease.members:
+            ledger.add_trajectory(make_header(group_id, member), payload)
+        step, place = divmod(seq, BATCH)
+        if seq % 3 or step < steps:  # of the open ones, every third group waits for a member
+            ledger.end_lease(lease.lease_id)
+            ledger.set_state(group_id, "complete")
+        if place == BATCH - 1 and step < steps:
+            ids = [f"g{step * BATCH + n}" for n in range(BATCH)]
+            ledger.batch(step, ids)
+            said = [f"{group_id}/{member}/agent" for group_id in ids for member in range(GROUP)]
+            ledger.train(StepReport(step, said, {"reward/mean": 0.5}))
+        if step and place == BATCH - 1 and step % 20 == 0:
+            ledger.checkpoint(min(step, steps), f"/checkpoints/{step}")
+        began = time.perf_counter()
+        ledger.commit()
+        commits.append(time.perf_counter() - began)
+        log_bytes = max(log_bytes, log.stat().st_size)
+    ledger.checkpoint(steps, f"/checkpoints/{steps}")
+    ledger.set_meta("version", str(steps))
+    ledger.commit()
+    seconds = time.perf_counter() - begin
+    commits.sort()
+    return {
+        "ledger_per_s": count / seconds,
+        "commit_p99_ms": commits[int(len(commits) * 0.99)] * 1e3,
+        "commit_max_ms": commits[-1] * 1e3,
+        "log_max_mb": log_bytes / 1e6,
+    }
+
+
+def _fill_and_die(path: Path, count: int, found) -> None:
+    found.send(fill(path, count))
+    found.close()
+    os._exit(9)  # no farewell: the log stays as a kill leaves it
+
+
+def _read_on(path: Path, done: threading.Event, hold_s: float) -> None:
+    """Read payloads without a pause; every transaction is open for `hold_s`."""
+    while not path.exists() and not done.wait(0.01):
+        pass
+    while not done.is_set():
+        try:
+            ids = [f"g{n}/0/agent" for n in range(16)]
+            read_payloads(path, ids)
+            with closing(connect(path, read_only=True)) as db:
+                db.execute("BEGIN")
+                db.execute("SELECT COUNT(*) FROM groups").fetchone()
+                done.wait(hold_s)
+        except Exception:  # noqa: BLE001  (the first rows are not there yet)
+            continue
+
+
+def in_child(path: Path, count: int) -> dict[str, float]:
+    """Fill a ledger in a process that dies."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=_fill_and_die, args=(path, count, theirs))
+    process.start()
+    found = ours.recv()
+    process.join()
+    return found
+
+
+def under_readers(folder: Path, count: int, hold_s: float) -> dict[str, float]:
+    """Fill a ledger while four threads read it, each with transactions of `hold_s`."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        path, done = Path(name) / "ledger.sqlite", threading.Event()
+        readers = [threading.Thread(target=_read_on, args=(path, done, hold_s)) for _ in range(4)]
+        for reader in readers:
+            reader.start()
+        found = in_child(path, count)
+        done.set()
+        for reader in readers:
+            reader.join()
+    return {f"read_{name}": value for name, value in found.items()}
+
+
+def recovery(folder: Path, count: int, repeats: int) -> tuple[dict[str, float], list[float]]:
+    """Return (what filling a ledger took, seconds from process start until a trainer is
+    answered)."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        config = settings(Path(name), GROUP * BATCH)
+        path = run_paths(config).ledger
+        path.parent.mkdir(parents=True)
+        found = in_child(path, count)
+        found["ledger_gb"] = path.stat().st_size / 1e9
+        seconds: list[float] = []
+        for _ in range(repeats):
+            with serving(config) as (_, begin, resolve):
+                link = TrainerLink(resolve, rank=0, world_size=1)
+                link.start((count - OPEN) // GROUP // BATCH)
+                seconds.append(time.perf_counter() - begin)
+                link.close()
+    return found, seconds
 
 
 def _echo(port_pipe, count: int) -> None:
@@ -170,25 +308,34 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--kilobytes", type=int, default=64)
     parser.add_argument("--folder", type=Path, default=Path("out/bench"))
+    parser.add_argument("--records", type=int, default=100_000, help="of the large ledger")
+    parser.add_argument("--hold", type=float, default=0.05, help="a reader's transaction, seconds")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    folder, repeats = options.folder, options.repeats
+    folder.mkdir(parents=True, exist_ok=True)
     count, size = options.count // 8 * 8, options.kilobytes * 1024
-    names = ("zmq_per_s", "sqlite_per_s", "datapipe_per_s", "ready_s")
-    rows: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(options.repeats):
-        rows["zmq_per_s"].append(raw_zmq(count, size))
-        rows["sqlite_per_s"].append(raw_sqlite(options.folder, count, size))
-        rate, ready = through_datapipe(options.folder, count, size)
-        rows["datapipe_per_s"].append(rate)
-        rows["ready_s"].append(ready)
+    rows: dict[str, list[float]] = {}
+
+    def note(**values: float) -> None:
+        for name, value in values.items():
+            rows.setdefault(name, []).append(value)
+
+    for _ in range(repeats):
+        note(zmq_per_s=raw_zmq(count, size), sqlite_per_s=raw_sqlite(folder, count, size))
+        rate, ready = through_datapipe(folder, count, size)
+        note(datapipe_per_s=rate, ready_s=ready)
+        note(records_per_s=through_datapipe(folder, 4 * count, RECORD_BYTES)[0])
+        note(**under_readers(folder, options.records // 4, options.hold))
+    filled, rows["recovery_s"] = recovery(folder, options.records, repeats)
+    note(**filled)
     metrics = {name: statistics.median(values) for name, values in rows.items()}
     metrics["share_of_zmq"] = metrics["datapipe_per_s"] / metrics["zmq_per_s"]
     metrics["share_of_sqlite"] = metrics["datapipe_per_s"] / metrics["sqlite_per_s"]
     metrics["kilobytes"] = float(options.kilobytes)
     for name, value in metrics.items():
         spread = f"  {[round(v, 2) for v in rows[name]]}" if name in rows else ""
-        print(f"{name:<18}{value:>12.2f}{spread}")
-    (options.folder / "datapipe.json").write_text(json.dumps(metrics, indent=1))
+        print(f"{name:<20}{value:>12.2f}{spread}")
+    (folder / "datapipe.json").write_text(json.dumps(metrics, indent=1))
 
 
 if __name__ == "__main__":

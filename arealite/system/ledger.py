@@ -28,8 +28,17 @@ import msgspec
 from arealite.api.rollout_messages import Failure, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 
+logger = log.get(__name__)
+
+LOG_BYTES = 128 << 20
+"""A write-ahead log of this size is emptied even if readers have to be waited for."""
+READERS_MS, MAX_READERS_MS = 200, 2000
+"""How long a commit waits for them then: at first; longer the larger they have made the log."""
+BUSY_MS = 10_000
+"""How long a connection waits for a lock."""
 SCHEMA_VERSION = "2"
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -83,6 +92,7 @@ class Ledger:
         """
         self.path = path
         self._queue: list[Statement] = []
+        self._log_limit = LOG_BYTES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.connection = connect(path)
@@ -228,6 +238,7 @@ class Ledger:
             for sql, values in statements:
                 db.execute(sql, values)
             db.execute("COMMIT")
+            self._bound_log()
         except sqlite3.Error as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")
@@ -235,6 +246,20 @@ class Ledger:
                 f"cannot write the ledger {self.path}: {error}. Nothing unacknowledged is lost: "
                 "free the disk or repair its permissions, then start the same trial again."
             ) from error
+
+    def _bound_log(self) -> None:
+        """Empty the log if it has grown large: SQLite by itself begins it anew only in a moment
+        without readers, and readers that overlap leave none."""
+        size = self.path.with_name(self.path.name + "-wal").stat().st_size
+        if size < self._log_limit:
+            return
+        patience_ms = min(READERS_MS * size // LOG_BYTES, MAX_READERS_MS)
+        self.connection.execute(f"PRAGMA busy_timeout = {patience_ms}")
+        is_held = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        self.connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+        self._log_limit = 2 * size if is_held else LOG_BYTES
+        if is_held:
+            logger.warning("a reader holds the ledger's log", megabytes=size >> 20)
 
     def commit(self) -> None:
         """Make everything queued durable, in the calling thread."""
@@ -308,7 +333,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     mode = "ro" if read_only else "rwc"
     db = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
-        uri=True, isolation_level=None, check_same_thread=False, timeout=10.0,
+        uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_MS / 1000,
         cached_statements=64,
     )  # fmt: skip
     if not read_only:  # NORMAL: safe against kill; a commit costs no fsync

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +18,11 @@ from arealite.api.rollout_messages import Lease, Progress, TurnHeader
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import InvariantError, UserError
+from arealite.system import ledger as ledger_module
 from arealite.system.audit import audit
 from arealite.system.datapipe_groups import GroupBook, permutation
-from arealite.system.ledger import Ledger, read_payloads, read_turns
-from tests.system.scenes import episode, experiment, failed, payload, tasks
+from arealite.system.ledger import Ledger, connect, read_payloads, read_turns
+from tests.system.scenes import episode, experiment, failed, header, payload, tasks
 
 POLICY = st.sampled_from(["retry", "min_size", "drop"])
 
@@ -278,3 +281,38 @@ def test_payloads_come_back_in_order(tmp_path: Path) -> None:
     with pytest.raises(InvariantError, match="g9/0/agent is in a batch"):
         read_payloads(book.ledger.path, ["g9/0/agent"])
     book.ledger.close()
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_readers_that_overlap_do_not_let_the_log_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+) -> None:
+    """SQLite alone begins its log anew only in a moment without readers, which never comes."""
+    monkeypatch.setattr(ledger_module, "LOG_BYTES", (1 << 20) if is_bounded else 1 << 40)
+    ledger, done = Ledger(tmp_path / "l", fingerprint={}), threading.Event()
+    ledger.connection.execute("PRAGMA wal_autocheckpoint = 16")
+    readers = threading.Thread(target=overlap, args=(ledger.path, done))
+    readers.start()
+    sizes: list[int] = []
+    for number in range(50):
+        ledger.add_trajectory(header("g0", number), os.urandom(200_000))
+        ledger.commit()
+        sizes.append((tmp_path / "l-wal").stat().st_size)
+    done.set()
+    readers.join()
+    ledger.close()
+    assert (max(sizes) < 4 << 20) is is_bounded, sizes
+    with closing(connect(ledger.path, read_only=True)) as db:
+        assert db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (50,)
+
+
+def overlap(path: Path, done: threading.Event) -> None:
+    """Read so that at every moment some snapshot is open, each for 10 ms or so."""
+    held = connect(path, read_only=True)
+    while not done.wait(0.01):
+        reader = connect(path, read_only=True)
+        reader.execute("BEGIN")
+        reader.execute("SELECT COUNT(*) FROM groups").fetchone()
+        held.close()
+        held = reader
+    held.close()
