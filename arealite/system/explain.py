@@ -32,15 +32,17 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     roles = read(folder)
     if not roles and not findings:
         return f"no process of this run shows itself in {folder}: it is not running."
-    stacks = collect_stacks(folder, roles)
-    lines = ["nobody holds the run up." if not findings else "WHO HOLDS THE RUN UP"]
+    stacks, causes = collect_stacks(folder, roles), {each.culprit: each.cause for each in findings}
+    roles.sort(key=lambda role: role.name not in causes)
+    is_over = all(role.state == "X" for role in roles if not role.name.startswith("llm_server"))
+    head = "nobody holds the run up." if not findings else "WHO HOLDS THE RUN UP"
+    lines = ["the run itself is not running." if is_over else head]
     for finding in findings:
         lines += _describe(finding, logs)
-    causes = {finding.culprit: finding.cause for finding in findings}
     lines += ["", f"{'ROLE':<28} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
     for role in roles:
         lines += _table_row(role, causes.get(role.name, "gone" if role.state == "X" else "ok"))
-    lines += ["", "STACKS (what runs or waits < who called it)"]
+    lines += ["", f"STACKS (what runs or waits < who called it; all of them: {folder}/ROLE.dump)"]
     for role in roles:
         found = stacks.get(role.name, [])
         lines += [f"{role.name}:", *(f"  {line}" for line in found or ["(none to be had)"])]
@@ -94,13 +96,14 @@ def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
 def _table_row(role: Role, state: str) -> Iterator[str]:
     vitals = role.vitals
     head = f"{role.name:<28} {state:<8} {role.age_s:>4.1f} s {vitals.lag_s * 1000:>4.0f} ms  "
-    for wait in vitals.waits or [None]:
-        text = "-" if wait is None else f"{wait.what} on {wait.on}, {wait.waited_s:.1f} s"
-        if wait is not None:
-            text = f"{wait.count} x {text}" if wait.count > 1 else text
-            text += f" of {wait.seconds:.0f} s" if wait.seconds else ""
-            text += f": {wait.detail}" if wait.detail else ""
-        yield head + text
+    if not vitals.waits:
+        yield f"{head}-"
+    for wait in vitals.waits:
+        text = f"{wait.what} on {wait.on}, {wait.waited_s + role.age_s:.1f} s"
+        text = f"{wait.count} x {text}" if wait.count > 1 else text
+        yield head + text + (f" of {wait.seconds:.0f} s" if wait.seconds else "")
+        if wait.detail:
+            yield f"{'':>10}{wait.detail}"
         head = " " * len(head)
 
 

@@ -1,0 +1,75 @@
+"""Real processes that show vitals and misbehave, for tests of who notices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.waiting import until
+
+HEAD = """
+import asyncio, os, re, signal, sys, threading, time
+from pathlib import Path
+from arealite.base import log
+from arealite.system import limits, vitals, waits
+name, folder = sys.argv[1], Path(sys.argv[2])
+log.setup(name)
+vitals.start(name, folder)
+def forever():
+    threading.Event().wait()
+"""
+
+IDLE = "forever()"
+WAITS = """
+with waits.waiting("batch 12", owner="trainer rank 0", on="datapipe-0"):
+    forever()
+"""
+BLOCKED = """
+async def main():
+    vitals.watch(asyncio.get_running_loop())
+    await asyncio.sleep(0.3)
+    time.sleep(60)
+asyncio.run(main())
+"""
+BLOCKED_UVLOOP = """
+import uvloop
+async def main():
+    await asyncio.sleep(0.3)
+    time.sleep(60)
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    vitals.watch(runner.get_loop())
+    runner.run(main())
+"""
+HOLDS_THE_INTERPRETER = """
+time.sleep(0.3)
+re.match(r"(a+)+$", "a" * 60 + "b")
+"""
+
+
+@contextlib.contextmanager
+def living(name: str, folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `script` as role `name`; yield once its vitals are there; end it, however it stands."""
+    with (folder / f"{name}.log").open("wb") as log:
+        command = [sys.executable, "-c", HEAD + script, name, str(folder)]
+        process = subprocess.Popen(command, stderr=log, stdout=log)
+    try:
+        until(lambda: shown(name, folder), what=f"vitals of {name}")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.wait()
+
+
+def shown(name: str, folder: Path) -> dict[str, Any]:
+    """Return what a role shows; {} while it shows nothing."""
+    with contextlib.suppress(OSError):
+        return json.loads((folder / f"{name}.json").read_text())
+    return {}
