@@ -164,7 +164,8 @@ class Random:
             for group in list(self.book.groups.values()):
                 for lease in list(group.leases.values()):
                     for member in lease.members:
-                        self.book.add(episode(lease, member, reward=float(member)), [b""])
+                        made = episode(lease, member, reward=float(member))
+                        self.book.add(made, [payload(made.headers[0].trajectory_id)])
             self.compose()
             self.train()
         assert self.book.next_step >= begin + 3
