@@ -18,6 +18,7 @@ COMMANDS = {
     "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
     "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
+    "why": ("arealite.cli.why", "name who holds a run up, who waits for whom, and where"),
     "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
 }
 

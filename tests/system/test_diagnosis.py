@@ -1,0 +1,277 @@
+"""Who is named as the culprit, and who is not: by hand-written vitals, and by real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from arealite.system import diagnosis, vitals
+from arealite.system.diagnosis import Finding, examine
+from arealite.system.vitals import Vitals, Waits
+from arealite.system.waits import OTHER_RANKS
+from tests.system.living import (
+    BLOCKED,
+    HOLDS_THE_INTERPRETER,
+    IDLE,
+    WAITS,
+    living,
+    shown,
+)
+from tests.waiting import until
+
+DETECTED_S = 5.0
+MY_START = (vitals.process(os.getpid()) or ("", 0))[1]
+
+
+def wait(
+    what: str, on: str, waited_s: float, *, quiet_s: float | None = None, **more: Any
+) -> Waits:
+    quiet_s = waited_s if quiet_s is None else quiet_s
+    known = {"owner": "x", "seconds": None, "prompt": False, "detail": ""}
+    return Waits(what=what, on=on, waited_s=waited_s, quiet_s=quiet_s, **(known | more))
+
+
+def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any) -> None:
+    """Write the vitals of a role that lives, in our own process, and was seen `age_s` ago."""
+    known: dict[str, Any] = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": MY_START,
+        "stacks": f"{name}.stacks",
+        "beat": time.time() - age_s,
+        "clock": time.monotonic() - age_s,
+    }
+    file = folder / f"{name}.json"
+    file.write_bytes(msgspec.json.encode(Vitals(name=name, **(known | more), waits=list(waits))))
+    os.utime(file, (time.time() - age_s,) * 2)
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+# ---------------------------------------------------------------- who is nobody's culprit
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    """Each waits for long, as healthy roles do."""
+    show(tmp_path, "datapipe-0")
+    show(
+        tmp_path,
+        "trainer-0",
+        wait("EvalRequest 40", "datapipe-0", 240.0, quiet_s=0.9, prompt=True),
+        counters={"ranks": 2, "collectives": 7},
+    )
+    show(
+        tmp_path,
+        "trainer-1",
+        wait("collective 8", OTHER_RANKS, 240.0),
+        counters={"ranks": 2, "collectives": 8},
+    )
+    show(
+        tmp_path,
+        "rollout-0",
+        wait("g3/0", "llm_server-a", 200.0, seconds=300.0, count=256),
+        wait("episode g3/0", "environment math", 250.0, seconds=600.0, count=256),
+    )
+    show(tmp_path, "rollout-1", wait("a lease", "datapipe-0", 900.0))
+    show(tmp_path, "llm_server-a")
+    assert examine(tmp_path) == []
+
+
+def test_a_trainer_in_a_long_step_is_no_culprit(tmp_path: Path) -> None:
+    show(tmp_path, "trainer-0", counters={"ranks": 2, "collectives": 7})
+    counters = {"ranks": 2, "collectives": 8}
+    show(tmp_path, "trainer-1", wait("collective 8", OTHER_RANKS, 90.0), counters=counters)
+    show(tmp_path, "rollout-0", wait("a lease", "datapipe-0", 90.0))
+    show(tmp_path, "datapipe-0")
+    assert examine(tmp_path) == []
+
+
+def test_an_empty_folder_and_broken_files_are_nothing(tmp_path: Path) -> None:
+    assert examine(tmp_path / "none") == []
+    (tmp_path / "x.json").write_text("{")
+    (tmp_path / ".datapipe-0.json").write_text("half")
+    assert examine(tmp_path) == []
+
+
+# ---------------------------------------------------------------- who is
+
+
+def test_who_shows_no_life_is_silent_and_all_who_wait_are_its_victims(tmp_path: Path) -> None:
+    """Also those who wait for somebody who waits, and who is named by a wait's last word."""
+    show(tmp_path, "rollout-1", wait("g3/0", "llm_server-a", 9.0), age_s=6.0)
+    show(tmp_path, "datapipe-0")
+    detail = "batch 12: 3 of 8 groups, 13 episodes in flight (13 on rollout-1@host)"
+    asks = wait("BatchRequest 12", "datapipe-0", 8.0, quiet_s=0.5, prompt=True, detail=detail)
+    show(tmp_path, "trainer-0", asks, counters={"ranks": 2, "collectives": 7})
+    meets = wait("collective 8", OTHER_RANKS, 8.0)
+    show(tmp_path, "trainer-1", meets, counters={"ranks": 2, "collectives": 8})
+    show(tmp_path, "rollout-10", wait("a lease", "datapipe-0", 8.0))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("rollout-1", "silent")
+    assert finding.since_s == pytest.approx(6.0, abs=0.5)
+    assert [victim.split(",")[0] for victim in finding.victims] == [
+        "trainer-0: BatchRequest 12",
+        "trainer-1: collective 8",
+    ]
+
+
+def test_a_blocked_loop_is_named_with_its_stack_only_after_a_while(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", blocked_s=2.0, blocked_stack="File x")
+    assert examine(tmp_path) == []
+    show(tmp_path, "rollout-0", blocked_s=2.5, blocked_stack="File x", age_s=0.9)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause, finding.stack) == ("rollout-0", "blocked", "File x")
+
+
+def test_a_rank_that_ended_before_a_collective_is_named(tmp_path: Path) -> None:
+    counters = {"ranks": 3, "collectives": 8}
+    for rank in (0, 2):
+        show(tmp_path, f"trainer-{rank}", wait("collective 8", OTHER_RANKS, 3), counters=counters)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("trainer-1", "dead")
+    assert len(finding.victims) == 2
+
+
+def test_ranks_that_end_a_moment_apart_are_fine(tmp_path: Path) -> None:
+    counters = {"ranks": 2, "collectives": 8}
+    show(tmp_path, "trainer-0", wait("collective 8", OTHER_RANKS, 0.5), counters=counters)
+    assert examine(tmp_path) == []
+
+
+def test_a_server_that_lives_and_does_not_answer_is_overdue(tmp_path: Path) -> None:
+    show(tmp_path, "llm_server-a")
+    show(
+        tmp_path,
+        "rollout-0",
+        wait("g3/0", "llm_server-a", 8.0, seconds=300.0, count=40),
+        wait("its version", "llm_server-a", 1.0, quiet_s=6.0, prompt=True),
+    )
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("llm_server-a", "overdue")
+    assert finding.victims[0].startswith("rollout-0: g3/0 (and 39 more), 8.0 s")
+    assert examine(tmp_path, overdue_s=7.0) == []
+
+
+def test_the_chain_of_waits_is_followed_to_its_end(tmp_path: Path) -> None:
+    """The wrapper of a server gives no answer because its SGLang gives it none."""
+    show(tmp_path, "trainer-0", wait("a continue", "llm_server-a", 7.0, prompt=True))
+    show(tmp_path, "llm_server-a", wait("/model_info", "SGLang http://a", 6.0, prompt=True))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("SGLang http://a", "overdue")
+    assert [victim.split(":")[0] for victim in finding.victims] == ["llm_server-a", "trainer-0"]
+
+
+def test_who_waits_for_a_culprit_is_none(tmp_path: Path) -> None:
+    show(tmp_path, "trainer-0", wait("Published 3", "datapipe-0", 7.0, prompt=True))
+    show(tmp_path, "datapipe-0", age_s=6.0)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("datapipe-0", "silent")
+    assert len(finding.victims) == 1
+
+
+def test_two_who_wait_for_each_other_end_the_search(tmp_path: Path) -> None:
+    show(tmp_path, "a-0", wait("x", "b-0", 7.0, prompt=True))
+    show(tmp_path, "b-0", wait("y", "a-0", 7.0, prompt=True))
+    assert examine(tmp_path)
+
+
+def test_a_role_that_nobody_has_seen_is_dead_to_who_waits_for_it(tmp_path: Path) -> None:
+    show(tmp_path, "trainer-0", wait("BatchRequest 3", "datapipe-0", 6.0, prompt=True))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("datapipe-0", "dead")
+
+
+def test_other_hosts_are_judged_by_their_beat_alone(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", host="elsewhere", pid=2**22 + 1, started=1, clock=0.0, age_s=6.0)
+    assert examine(tmp_path) == []
+    show(tmp_path, "rollout-0", host="elsewhere", pid=2**22 + 1, started=1, clock=0.0, age_s=20.0)
+    assert only(examine(tmp_path)).cause == "silent"
+
+
+def test_a_reused_pid_is_a_death_and_an_old_one_is_forgotten(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", started=MY_START - 1, age_s=3.0)
+    assert only(examine(tmp_path)).cause == "dead"
+    show(tmp_path, "rollout-0", started=MY_START - 1, age_s=100.0)
+    assert examine(tmp_path) == []
+    show(tmp_path, "trainer-0", wait("x", "rollout-0", 1.0))
+    assert only(examine(tmp_path)).cause == "dead", "missed by somebody"
+
+
+def test_a_clock_that_was_set_makes_nobody_silent(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", beat=time.time() - 3600.0)
+    assert examine(tmp_path) == []
+
+
+def test_on_a_full_disk_silence_tells_nothing(tmp_path: Path, monkeypatch) -> None:
+    show(tmp_path, "rollout-0", age_s=20.0)
+    show(tmp_path, "trainer-0", age_s=20.0)
+    assert [finding.cause for finding in examine(tmp_path)] == ["silent", "silent"]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(diagnosis.tempfile, "TemporaryFile", full)
+    finding = only(examine(tmp_path))
+    assert finding.culprit == str(tmp_path) and "No space left" in finding.detail
+
+
+def test_the_worst_comes_first(tmp_path: Path) -> None:
+    show(tmp_path, "a-0", blocked_s=9.0)
+    show(tmp_path, "b-0", age_s=9.0)
+    show(tmp_path, "c-0", started=1, age_s=1.0)
+    assert [f.cause for f in examine(tmp_path)] == ["dead", "silent", "blocked"]
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def found(folder: Path, cause: str, *, since: float) -> Finding:
+    """Wait until the only finding has this cause; return it."""
+    until(lambda: [f for f in examine(folder) if f.cause == cause], what=cause, seconds=DETECTED_S)
+    assert time.monotonic() - since < DETECTED_S
+    return only(examine(folder))
+
+
+def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
+    with (
+        living("datapipe-0", tmp_path, IDLE) as process,
+        living("trainer-0", tmp_path, WAITS),
+    ):
+        until(lambda: shown("trainer-0", tmp_path)["waits"], what="the trainer's wait")
+        assert examine(tmp_path) == []
+        process.send_signal(signal.SIGSTOP)
+        finding = found(tmp_path, "stopped", since=time.monotonic())
+        assert finding.culprit == "datapipe-0"
+        assert str(process.pid) in finding.detail
+        assert finding.victims[0].startswith("trainer-0: batch 12, ")
+        process.send_signal(signal.SIGCONT)
+        until(lambda: examine(tmp_path) == [], what="a run that goes on")
+
+
+def test_a_killed_process_is_found_at_once(tmp_path: Path) -> None:
+    with living("rollout-0", tmp_path, IDLE) as process:
+        process.kill()
+        assert found(tmp_path, "dead", since=time.monotonic()).culprit == "rollout-0"
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_blocked_loop_is_found_with_its_stack(tmp_path: Path) -> None:
+    with living("rollout-0", tmp_path, BLOCKED):
+        finding = found(tmp_path, "blocked", since=time.monotonic())
+    assert finding.culprit == "rollout-0"
+    assert "in main" in finding.stack.splitlines()[-1]
+
+
+def test_c_code_that_holds_the_interpreter_is_found(tmp_path: Path) -> None:
+    with living("rollout-0", tmp_path, HOLDS_THE_INTERPRETER):
+        assert found(tmp_path, "silent", since=time.monotonic()).culprit == "rollout-0"
