@@ -6,6 +6,7 @@ asked for again.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from statistics import fmean
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.system.datapipe_group import rest_end
 
 SOLVED = 1.0
 """Reward from which a sample counts as solved in pass@k."""
@@ -26,8 +28,8 @@ class EvalGroup:
 
     group_id: str
     task: Task
-    wanted: set[int]
-    """Samples that nobody runs."""
+    wanted: dict[int, float]
+    """Samples that nobody runs, and when (monotonic) each may be offered."""
     finished: dict[int, list[TrajectoryHeader]] = field(
         default_factory=dict[int, list[TrajectoryHeader]]
     )
@@ -74,17 +76,21 @@ class EvalBook:
         """Begin an evaluation, unless it is under way."""
         if eval_id not in self.runs:
             groups = [
-                EvalGroup(f"e{eval_id}-{row}", task, set(range(self.samples)))
+                EvalGroup(f"e{eval_id}-{row}", task, dict.fromkeys(range(self.samples), 0.0))
                 for row, task in enumerate(self.tasks)
             ]
             self.runs[eval_id] = EvalRun(eval_id, groups, self.samples)
 
     def lease(self, *, boot: int, version: int, credit: int) -> Lease | None:
         """Lease up to `credit` samples of the next task that has some nobody runs."""
+        now = time.monotonic()
         for run in self.runs.values():
-            if group := next((group for group in run.groups if group.wanted), None):
-                members = sorted(group.wanted)[:credit]
-                group.wanted.difference_update(members)
+            for group in run.groups:
+                members = sorted(m for m, rests in group.wanted.items() if rests <= now)[:credit]
+                if not members:
+                    continue
+                for member in members:
+                    del group.wanted[member]
                 lease_id = f"{group.group_id}.{boot}.{next(self._numbers)}"
                 self._running |= {(lease_id, member): group for member in members}
                 split = f"eval-{run.eval_id}"
@@ -95,7 +101,8 @@ class EvalBook:
         """Offer the samples that a worker will not bring again; lost ones count as attempts."""
         for member in lease.members:
             if group := self._running.pop((lease.lease_id, member), None):
-                self._offer_again(group, member, failures=int(is_lost))
+                group.failures[member] += is_lost
+                self._offer_again(group, member, at=0.0)
 
     def add(self, episode: Episode) -> bool:
         """Take in a sample; False if it is none that is waited for."""
@@ -103,13 +110,16 @@ class EvalBook:
         if group is not None and episode.failure is None:
             group.finished[episode.member] = episode.headers
         elif group is not None:
-            self._offer_again(group, episode.member, failures=1)
+            group.failures[episode.member] += 1
+            rests = rest_end(group.failures[episode.member])
+            self._offer_again(group, episode.member, at=rests)
         return group is not None
 
-    def _offer_again(self, group: EvalGroup, member: int, *, failures: int) -> None:
-        group.failures[member] += failures
-        is_over = group.failures[member] >= self.max_attempts
-        (group.failed if is_over else group.wanted).add(member)
+    def _offer_again(self, group: EvalGroup, member: int, *, at: float) -> None:
+        if group.failures[member] >= self.max_attempts:
+            group.failed.add(member)
+        else:
+            group.wanted[member] = at
 
     def take_finished(self) -> list[tuple[int, dict[str, float]]]:
         """Return (eval id, metrics) of the evaluations that are done, and forget them."""

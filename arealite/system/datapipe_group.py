@@ -75,9 +75,8 @@ class Group:
 
     def rest(self, member: int) -> None:
         """Let a failed episode wait, so that what makes it fail is not hammered."""
-        before = sum(m == member and name != LOST for m, _, name in self.failures) - 1
-        seconds = min(MAX_BACK_OFF_S, BACK_OFF_S * 2**before)
-        self.rests_until[member] = time.monotonic() + seconds
+        failures = sum(m == member and name != LOST for m, _, name in self.failures)
+        self.rests_until[member] = rest_end(failures)
 
     def missing(self, max_attempts: int, now: float = math.inf) -> list[int]:
         """Members that nobody runs and that may be offered `now` (by default: ever)."""
@@ -85,6 +84,11 @@ class Group:
         busy |= self.given_up(max_attempts)
         busy |= {m for m, until in self.rests_until.items() if until > now}
         return [m for m in range(self.size) if m not in self.finished and m not in busy]
+
+
+def rest_end(failures: int) -> float:
+    """Return when (monotonic) an episode that has failed so often may be offered again."""
+    return time.monotonic() + min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (failures - 1))
 
 
 @lru_cache(maxsize=4)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from arealite.system import datapipe_evals
 from arealite.system.datapipe_evals import EvalBook
 from tests.system.scenes import episode, failed, tasks
 
 
-def test_attempts_are_counted_once_each() -> None:
+def test_attempts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(datapipe_evals.time, "monotonic", lambda: now)
     book = EvalBook(tasks(1, "eval"), samples=2, max_attempts=2)
     book.begin(0)
     first = book.lease(boot=1, version=0, credit=2)
@@ -14,6 +19,8 @@ def test_attempts_are_counted_once_each() -> None:
     assert book.lease(boot=1, version=0, credit=2) is None
     assert book.add(failed(first, 0))
     assert not book.add(failed(first, 0)), "a result that comes twice"
+    assert book.lease(boot=1, version=0, credit=2) is None, "what failed rests"
+    now += 1.0
     again = book.lease(boot=1, version=0, credit=2)
     assert again
     assert again.members == [0]
