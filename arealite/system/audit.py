@@ -1,11 +1,13 @@
 """Holds a trial's ledger against its promises: nothing lost, nothing repeated, no token too old.
 
-Reads the file and nothing else, so it works on a run that lives, died or was copied elsewhere.
+Reads the file, and the configs beside it if there are any, so it works on a run that lives, died or
+was copied elsewhere.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +15,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arealite.api.trajectory import Segment, encode_segments
+from arealite.base import config as base_config
 from arealite.base.errors import UserError
-from arealite.system.ledger import connect
+from arealite.base.names import RunPaths
+from arealite.system.ledger import connect, decode_header
 
 TRAINED = "('trained', 'durable')"
 IN_STATE = {
@@ -24,6 +29,10 @@ IN_STATE = {
     "in_flight": "('offered', 'leased')",
 }
 JOINED = "FROM trajectories t JOIN groups g USING (group_id)"
+TOKEN_BYTES = 17
+"""Of a token in a payload: its id, mask, logprob, version and reward."""
+SEGMENT_BYTES = len(encode_segments([Segment(b"", b"", b"", b"", b"", 1.0)])) + 5 * 3
+"""What a segment has beside its tokens, at most: a long array's length takes 3 bytes more."""
 SHOWN = 5
 """Ids named in a line of problems."""
 
@@ -67,11 +76,14 @@ class AuditReport:
     """What is missing although the ledger says it is there."""
     repeated: list[str] = field(default_factory=list[str])
     """What was used twice."""
+    broken: list[str] = field(default_factory=list[str])
+    """Other promises: trained tokens too old, payloads unlike their headers, turns left over."""
 
     @property
     def ok(self) -> bool:
-        """Whether both balances are even and nothing is lost or repeated."""
-        return self.groups.is_even and self.tokens.is_even and not (self.lost or self.repeated)
+        """Whether both balances are even and no promise is broken."""
+        problems = self.lost or self.repeated or self.broken
+        return self.groups.is_even and self.tokens.is_even and not problems
 
     def table(self) -> str:
         """Write the report for a reader."""
@@ -83,7 +95,8 @@ class AuditReport:
         counts |= {f"failed episodes: {k}": n for k, n in sorted(self.failures_by_class.items())}
         counts |= {k.replace("_", " "): v for k, v in vars(self).items() if isinstance(v, int)}
         lines += [f"{name:<28}{number:>12}" for name, number in counts.items()]
-        for name, problems in (("lost", self.lost), ("repeated", self.repeated)):
+        for name in ("lost", "repeated", "broken"):
+            problems: list[str] = getattr(self, name)
             lines.append(f"{name:<28}{len(problems):>12}")
             lines += [f"  {problem}" for problem in problems]
         verdict = "balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE"
@@ -99,12 +112,21 @@ def audit(ledger_path: Path) -> AuditReport:
     try:
         with closing(connect(ledger_path, read_only=True)) as db:
             db.execute("BEGIN")  # one snapshot for all that follows
-            return _audit(db)
+            return _audit(db, _max_staleness(RunPaths(ledger_path.parent)))
     except sqlite3.Error as error:
         raise UserError(f"{ledger_path} cannot be read as a ledger: {error}.") from error
 
 
-def _audit(db: sqlite3.Connection) -> AuditReport:
+def _max_staleness(paths: RunPaths) -> float:
+    """Return the largest bound the run was ever given; infinity where tokens may be older."""
+    files = [file for file in (paths.config, *paths.configs.glob("*.yaml")) if file.exists()]
+    found = [base_config.read(file).trainer.ppo for file in files]
+    if not found or any(ppo.staleness_policy == "mask" for ppo in found):
+        return math.inf
+    return max(ppo.max_staleness for ppo in found)
+
+
+def _audit(db: sqlite3.Connection, max_staleness: float) -> AuditReport:
     def one(sql: str) -> int:
         return int(db.execute(sql).fetchone()[0] or 0)
 
@@ -136,6 +158,7 @@ def _audit(db: sqlite3.Connection) -> AuditReport:
         max_staleness=one(f"SELECT MAX(g.step - t.oldest) {trained}"),
         lost=_lost(db),
         repeated=_repeated(db),
+        broken=_broken(db, max_staleness),
     )
 
 
@@ -166,11 +189,39 @@ def _short_groups(db: sqlite3.Connection) -> list[str]:
 
 
 def _holes(db: sqlite3.Connection) -> list[str]:
-    """Steps whose groups are trained although the trainer never said so, and the other way."""
+    """Steps whose groups are trained although the trainer never said so, and the other way; and
+    batches that a later one has overtaken."""
     reported = set(db.execute("SELECT step FROM steps"))
     trained = set(db.execute(f"SELECT DISTINCT step FROM groups WHERE state IN {TRAINED}"))
     odd = sorted(str(step) for (step,) in reported ^ trained)
-    return _named("steps reported or trained only", odd)
+    overtaken = db.execute(
+        "SELECT DISTINCT step FROM groups WHERE state = 'batched' "
+        "AND step < (SELECT MAX(step) FROM steps) ORDER BY step"
+    )
+    found = _named("steps reported or trained only", odd)
+    return found + _named("steps without a report", [str(step) for (step,) in overtaken])
+
+
+def _broken(db: sqlite3.Connection, max_staleness: float) -> list[str]:
+    sql = f"SELECT t.trajectory_id {JOINED} WHERE g.state IN {TRAINED} AND g.step - t.oldest > ?"
+    old = [row[0] for row in db.execute(sql, (max_staleness,))]
+    sql = f"SELECT t.header, t.tokens, LENGTH(t.payload) {JOINED} WHERE g.state IN {TRAINED}"
+    unlike: list[str] = []
+    for blob, tokens, size in db.execute(sql):
+        header = decode_header(blob)
+        spare = size - TOKEN_BYTES * header.num_tokens
+        if tokens != header.num_tokens or not 0 < spare <= SEGMENT_BYTES * len(
+            header.segment_lengths
+        ):
+            unlike.append(header.trajectory_id)
+    left = db.execute(
+        "SELECT DISTINCT u.group_id || '/' || u.member FROM turns u LEFT JOIN groups g "
+        "USING (group_id) LEFT JOIN trajectories t USING (group_id, member) "
+        "WHERE t.member NOTNULL OR g.state IS NULL OR g.state NOT IN ('offered', 'leased')"
+    )
+    found = _named(f"trained with tokens older than max_staleness={max_staleness:g}", old)
+    found += _named("trained with a payload unlike its header", unlike)
+    return found + _named("with turns left over of an ended episode", [row[0] for row in left])
 
 
 def _repeated(db: sqlite3.Connection) -> list[str]:

@@ -84,8 +84,8 @@ def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
     return Episode(lease.lease_id, lease.group_id, member, [], Failure(name, "by the test"))
 
 
-def payload(trajectory_id: str, size: int = 64) -> bytes:
-    """Bytes that tell whose they are."""
+def payload(trajectory_id: str, size: int = 150) -> bytes:
+    """Bytes that tell whose they are; by default as many as the audit expects of 8 tokens."""
     return (trajectory_id.encode() + b"|") * (size // (len(trajectory_id) + 1) + 1)
 
 
@@ -101,7 +101,7 @@ class FakeWorker:
         context: zmq.Context[Any] | None = None,
         script: Callable[[Lease, int], Episode | None] | None = None,
         seed: int = 0,
-        payload_bytes: int = 64,
+        payload_bytes: int = 150,
     ) -> None:
         self.link = WorkerLink(resolve, worker_id=worker_id, capacity=capacity, context=context)
         self.script = script or (lambda lease, member: episode(lease, member, reward=member % 2))

@@ -9,10 +9,11 @@ import pytest
 
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
 from arealite.system.audit import audit
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.ledger import Ledger
-from tests.system.scenes import episode, experiment, failed, tasks
+from tests.system.scenes import episode, experiment, failed, payload, tasks
 
 
 @pytest.fixture
@@ -31,7 +32,8 @@ def path(tmp_path: Path) -> Path:
                 book.add(failed(lease, member), [])
             elif number != 6:
                 newest = 1 if number == 1 and member == 0 else None
-                book.add(episode(lease, member, newest=newest), [b"x"])
+                made = episode(lease, member, newest=newest)
+                book.add(made, [payload(made.headers[0].trajectory_id)])
     for step in range(2):
         groups = book.compose()
         assert groups
@@ -68,6 +70,16 @@ def test_a_right_ledger(path: Path) -> None:
         ("DELETE FROM groups WHERE seq = 2", "1 groups of the dataset's order"),
         ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 0"),
         ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
+        ("UPDATE groups SET state = 'batched' WHERE step = 0", "steps without a report: 0"),
+        ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
+         "2 trained with a payload unlike its header: g1/0/agent, g1/1/agent"),
+        ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
+         "1 trained with a payload unlike its header: g1/0/agent"),
+        ("UPDATE trajectories SET tokens = 9 WHERE trajectory_id = 'g2/1/agent'",
+         "payload unlike its header: g2/1/agent"),
+        ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
+         "1 with turns left over of an ended episode: g0/1"),
+        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episode: g5/0"),
         ("INSERT INTO trajectories SELECT 'g0/1/x', group_id, member, seat, reward, tokens, "
          "trained_tokens, oldest, newest, interruptions, header, payload FROM trajectories "
          "WHERE trajectory_id = 'g0/1/agent'", "kept twice: g0/1/agent"),
@@ -80,6 +92,32 @@ def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
     report = audit(path)
     assert not report.ok
     assert line in report.table()
+
+
+def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO turns VALUES ('g6', 0, 'agent', 0, x'', x'')")
+    db.close()
+    assert audit(path).ok
+
+
+@pytest.mark.parametrize(
+    ("bounds", "policy", "ok"),
+    [((1,), "pace", True), ((0,), "pace", False), ((0, 1), "drop", True), ((0,), "mask", True)],
+)
+def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
+    path: Path, bounds: tuple[int, ...], policy: str, ok: bool
+) -> None:
+    paths = RunPaths(path.parent)
+    paths.configs.mkdir()
+    for number, bound in enumerate(bounds):
+        file = paths.configs / f"{number:06d}.yaml" if number else paths.config
+        ppo = f"{{max_staleness: {bound}, staleness_policy: {policy}}}"
+        file.write_text(f"trainer: {{ppo: {ppo}}}")
+    report = audit(path)
+    assert report.ok == ok
+    if not ok:
+        assert "4 trained with tokens older than max_staleness=0: g2/0" in report.table()
 
 
 def test_what_is_no_ledger(tmp_path: Path) -> None:
