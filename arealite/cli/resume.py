@@ -38,11 +38,11 @@ def check_resume(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
         raise UserError(f"resume={wanted} is no good checkpoint. {listed} {anew}.")
     if wanted == "must" and not good:
         raise UserError(f"resume=must, but {paths.root} holds no run to go on with. {listed}")
-    if not paths.ledger.exists():
+    held, named = read_facts(paths.ledger)
+    if not held:
         if good:
             raise UserError(f"{paths.ledger} is gone. {listed} Put the ledger back; or {anew}.")
         return
-    held, named = read_facts(paths.ledger)
     for key, now in {"schema": SCHEMA_VERSION, **identity(config, tasks)}.items():
         if (before := held.get(key)) != now:
             raise UserError(
@@ -58,9 +58,13 @@ def check_resume(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
 
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
-    """Return (what the trial was begun with, step of the newest checkpoint ever noted or 0)."""
+    """Return (what the trial was begun with, step of its newest checkpoint); ({}, 0): no trial."""
     try:
+        if not ledger.exists():
+            return {}, 0
         with closing(connect(ledger, read_only=True)) as db:
+            if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+                return {}, 0  # killed before its first transaction
             held = dict(db.execute("SELECT key, value FROM meta").fetchall())
             return held, db.execute("SELECT MAX(step) FROM checkpoints").fetchone()[0] or 0
     except sqlite3.Error as error:

@@ -1,0 +1,211 @@
+"""One run that was asynchronous, killed twice and resumed at another size: what it kept, what it
+used, and that it can be trained again from its ledger, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from arealite.api.trajectory import decode_segments, encode_segments
+from arealite.base.names import RunPaths
+from arealite.system.audit import audit
+from arealite.system.ledger import connect
+from tests.e2e.conftest import ENVIRONMENT, Finished, Site, strays
+from tests.waiting import until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+REWARD = '''
+from arealite.api.reward import Reward, rewards
+
+
+@rewards.register("variety")
+class Variety(Reward):
+    """How many different characters: nearly every group of an untrained model has a gradient."""
+
+    async def score(self, completion: str, ground_truth: str) -> float:
+        return len(set(completion)) / 8
+'''
+STEPS = 12
+OPTIONS = (
+    "imports=[variety]",
+    "trainer.ppo.collector.env.math.reward.type=variety",
+    "dataset.eval=null",
+    f"trainer.ppo.total_steps={STEPS}",
+    "trainer.ppo.updates=2",
+    "trainer.ppo.lr=1e-3",
+    "trainer.ppo.optimizer.schedule=linear",
+    "trainer.ppo.optimizer.warmup_steps=3",
+    "trainer.ppo.checkpoint.every_steps=2",
+    "trainer.ppo.max_staleness=2",
+)
+
+
+@dataclass
+class History:
+    """The run's end, and the ledger as it was when its launcher was killed."""
+
+    finished: Finished
+    rows: dict[str, tuple[str, int, str, str]]
+    """By trajectory id, then: group, member, state of the group, hash of the payload."""
+    checkpoint: int
+    """The newest step durable then."""
+
+
+def read(ledger: Path, sql: str) -> list[Any]:
+    with closing(connect(ledger, read_only=True)) as db:
+        return db.execute(sql).fetchall()
+
+
+def trajectories(ledger: Path) -> dict[str, tuple[str, int, str, str]]:
+    sql = (
+        "SELECT trajectory_id, group_id, member, state, payload "
+        "FROM trajectories JOIN groups USING (group_id)"
+    )
+    return {key: (*row, sha256(payload).hexdigest()) for key, *row, payload in read(ledger, sql)}
+
+
+@pytest.fixture(scope="module")
+def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Train with 1 rank; SIGKILL it, then the launcher; go on with 2 ranks and 2 workers."""
+    run_root = tmp_path_factory.mktemp("killed")
+    (run_root / "variety.py").write_text(REWARD)
+    ledger = RunPaths(run_root / "e2e" / "t").ledger
+
+    def steps() -> int:
+        with suppress(sqlite3.OperationalError):  # no file, or no table yet
+            return read(ledger, "SELECT COUNT(*) FROM steps")[0][0]
+        return 0
+
+    with subprocess.Popen(
+        site.command(run_root, *OPTIONS), cwd=run_root, stdout=subprocess.PIPE, env=ENVIRONMENT
+    ) as run:
+
+        def reach(what: Callable[[], Any], name: str) -> None:
+            until(lambda: what() or run.poll() is not None, what=name, seconds=60)
+            assert run.poll() is None, run.stdout.read()  # type: ignore[union-attr]
+
+        def rank() -> psutil.Process | None:
+            for child in psutil.Process(run.pid).children():
+                with suppress(psutil.Error):  # it is ending just now
+                    if child.cmdline()[-3:-1] == ["trainer", "0"]:
+                        return child
+            return None
+
+        reach(lambda: steps() >= 3, "three steps")
+        victim = rank()
+        assert victim is not None
+        victim.kill()
+        reach(lambda: rank() not in (None, victim), "a new rank")
+        before = steps()
+        reach(lambda: steps() > before, "a step of the new rank")
+        run.kill()
+        run.wait(timeout=10)
+    until(lambda: not strays(run_root), what="the end of all roles", seconds=10)
+    rows = trajectories(ledger)
+    ((checkpoint,),) = read(ledger, "SELECT MAX(step) FROM checkpoints")
+    finished = site.train(
+        run_root,
+        *OPTIONS,
+        "launcher.local.trainer_ranks=2",
+        "launcher.local.rollout_workers=2",
+    )
+    assert finished.code == 0, finished.shown + finished.logs()
+    return History(finished, rows, checkpoint)
+
+
+def test_a_resumed_run_uses_what_was_finished_and_repeats_nothing(history: History):
+    paths = history.finished.paths
+    report = audit(paths.ledger)
+    assert report.ok, report.table()
+    assert report.groups.trained == STEPS * 4
+    assert report.max_staleness <= 2
+    ranks = [n for (n,) in read(paths.ledger, "SELECT ranks FROM steps ORDER BY step")]
+    assert ranks == [1] * history.checkpoint + [2] * (STEPS - history.checkpoint)
+    now = trajectories(paths.ledger)
+    for key, (group_id, member, _, payload) in history.rows.items():
+        assert (now[key][0], now[key][1], now[key][3]) == (group_id, member, payload)
+    finished = {k for k, row in history.rows.items() if row[2] in ("complete", "batched")}
+    trained = [
+        key
+        for (text,) in read(paths.ledger, "SELECT trained FROM steps")
+        for key in json.loads(text)
+    ]
+    assert len(set(trained)) == len(trained) == STEPS * 16
+    not_durable = {k for k, row in history.rows.items() if row[2] == "trained"}
+    assert not_durable | finished, "the launcher was killed with finished work in hand"
+    assert not_durable <= set(trained)
+    late = {key for key in finished - set(trained)}
+    assert all(now[key][2] in ("complete", "batched") for key in late), "buffered at the end"
+    lr = [m["update/lr"] for m in history.finished.metrics() if "update/lr" in m]
+    assert len(lr) == STEPS
+    assert sorted(lr[3:], reverse=True) == lr[3:], "the schedule went on where it stood"
+
+
+def replay(run: Path, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "arealite.cli.main", "replay", str(run), *options]
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_it_is_replayed_bit_by_bit(history: History):
+    root = history.finished.paths.root
+    fingerprints = read(history.finished.paths.ledger, "SELECT fingerprint FROM steps")
+    assert len(set(fingerprints)) == STEPS, "every step has changed the parameters"
+
+    def files() -> dict[Path, int]:
+        """All but SQLite's table of who reads."""
+        found = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+        return {path: time for path, time in found.items() if path.suffix != ".sqlite-shm"}
+
+    before = files()
+    done = replay(root, cwd=root.parents[1])
+    assert done.returncode == 0, done.stderr
+    assert f"replayed {STEPS} steps: bitwise equal" in done.stdout
+    assert files() == before
+    assert not strays(root)
+
+
+def with_another_token(payload: bytes) -> bytes:
+    """Flip the lowest bit of the last sampled token."""
+    *others, last = decode_segments(payload)
+    tokens = np.frombuffer(last.tokens, "<i4").copy()
+    tokens[np.flatnonzero(np.frombuffer(last.loss_mask, np.uint8))[-1]] ^= 1
+    return encode_segments([*others, msgspec.structs.replace(last, tokens=tokens.tobytes())])
+
+
+def test_a_changed_trajectory_is_found_by_its_step(history: History, tmp_path: Path):
+    copy = RunPaths(tmp_path / "copy")
+    source = history.finished.paths
+    copy.root.mkdir()
+    shutil.copytree(source.configs, copy.configs)
+    for file in source.root.glob("ledger.sqlite*"):
+        shutil.copy(file, copy.root)
+    with closing(sqlite3.connect(copy.ledger)) as db, db:
+        sql = (
+            "SELECT trajectory_id, payload FROM trajectories JOIN groups USING (group_id) "
+            "WHERE step = 1 ORDER BY reward DESC LIMIT 1"
+        )
+        key, payload = db.execute(sql).fetchone()
+        changed = with_another_token(payload)
+        assert changed != payload
+        db.execute("UPDATE trajectories SET payload = ? WHERE trajectory_id = ?", (changed, key))
+    done = replay(copy.root, "--to", "2", cwd=source.root.parents[1])
+    assert done.returncode == 1, done.stdout
+    assert "step 1 is the first that differs" in done.stderr
+    assert "What that can mean" in done.stderr
