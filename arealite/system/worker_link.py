@@ -28,7 +28,7 @@ from arealite.api.rollout_messages import (
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.system import wire
-from arealite.system.waits import waiting
+from arealite.system.waits import Wait, waiting
 
 logger = log.get(__name__)
 
@@ -88,12 +88,13 @@ class WorkerLink:
         self._results = 0
         self._is_draining = False
         self._wake = asyncio.Event()
+        self._wait: Wait | None = None
 
     # ------------------------------------------------------------ the worker's side
 
     async def next_lease(self) -> Lease | None:
         """Wait for work; None once the run ends (there is no end to the wait but the run's own)."""
-        with waiting("a lease", owner=self.worker_id, on="datapipe-0"):
+        with waiting("a lease", owner=self.worker_id, on="datapipe-0", prompt=True) as self._wait:
             lease = await self._leases.get()
         if lease is None:
             self._leases.put_nowait(None)
@@ -218,6 +219,8 @@ class WorkerLink:
 
     def _receive(self, frames: list[bytes]) -> None:
         self._heard = time.monotonic()
+        if self._wait is not None:
+            self._wait.heard = self._heard
         match wire.decode_to_worker(frames[0]):
             case Ack(result_id=result_id):
                 self._unacknowledged.pop(result_id, None)
