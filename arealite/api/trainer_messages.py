@@ -17,6 +17,8 @@ class TrainerStart(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     world_size: int
+    start_id: str = ""
+    """Another for each start of a trainer: a copy that comes late rolls nothing back."""
 
 
 class BatchRequest(msgspec.Struct, frozen=True, tag=True):

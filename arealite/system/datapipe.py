@@ -27,7 +27,7 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.system import wire
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
-from arealite.system.datapipe_trainer import TrainerDesk
+from arealite.system.datapipe_trainer import OutOfStep, TrainerDesk
 from arealite.system.datapipe_workers import Held, Worker, Workers
 from arealite.system.dataset import identity
 from arealite.system.ledger import Ledger, LedgerWriter, read_payloads, read_turns
@@ -226,7 +226,8 @@ class Datapipe:
             self.desk.take(route, request)
         except InvariantError as error:
             self._send(route, Refused(wire.request_name(request), str(error)))
-            raise
+            if not isinstance(error, OutOfStep):
+                raise
         if isinstance(request, Finish):
             self._stopped_at = time.monotonic()
             for worker in self.workers.by_id.values():

@@ -63,6 +63,11 @@ class IdleClock:
         return {f"{cause}_wait_s": seconds for cause, seconds in taken.items()}
 
 
+class OutOfStep(InvariantError):
+    """A request of steps that the ledger does not stand at: who sent it is wrong, or is of a
+    trainer that is no more."""
+
+
 class TrainerDesk:
     """What the trainer asked for and has not been given, and what its words change."""
 
@@ -87,6 +92,8 @@ class TrainerDesk:
         """By rank: (whom to answer, what is asked)."""
         self._eval_requests: dict[int, bytes] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
+        self._start_id = ""
+        """Of the trainer that runs."""
         self._config = config
         self._send = send
         self._workers = workers
@@ -114,6 +121,8 @@ class TrainerDesk:
                 self._take_batch_request(route, request)
             case EvalRequest():
                 self._take_eval_request(route, request.eval_id)
+            case TrainerStart(start_id=start_id) if start_id and start_id == self._start_id:
+                self._send(route, messages.TrainerReady(request.step, 0))
             case TrainerStart():
                 self._start = (route, request)
                 self._writer.after_commit(self._begin)
@@ -267,9 +276,7 @@ class TrainerDesk:
         if self.finish is not None:
             self._send(route, messages.Finished(self.finish.reason))
         elif step > due:
-            raise InvariantError(
-                f"rank {request.rank} asks for batch {step}, but the next one is {due}"
-            )
+            raise OutOfStep(f"rank {request.rank} asks for batch {step}, but the next one is {due}")
         elif step == due or step in self.book.batches:
             if not self.is_waiting:
                 self.asked = time.monotonic()
@@ -308,7 +315,7 @@ class TrainerDesk:
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
-        self._start = None
+        self._start, self._start_id = None, start.start_id
         self.changed = True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
         self._send(route, messages.TrainerReady(start.step, rolled))
@@ -318,8 +325,7 @@ class TrainerDesk:
             case messages.StepReport():
                 self._note_step(request)
             case messages.Published():
-                self.book.version = request.version
-                self.book.ledger.set_meta("version", str(request.version))
+                self._note_version(request.version)
             case messages.Checkpointed():
                 self.book.mark_durable(request.step)
                 self.book.ledger.checkpoint(request.step, request.path)
@@ -328,12 +334,18 @@ class TrainerDesk:
             case _:
                 raise AssertionError(request)
 
+    def _note_version(self, version: int) -> None:
+        """Take a newer version; one that is older, or of steps rolled back, came late."""
+        if (self.book.version or 0) <= version <= self.book.known_steps():
+            self.book.version = version
+            self.book.ledger.set_meta("version", str(version))
+
     def _note_step(self, report: messages.StepReport) -> None:
         groups = self.book.batches.get(report.step)
         if groups is None or groups[0].state != "batched":
             if report.step < self.book.known_steps():
                 return  # the answer to the first report was lost
-            raise InvariantError(f"step {report.step} is reported, but its batch was never made")
+            raise OutOfStep(f"step {report.step} is reported, but its batch was never made")
         expected = sorted(h.trajectory_id for group in groups for h in group.headers)
         if sorted(report.trained) != expected:
             wrong = set(report.trained) ^ set(expected)

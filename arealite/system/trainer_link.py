@@ -6,6 +6,7 @@ Blocking and without an event loop, because a rank does nothing else while it wa
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
@@ -51,7 +52,7 @@ class TrainerLink:
         *,
         rank: int,
         world_size: int,
-        silence_s: float = 10.0,
+        silence_s: float = 30.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.rank = rank
@@ -66,7 +67,7 @@ class TrainerLink:
 
     def start(self, step: int) -> TrainerReady:
         """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
-        request = messages.TrainerStart(step, self.world_size)
+        request = messages.TrainerStart(step, self.world_size, uuid.uuid4().hex)
         answer = self._ask(request, lambda message: isinstance(message, TrainerReady))
         return cast(tuple[TrainerReady, list[bytes]], answer)[0]
 

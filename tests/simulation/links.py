@@ -24,14 +24,14 @@ class _Awaiting(ast.NodeTransformer):
     def __init__(self, blocking: set[str]) -> None:
         self.blocking = blocking
 
-    def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
         return ast.Await(node) if _called(node) in self.blocking | BLOCKING else node
 
-    def visit_Lambda(self, node: ast.Lambda) -> Any:  # noqa: N802
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         return node  # nested: called back, never blocking
 
 
@@ -51,7 +51,9 @@ def async_link(source_of: ModuleType = trainer_link) -> type[Any]:
     methods = {n.name: n for n in link.body if isinstance(n, ast.FunctionDef)}
     blocking: set[str] = set()
     while more := {
-        name for name, n in methods.items() if name not in blocking and _calls(n) & (blocking | BLOCKING)
+        name
+        for name, n in methods.items()
+        if name not in blocking and _calls(n) & (blocking | BLOCKING)
     }:
         blocking |= more
     for place, node in enumerate(link.body):
@@ -64,5 +66,5 @@ def async_link(source_of: ModuleType = trainer_link) -> type[Any]:
     module = ModuleType("tests.simulation.async_trainer_link")
     sys.modules[module.__name__] = module
     module.__dict__["__file__"] = source_of.__file__
-    exec(compile(tree, str(source_of.__file__), "exec"), module.__dict__)  # noqa: S102
+    exec(compile(tree, str(source_of.__file__), "exec"), module.__dict__)
     return module.TrainerLink

@@ -23,6 +23,9 @@ MAX_HANDLES = 3_000_000
 """A seed that runs more of them runs in circles."""
 
 
+current: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
+
+
 class Process:
     """One simulated process: its handles, and whether they run."""
 
@@ -33,6 +36,9 @@ class Process:
         """False while it is stopped, and once it is dead."""
         self.dead = False
         self.in_runnable = False
+        self.context = contextvars.Context()
+        """In which messages reach it."""
+        self.context.run(current.set, self)
         self.on_term: Callable[[], Any] | None = None
         """Its handler of SIGTERM."""
 
@@ -41,14 +47,13 @@ class Process:
 
 
 ROOT = Process("root")
-current: contextvars.ContextVar[Process] = contextvars.ContextVar("process", default=ROOT)
 
 
-class Killed(BaseException):  # noqa: N818  (nothing of the product may catch it)
+class Killed(BaseException):
     """Ends a handle of a process that was killed while the handle ran."""
 
 
-class Stuck(Exception):  # noqa: N818
+class Stuck(Exception):
     """Nothing will ever happen again."""
 
 
@@ -125,7 +130,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         """Run the function in one piece, after one delay and before another."""
         future = self.create_future()
-        self.call_later(self.executor_delay(), self._execute, future, functools.partial(func, *args))
+        self.call_later(
+            self.executor_delay(), self._execute, future, functools.partial(func, *args)
+        )
         return future
 
     def _execute(self, future: SimFuture, job: Callable[[], Any]) -> None:
@@ -136,10 +143,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.call_later(self.executor_delay(), _finish, future, result, error)
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
-        current.get().on_term = functools.partial(callback, *args)
+        current.get(ROOT).on_term = functools.partial(callback, *args)
 
     def remove_signal_handler(self, sig: int) -> bool:
-        current.get().on_term = None
+        current.get(ROOT).on_term = None
         return True
 
     def _process_events(self, event_list: Any) -> None:

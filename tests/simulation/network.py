@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from tests.simulation.loop import Process, VirtualLoop, context_of, current
+from tests.simulation.loop import ROOT, Process, VirtualLoop, current
 
 Frames = list[bytes]
 
@@ -73,7 +73,7 @@ class Network:
 
     def open_socket(self, context: Any, kind: int) -> SimSocket:
         """Stand in for `wire.open_socket`."""
-        socket = SimSocket(self, kind, current.get())
+        socket = SimSocket(self, kind, current.get(ROOT))
         self.sockets.append(socket)
         return socket
 
@@ -118,7 +118,7 @@ class Network:
             connection.last[way] = at
             router = self.routers.get(connection.address)
             entry = [connection, way, frames, router, None]
-            entry[4] = self.loop.call_at(at, self._arrive, entry, context=context_of(self.process))
+            entry[4] = self.loop.call_at(at, self._arrive, entry, context=self.process.context)
             connection.on_way.append(entry)
 
     def _arrive(self, entry: list[Any]) -> None:
@@ -191,7 +191,7 @@ class Network:
             entry[4].cancel()
             way = entry[1]
             connection.last[way] = at = max(until, connection.last[way])
-            entry[4] = self.loop.call_at(at, self._arrive, entry, context=context_of(self.process))
+            entry[4] = self.loop.call_at(at, self._arrive, entry, context=self.process.context)
 
     def _cut(self, connection: Connection, way: str, *, keep: float) -> None:
         mine = [entry for entry in connection.on_way if entry[1] == way]
@@ -246,8 +246,7 @@ class SimSocket:
         """Put a message into the owner's hands once that runs."""
         if self.closed or self.process.dead:
             return
-        context = context_of(self.process)
-        self.network.loop.call_soon(self._take, frames, context=context)
+        self.network.loop.call_soon(self._take, frames, context=self.process.context)
 
     def _take(self, frames: Frames) -> None:
         if self.closed:

@@ -103,6 +103,8 @@ def patched(sim: Simulation) -> Generator[None, None, None]:
         undo.set(wire, "open_socket", sim.network.open_socket)
         undo.set(wire, "Channel", SimChannel)
         undo.set(arealite.system.worker_link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
+        if hasattr(link, "uuid"):
+            undo.set(link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
         undo.set(Limit, "__hash__", lambda limit: hash(limit._task))
         undo.set(link, "POLL_MS", 1000)
         if hasattr(arealite.impl.rollout.worker, "LAG_PERIOD_S"):

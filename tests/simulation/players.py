@@ -46,7 +46,9 @@ class Servers:
         """Wait for a server that holds at least `min_version`."""
         async with asyncio.timeout(REQUEST_S):
             while True:
-                able = [i for i, v in enumerate(self.versions) if v is not None and v >= min_version]
+                able = [
+                    i for i, v in enumerate(self.versions) if v is not None and v >= min_version
+                ]
                 if able:
                     return self.sim.rng.choice(able)
                 await self._changed.wait()

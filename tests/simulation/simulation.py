@@ -23,7 +23,6 @@ from typing import Any
 import structlog
 
 from arealite.api.config import run_paths
-from arealite.api.trainer_messages import Batch
 from arealite.base.errors import ArealiteError, InvariantError, RoleError
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.datapipe import Datapipe
@@ -31,7 +30,7 @@ from arealite.system.ledger import Ledger
 from arealite.system.worker_link import WorkerLink
 from tests.simulation.adversary import Adversary
 from tests.simulation.checks import Checks
-from tests.simulation.loop import Killed, Process, Stuck, VirtualLoop, current, end_all
+from tests.simulation.loop import ROOT, Killed, Process, Stuck, VirtualLoop, current, end_all
 from tests.simulation.network import Network, SimSocket, checksum
 from tests.simulation.patches import patched
 from tests.simulation.players import Servers, SimClient
@@ -45,7 +44,7 @@ BOUND_S = 500.0
 _active: list[Simulation] = []
 
 
-class Violation(Exception):  # noqa: N818
+class Violation(Exception):
     """An invariant is broken."""
 
 
@@ -326,7 +325,7 @@ class Simulation:
     async def _name_it(self, pipe: Datapipe) -> None:
         await pipe.ready.wait()
         await asyncio.sleep(self.rng.expovariate(100.0))
-        self._name = (pipe.address, current.get())
+        self._name = (pipe.address, current.get(ROOT))
 
     def resolve(self) -> str | None:
         """Read the name registry: the name of a dead datapipe stays for a while."""
@@ -452,7 +451,7 @@ class Simulation:
 
     def on_execute(self, ledger: Ledger, rows: Iterable[Any], execute: Any) -> None:
         """Write a transaction, unless the process dies before, within or after it."""
-        if self.over or current.get().dead:
+        if self.over or current.get(ROOT).dead:
             return
         statements = list(rows)
         self.note("write", str(len(statements)))
@@ -466,7 +465,7 @@ class Simulation:
             execute(ledger, statements)
             self.counts["transactions"] += 1
             return
-        process = current.get()
+        process = current.get(ROOT)
         if cut > len(statements):
             execute(ledger, statements)
         else:
@@ -505,7 +504,7 @@ class Simulation:
 
         def into_trace(logger: Any, method: str, event: dict[str, Any]) -> Any:
             event.pop("module", None)
-            self.note(f"log {current.get().name}", f"{event.pop('event', '')} {event}"[:300])
+            self.note(f"log {current.get(ROOT).name}", f"{event.pop('event', '')} {event}"[:300])
             raise structlog.DropEvent
 
         return {
@@ -517,7 +516,7 @@ class Simulation:
 
     def _on_loop_error(self, loop: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if self.over or isinstance(error, Killed) or current.get().dead:
+        if self.over or isinstance(error, Killed) or current.get(ROOT).dead:
             return
         if isinstance(error, ArealiteError):
             return  # of a task whose process ends with it

@@ -260,7 +260,9 @@ class Rank:
         """Hold a shard against what every batch promises."""
         expect = self.sim.expect
         owned = [i for i, owner in enumerate(batch.ranks) if owner == self.rank]
-        expect(sorted(batch.mine) == owned, f"batch {batch.step}: rank {self.rank} got others' rows")
+        expect(
+            sorted(batch.mine) == owned, f"batch {batch.step}: rank {self.rank} got others' rows"
+        )
         expect(len(payloads) == len(owned), f"batch {batch.step}: payloads are missing")
         for index, payload in zip(batch.mine, payloads, strict=True):
             self.check_payload(batch.step, batch.headers[index], payload)
@@ -281,7 +283,10 @@ class Rank:
         self.check_turns(name, tokens, versions, segments[0])
         if self.scenario.policy != "mask":
             age = step - min(sampled)
-            expect(age <= self.scenario.eta, f"{name}: age {age} in step {step}, η is {self.scenario.eta}")
+            expect(
+                age <= self.scenario.eta,
+                f"{name}: age {age} in step {step}, η is {self.scenario.eta}",
+            )
 
     def check_turns(self, name: str, tokens: Any, versions: Any, segment: Segment) -> None:
         """Every sampled span is one generation, whole and as it was sampled, after its prompt."""
