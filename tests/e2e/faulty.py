@@ -1,0 +1,48 @@
+"""An environment that misbehaves on demand: the plugin `faulty`, told what to do by a file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from arealite.api.agent import Agent
+from arealite.api.env import MathEnvConfig, envs
+from arealite.api.fields import opt
+from arealite.api.task import Task
+from arealite.impl.env.math import MathEnv
+
+FOR_EVER = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyConfig(MathEnvConfig):
+    """Where the orders are."""
+
+    orders: str = opt("", "a file that holds block, spin or hang; whoever reads it takes it away")
+
+
+@envs.register("faulty", config=FaultyConfig)
+class Faulty(MathEnv):
+    """The maths environment, until it is told otherwise."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        order = self.order()
+        if order == "block":
+            time.sleep(FOR_EVER)  # noqa: ASYNC251  (the fault)
+        while order == "spin":
+            pass
+        if order == "hang":
+            await asyncio.sleep(FOR_EVER)
+        await super().run(task, **agents)
+
+    def order(self) -> str:
+        """Take the order that is there, if any."""
+        file = Path(self.config.orders)
+        try:
+            order = file.read_text()
+            file.unlink()
+        except FileNotFoundError:
+            return ""
+        return order

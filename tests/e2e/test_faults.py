@@ -1,0 +1,170 @@
+"""Faults done to one live run, one after the other: each is named within ten seconds and healed.
+
+One run for all, because each takes seconds to come up, and because faults that follow each other
+are what a long run meets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.waiting import until
+from tools import soak
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+NAMED_S = 10.0
+HEALED_S = 30.0
+ROOM = 30_000
+"""Bytes that a file may have on the full disk: a log fits, a checkpoint does not."""
+
+
+@dataclass
+class Live:
+    """A run under way, and what a test may do to it."""
+
+    place: soak.Site
+    paths: RunPaths
+    orders: Path
+
+    def shown(self) -> str:
+        return (self.place.folder / "train.log").read_text()
+
+    def steps(self) -> int:
+        lines = self.paths.metrics.read_text().splitlines() if self.paths.metrics.exists() else []
+        return max((int(json.loads(line)["step"]) for line in lines), default=-1)
+
+    def role(self, name: str) -> psutil.Process:
+        until(lambda: name in self.place.roles(), what=f"{name} to be there", seconds=HEALED_S)
+        return self.place.roles()[name]
+
+    def named(self, *words: str, since: int) -> float:
+        """Wait until one new line on the terminal holds all words; return how long it took."""
+        begin = time.monotonic()
+
+        def found() -> bool:
+            new = self.shown()[since:].splitlines()
+            return any(all(word in line for word in words) for line in new)
+
+        until(found, what=f"a line with {words} in:\n{self.shown()[since:]}", seconds=NAMED_S)
+        return time.monotonic() - begin
+
+    def goes_on(self) -> None:
+        """Wait until two more steps are trained."""
+        begin = self.steps()
+        until(lambda: self.steps() >= begin + 2, what="further steps", seconds=HEALED_S)
+
+    def why(self) -> str:
+        """What `arealite why` says now."""
+        command = [sys.executable, "-m", "arealite.cli.main", "why", str(self.paths.root)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, env=ENVIRONMENT, cwd=ROOT
+        )
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Start a server and a run of two ranks and one worker; end both, and balance the books."""
+    folder = tmp_path_factory.mktemp("faults")
+    orders = folder / "orders"
+    names = [
+        "experiment_name=e2e",
+        "trial_name=faults",
+        f"cluster.name_root={folder / 'names'}",
+        f"model.path={site.model}",
+    ]
+    command = site.command(
+        folder,
+        *names,
+        "imports=[tests.e2e.faulty]",
+        "trainer.ppo.collector.env.type=faulty",
+        f"trainer.ppo.collector.env.faulty.orders={orders}",
+        "trainer.ppo.collector.episode_timeout_s=6",
+        "trainer.ppo.total_steps=100000",
+        "trainer.ppo.checkpoint.every_steps=3",
+        "launcher.local.trainer_ranks=2",
+        "launcher.local.silent_s=4",
+        "launcher.local.blocked_s=5",
+        "launcher.local.max_restarts=20",
+        "logger.types=[]",
+    )
+    script = str(ROOT / "arealite" / "launch_llm_server.py")
+    place = soak.Site([sys.executable, script, *names], command, folder, ENVIRONMENT)
+    run = Live(place, RunPaths(folder / "e2e" / "faults"), orders)
+    place.start()
+    try:
+        until(lambda: run.steps() >= 0, what="a trained step", seconds=60)
+        yield run
+        place.launcher.send_signal(signal.SIGINT)
+        assert place.launcher.wait(60) == 130, run.shown()
+    finally:
+        place.stop()
+    report = audit(run.paths.ledger)
+    assert report.ok, report.table()
+    assert not strays(folder)
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "datapipe-0", "trainer-1", "llm_server-0"])
+def test_a_stopped_role_is_named_and_replaced(live: Live, name: str) -> None:
+    since, victim = len(live.shown()), live.role(name)
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        live.named(name.split("-")[0], "stopped", since=since)
+        until(lambda: not victim.is_running(), what=f"{name} to be killed", seconds=HEALED_S)
+    finally:
+        if victim.is_running():
+            victim.kill()
+    assert live.role(name).pid != victim.pid
+    live.goes_on()
+
+
+@pytest.mark.parametrize("order", ["block", "spin"])
+def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
+    since, victim = len(live.shown()), live.role("rollout-0")
+    live.orders.write_text(order)
+    live.named("rollout-0", "blocked", "faulty.py", since=since)
+    until(lambda: not victim.is_running(), what="it to be killed", seconds=HEALED_S)
+    assert not live.orders.exists(), "the order was carried out"
+    live.goes_on()
+
+
+def test_an_environment_that_never_returns(live: Live) -> None:
+    live.orders.write_text("hang")
+    until(lambda: not live.orders.exists(), what="somebody to take the order", seconds=NAMED_S)
+    until(lambda: "environment" in live.why(), what="why to name it", seconds=NAMED_S)
+    timed_out = lambda: audit(live.paths.ledger).failures_by_class.get("episode_timeout")  # noqa: E731
+    until(timed_out, what="the episode's failure", seconds=NAMED_S)
+    live.goes_on()
+
+
+def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
+    since, victim = len(live.shown()), live.role("trainer-0")
+    victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
+    live.named("trainer-0 died", "File too large", since=since)
+    live.goes_on()
+
+
+def test_a_full_disk_under_the_ledger(site: Site, live: Live) -> None:
+    """The last: what cannot be written cannot be promised, so the run stops; then it goes on."""
+    since, victim = len(live.shown()), live.role("datapipe-0")
+    victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
+    live.named("cannot write the ledger", since=since)
+    assert live.place.launcher.wait(30) == 3
+    assert "balanced" in live.shown()[since:]
+    live.place.launch()
+    live.goes_on()

@@ -1,0 +1,54 @@
+"""Thirty kills of every role at random instants, each witnessed; then the books must balance."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tools import soak
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+KILLS = 30
+
+
+def test_thirty_kills(site: Site, tmp_path: Path) -> None:
+    names = [
+        "experiment_name=e2e",
+        "trial_name=soak",
+        f"cluster.name_root={tmp_path / 'names'}",
+        f"model.path={site.model}",
+    ]
+    command = site.command(tmp_path, "trainer.ppo.total_steps=100000", *names, *soak.OVERRIDES)
+    script = str(ROOT / "arealite" / "launch_llm_server.py")
+    place = soak.Site([sys.executable, script, *names], command, tmp_path, ENVIRONMENT)
+    killer = soak.Killer(place, seed="30", mean_s=0.6)
+    paths = RunPaths(tmp_path / "e2e" / "soak")
+    seen: list[float] = []
+
+    def trains_again() -> bool:
+        """Whether a step was trained since this was first asked."""
+        seen.append(paths.metrics.stat().st_mtime if paths.metrics.exists() else 0.0)
+        return seen[-1] != seen[0]
+
+    place.start()
+    try:
+        code = killer.run(limit=KILLS, timeout_s=240.0, stop_when=trains_again)
+    finally:
+        place.stop()
+    shown = (tmp_path / "train.log").read_text() + (tmp_path / "server.log").read_text()
+    assert code == 130, shown
+    assert len(killer.witnessed) >= KILLS
+    assert all(kill.back_s is not None for kill in killer.kills), "a role has not come back"
+    kinds = Counter(kill.role.split("-")[0] for kill in killer.witnessed)
+    assert set(kinds) == set(soak.WEIGHTS), f"some role was never killed: {kinds}"
+    report = audit(paths.ledger)
+    assert report.ok, report.table()
+    assert report.steps > 0, "it trained in spite of all this"
+    assert not strays(tmp_path)

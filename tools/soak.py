@@ -1,0 +1,333 @@
+"""`make soak KILLS=1000`: the demo, run after run, while every role is killed at random instants.
+
+Each kill must be witnessed: the process is gone, and another of its role came back. Each run must
+end by itself, balanced, with every step trained, at the demo's accuracy; the last one is replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from arealite.base.names import RunPaths  # noqa: E402
+from arealite.system.audit import audit  # noqa: E402
+
+OUT = Path("runs/soak")
+REPORT = Path("out/bench/soak.json")
+WEIGHTS = {"datapipe": 4, "rollout": 4, "trainer": 2, "llm_server": 2, "launcher": 1}
+"""How often each role is drawn."""
+MEAN_S = 2.0
+"""Between two kills; a kill may fall while another role is still coming back."""
+BACK_S = 60.0
+"""A role that is not back after this long has not come back."""
+LEVEL = 0.6
+"""Held-out accuracy that a run must reach; the demo starts at 0.3 and ends near 0.78."""
+OVERRIDES = [
+    "launcher.local.trainer_ranks=2",
+    "launcher.local.rollout_workers=2",
+    "launcher.local.max_restarts=100",
+    "trainer.ppo.checkpoint.every_steps=2",
+    "logger.types=[]",
+]
+
+
+class SoakError(Exception):
+    """A promise was broken; the message says which."""
+
+
+@dataclass
+class Kill:
+    """One SIGKILL and what was seen of it."""
+
+    role: str
+    pid: int
+    at_s: float
+    back_s: float | None = None
+    """From the kill to the first sight of its successor; None: not seen (yet)."""
+
+
+@dataclass
+class Site:
+    """The processes of one run: a server's parent, a launcher, and what they start."""
+
+    server: Sequence[str]
+    train: Sequence[str]
+    folder: Path
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    launches: int = 0
+
+    def start(self) -> None:
+        """Start the server; the launcher is started by `launch`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.server_process = self._spawn(self.server, "server.log")
+        self.launch()
+
+    def launch(self) -> None:
+        """Start train.py, as a person would after it was killed: with the same command."""
+        self.launches += 1
+        self.launcher = self._spawn(self.train, "train.log")
+
+    def stop(self) -> None:
+        """End both; the server gently, because it must let go of its name."""
+        self.launcher.kill()
+        self.launcher.wait()
+        self.server_process.terminate()
+        try:
+            self.server_process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.server_process.kill()
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """Return the live processes by role."""
+        found = {"launcher": psutil.Process(self.launcher.pid)} if self._launched() else {}
+        for child in children(self.launcher.pid):
+            words = arguments(child)
+            if "role" in words:
+                place = words.index("role")
+                found[f"{words[place + 1]}-{words[place + 2]}"] = child
+        for child in children(self.server_process.pid)[:1]:
+            found["llm_server-0"] = child
+        return found
+
+    def _launched(self) -> bool:
+        return self.launcher.poll() is None
+
+    def _spawn(self, command: Sequence[str], log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as output:
+            return subprocess.Popen(
+                command, stdout=output, stderr=output, env=self.environment, cwd=ROOT
+            )
+
+
+class Killer:
+    """Kills roles of a site at random instants until told to stop, and witnesses each kill."""
+
+    def __init__(self, site: Site, *, seed: str, mean_s: float = MEAN_S) -> None:
+        self.site = site
+        self.random = random.Random(seed)
+        self.mean_s = mean_s
+        self.kills: list[Kill] = []
+        self._next = self._draw()
+        self._gone: dict[str, Kill] = {}
+        """By role: the kill whose successor has not been seen."""
+
+    @property
+    def witnessed(self) -> list[Kill]:
+        """Kills whose victim died and was replaced."""
+        return [kill for kill in self.kills if kill.back_s is not None]
+
+    def run(
+        self, *, limit: int, timeout_s: float, stop_when: Callable[[], bool] | None = None
+    ) -> int:
+        """Kill until `limit` kills are witnessed, and until the run ends; return its exit code.
+
+        After the last kill the run is asked to end, as Ctrl-C does, once `stop_when()` is true.
+
+        Raises:
+            SoakError: a role did not come back, or the run does not end.
+        """
+        end = time.monotonic() + timeout_s
+        due = time.monotonic() + self.mean_s
+        while True:
+            self._witness()
+            if (code := self.site.launcher.poll()) is not None and "launcher" not in self._gone:
+                return code
+            now = time.monotonic()
+            if now > end:
+                raise SoakError(f"the run did not end within {timeout_s:.0f} s")
+            if not self.kills and "trainer-0" not in self.site.roles():
+                due = now + self.mean_s  # what has never come up cannot come back
+            is_due = now > due and len(self.witnessed) + len(self._gone) < limit
+            if is_due and self._strike():
+                due = now + self.random.expovariate(1 / self.mean_s)
+            if stop_when and len(self.witnessed) >= limit and stop_when():
+                self.site.launcher.send_signal(signal.SIGINT)
+                stop_when = None
+            time.sleep(0.02)
+
+    def _draw(self) -> str:
+        """Choose the kind of role that is killed next, however long it takes to be there."""
+        (kind,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        return kind
+
+    def _strike(self) -> bool:
+        """Kill a role of the kind that was drawn; False while there is none."""
+        roles = self.site.roles()
+        there = [n for n in sorted(roles) if n.split("-")[0] == self._next and n not in self._gone]
+        if not there:
+            return False
+        self._next = self._draw()
+        name = self.random.choice(there)
+        kill = Kill(name, roles[name].pid, time.monotonic())
+        roles[name].kill()
+        if name == "launcher":
+            self.site.launcher.wait()
+            for other in roles:  # they die with it, and are not witnessed one by one
+                if other.split("-")[0] != "llm_server":
+                    self._gone.pop(other, None)
+        else:
+            roles[name].wait(10)  # raises TimeoutExpired if it survived
+        if psutil.pid_exists(kill.pid) and psutil.Process(kill.pid) == roles[name]:
+            raise SoakError(f"{name} (pid {kill.pid}) survived SIGKILL")
+        self.kills.append(kill)
+        self._gone[name] = kill
+        if name == "launcher":
+            self.site.launch()
+        return True
+
+    def _witness(self) -> None:
+        if not self._gone:
+            return
+        now, roles = time.monotonic(), self.site.roles()
+        for name, kill in list(self._gone.items()):
+            if name in roles and roles[name].pid != kill.pid:
+                kill.back_s = now - kill.at_s
+                del self._gone[name]
+            elif self.site.launcher.poll() is not None and name != "launcher":
+                del self._gone[name]  # the run ended first: a kill without a witness
+            elif now - kill.at_s > BACK_S:
+                raise SoakError(f"{name} (pid {kill.pid}) has not come back in {BACK_S:.0f} s")
+
+
+def children(pid: int) -> list[psutil.Process]:
+    """List the children of a process that may be gone."""
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def arguments(process: psutil.Process) -> list[str]:
+    """Return a process's command line; [] when it is gone."""
+    try:
+        return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def verify(paths: RunPaths, steps: int) -> dict[str, float]:
+    """Hold a finished run against its promises; return what was measured.
+
+    Raises:
+        SoakError: the ledger is off, a step is missing, or the model has not learned.
+    """
+    report = audit(paths.ledger)
+    if not report.ok or report.lost or report.repeated:
+        raise SoakError(f"out of balance:\n{report.table()}")
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    trained = [int(line["step"]) for line in lines if "reward/mean" in line]
+    if trained != list(range(steps)) or report.steps != steps:
+        raise SoakError(f"{report.steps} steps in the ledger, {len(trained)} lines, not {steps}")
+    scores = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    return {
+        "reward": statistics.fmean(
+            line["reward/mean"] for line in lines[-6:] if "reward/mean" in line
+        ),
+        "accuracy": scores[-1] if scores else float("nan"),
+        "groups": report.groups.offered,
+        "lost": len(report.lost),
+        "repeated": len(report.repeated),
+        "max_staleness": report.max_staleness,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Kill until enough kills were witnessed; return 0 if every promise held."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000, help="witnessed kills to reach")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mean-s", type=float, default=MEAN_S, help="seconds between two kills")
+    options = parser.parse_args(argv)
+    os.chdir(ROOT)
+    from tools.demo import make_kit
+
+    Path("runs/demo").mkdir(parents=True, exist_ok=True)
+    kit, steps = make_kit(1), 80
+    kills: list[Kill] = []
+    runs: list[dict[str, float]] = []
+    begin = time.monotonic()
+    while sum(kill.back_s is not None for kill in kills) < options.kills:
+        number = len(runs)
+        site = make_site(kit, number, options.seed)
+        killer = Killer(site, seed=f"{options.seed}/{number}", mean_s=options.mean_s)
+        try:
+            site.start()
+            left = options.kills - sum(kill.back_s is not None for kill in kills)
+            code = killer.run(limit=left, timeout_s=1800.0)
+        finally:
+            site.stop()
+        kills += killer.kills
+        if code != 0:
+            raise SoakError(f"run {number} ended with code {code}; see {site.folder}")
+        paths = RunPaths((OUT / "soak" / f"run{number}").absolute())
+        runs.append(verify(paths, steps) | {"kills": len(killer.witnessed)})
+        print(
+            f"run {number}: " + ", ".join(f"{k} {v:.4g}" for k, v in runs[-1].items()), flush=True
+        )
+        if runs[-1]["accuracy"] < LEVEL:
+            raise SoakError(f"accuracy {runs[-1]['accuracy']:.3f} is below {LEVEL}")
+    subprocess.run(
+        [sys.executable, "-m", "arealite.cli.main", "replay", str(paths.root)], check=True
+    )
+    return summarize(kills, runs, seconds=time.monotonic() - begin)
+
+
+def make_site(kit: Path, number: int, seed: int) -> Site:
+    """Return the site of one run, in an empty folder of its own."""
+    names = ["experiment_name=soak", f"trial_name=run{number}", f"seed={seed + number}"]
+    names += [f"model.path={kit / 'model'}"]
+    shutil.rmtree(OUT / "soak" / f"run{number}", ignore_errors=True)
+    train = [sys.executable, "train.py", "--config", "config/demo.yaml", *names, *OVERRIDES]
+    train += [f"dataset.train={kit / 'train.jsonl'}", f"dataset.eval={kit / 'eval.jsonl'}"]
+    train += [f"cluster.run_root={OUT}"]
+    server = [sys.executable, "arealite/launch_llm_server.py", *names]
+    return Site(server, train, OUT / f"run{number}-logs")
+
+
+def summarize(kills: list[Kill], runs: list[dict[str, float]], *, seconds: float) -> int:
+    """Print the table and write the JSON file."""
+    rows: dict[str, list[float]] = {}
+    for kill in kills:
+        if kill.back_s is not None:
+            rows.setdefault(kill.role.split("-")[0], []).append(kill.back_s)
+    print(f"{'role':<12}{'kills':>7}{'back, median s':>16}{'slowest s':>11}")
+    for role, times in sorted(rows.items()):
+        print(f"{role:<12}{len(times):>7}{statistics.median(times):>16.2f}{max(times):>11.2f}")
+    result = {
+        "witnessed_kills": sum(map(len, rows.values())),
+        "unwitnessed_kills": sum(kill.back_s is None for kill in kills),
+        "kills_by_role": {role: len(times) for role, times in rows.items()},
+        "back_s_by_role": {role: statistics.median(times) for role, times in rows.items()},
+        "lost": sum(run["lost"] for run in runs),
+        "repeated": sum(run["repeated"] for run in runs),
+        "accuracies": [run["accuracy"] for run in runs],
+        "seconds": round(seconds, 1),
+    }
+    REPORT.parent.mkdir(parents=True, exist_ok=True)
+    REPORT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if "by_role" not in k}))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SoakError as error:
+        sys.exit(f"error: {error}")
