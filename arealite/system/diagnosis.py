@@ -150,10 +150,12 @@ class Waitings:
     def overdue(self, overdue_s: float) -> Iterator[Finding]:
         """Find who lets others wait though a live process answers, and waits for nobody itself."""
         for role, wait, _ in self.all:
-            quiet_s = wait.quiet_s + role.age_s
+            name = self._end(wait.on)
+            # Who was stopped or blocked until now has not heard, or answered, what is there.
+            awake = [each.vitals.awake_s for each in (role, self.roles.get(name)) if each]
+            quiet_s = min(wait.quiet_s, *awake) + role.age_s
             if not wait.prompt or quiet_s <= overdue_s:
                 continue
-            name = self._end(wait.on)
             if name in self.roles:
                 what = f"it lives, but gives {role.name} no answer: {wait.what}"
                 yield Finding(name, "overdue", quiet_s, what)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import wrap
 
 from arealite.system.diagnosis import Finding, Role, read
 from arealite.system.vitals import ASK, process
@@ -20,8 +21,8 @@ ANSWER_S, SIGNAL_S = 2.0, 0.5
 """How long to wait for the stacks of roles that can write them, and of those that cannot."""
 POLL_S = 0.05
 MAX_VICTIMS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
-IDLE = ": thread.py:"
-"""How the stack of a pool's thread begins that has nothing to do."""
+IDLE = (": thread.py:", ": selectors.py:", ": runners.py:")
+"""How the stack begins of a pool's thread or of a loop's that has nothing to do."""
 
 
 def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = None) -> str:
@@ -41,12 +42,13 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
         lines += _describe(finding, logs)
     lines += ["", f"{'ROLE':<28} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
     for role in roles:
-        lines += _table_row(role, causes.get(role.name, "gone" if role.state == "X" else "ok"))
-    lines += ["", f"STACKS (what runs or waits < who called it; all of them: {folder}/ROLE.dump)"]
+        state = causes.get(role.name, "gone" if role.state == "X" else "ok")
+        lines += [_cut(line) for line in _table_row(role, state)]
+    lines += ["", "STACKS (what runs or waits < who called it)"]
     for role in roles:
         found = stacks.get(role.name, [])
-        lines += [f"{role.name}:", *(f"  {line}" for line in found or ["(none to be had)"])]
-    return "\n".join(_cut(line) for line in lines)
+        lines += [f"{role.name}:", *(_cut(f"  {line}") for line in found or ["(none to be had)"])]
+    return "\n".join([*lines, f"(whole, where a role could tell: {folder}/ROLE.dump)"])
 
 
 def collect_stacks(folder: Path, roles: Sequence[Role]) -> dict[str, list[str]]:
@@ -65,12 +67,13 @@ def collect_stacks(folder: Path, roles: Sequence[Role]) -> dict[str, list[str]]:
         _until(lambda: all(_time(dump) >= asked for dump in dumps.values()), ANSWER_S)
         told = {name: dump for name, dump in dumps.items() if _time(dump) >= asked}
         found = {name: _shorten(dump.read_text()) for name, dump in told.items()}
-    held = [name for name in files if name not in found]
+    held = [name for name in files if name not in found and files[name].exists()]
     for name in held:
         vitals = living[name].vitals
         if (process(vitals.pid) or ("", 0))[1] == vitals.started:
             os.kill(vitals.pid, signal.SIGUSR1)
     _until(lambda: all(_size(files[name]) > sizes[name] for name in held), SIGNAL_S)
+    time.sleep(POLL_S if held else 0.0)  # the rest of what has begun to come
     for name in held:
         with suppress(OSError):
             text = files[name].read_bytes()[sizes[name] :].decode(errors="replace")
@@ -102,16 +105,15 @@ def _table_row(role: Role, state: str) -> Iterator[str]:
         text = f"{wait.what} on {wait.on}, {wait.waited_s + role.age_s:.1f} s"
         text = f"{wait.count} x {text}" if wait.count > 1 else text
         yield head + text + (f" of {wait.seconds:.0f} s" if wait.seconds else "")
-        if wait.detail:
-            yield f"{'':>10}{wait.detail}"
+        yield from (" " * 12 + line for line in wrap(wait.detail, WIDTH - 12))
         head = " " * len(head)
 
 
 def _shorten(dump: str) -> list[str]:
     """Keep the most frequent stacks of tasks and of threads, and of each its innermost places."""
-    lines = [line for line in dump.splitlines() if IDLE not in line]
+    lines = [line for line in dump.splitlines() if not any(place in line for place in IDLE)]
     kept = [line for kind in ("task", "thread") for line in _of(kind, lines)[:MAX_STACKS]]
-    return [" < ".join(line.split(" < ")[:MAX_PLACES]) for line in kept]
+    return [" < ".join(line.split(" < ")[:MAX_PLACES]) for line in kept] or ["(idle)"]
 
 
 def _of(kind: str, lines: Sequence[str]) -> list[str]:

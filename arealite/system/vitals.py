@@ -70,6 +70,8 @@ class Vitals(msgspec.Struct):
     """Wall clock, which other hosts share."""
     clock: float = 0.0
     """Monotonic clock, which the processes of one host share."""
+    awake_s: float = 0.0
+    """Since it began, or was last stopped or blocked: before, it could hear nobody."""
     lag_s: float = 0.0
     """How late a loop ran what was due, at worst since the last beat."""
     lag_max_s: float = 0.0
@@ -138,7 +140,7 @@ class Recorder(threading.Thread):
         self.vitals = Vitals(name, pid, host, started, f"{name}.stacks")
         self._over = threading.Event()
         self._renaming = threading.Lock()
-        self._was_blocked = False
+        self._was_blocked, self._woke = False, 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
@@ -153,14 +155,18 @@ class Recorder(threading.Thread):
 
     def beat(self) -> None:
         """Write once."""
-        vitals = self.vitals
-        before = vitals.clock or time.monotonic()
+        vitals, before = self.vitals, self.vitals.clock
         vitals.beat, vitals.clock = time.time(), time.monotonic()
         vitals.lag_s = max((each.take_lag() for each in _loops), default=0.0)
         vitals.lag_max_s = max((each.lag_max_s for each in _loops), default=0.0)
         vitals.waits, vitals.counters = _waits(), waits.counters
-        if vitals.clock - before < 2 * BEAT_S:  # else we were stopped, or blocked, with the loops
+        has_slept = vitals.clock - before > 2 * BEAT_S  # stopped, or held, and the loops with us
+        vitals.blocked_s, vitals.blocked_stack = 0.0, ""
+        if not has_slept:
             self._look_at_loops()
+        if has_slept or max(vitals.blocked_s, vitals.lag_s) > BLOCKED_S:
+            self._woke = vitals.clock
+        vitals.awake_s = vitals.clock - self._woke
         with self._renaming:
             try:
                 self._write("json", msgspec.json.encode(vitals))
@@ -188,7 +194,6 @@ class Recorder(threading.Thread):
         vitals = self.vitals
         worst = max(_loops, key=LoopWatch.blocked_s, default=None)
         blocked_s = worst.blocked_s() if worst is not None else 0.0
-        vitals.blocked_s, vitals.blocked_stack = 0.0, ""
         if worst is None or blocked_s < BLOCKED_S:
             self._was_blocked = False
             return

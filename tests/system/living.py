@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from arealite.system import vitals
+from arealite.system.vitals import Vitals, Waits
 from tests.waiting import until
+
+MY_START = (vitals.process(os.getpid()) or ("", 0))[1]
 
 HEAD = """
 import asyncio, os, re, signal, sys, threading, time
@@ -73,3 +82,27 @@ def shown(name: str, folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         return json.loads((folder / f"{name}.json").read_text())
     return {}
+
+
+def wait(
+    what: str, on: str, waited_s: float, *, quiet_s: float | None = None, **more: Any
+) -> Waits:
+    quiet_s = waited_s if quiet_s is None else quiet_s
+    known = {"owner": "x", "seconds": None, "prompt": False, "detail": ""}
+    return Waits(what=what, on=on, waited_s=waited_s, quiet_s=quiet_s, **(known | more))
+
+
+def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any) -> None:
+    """Write the vitals of a role that lives, in our own process, and was seen `age_s` ago."""
+    known: dict[str, Any] = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": MY_START,
+        "stacks": f"{name}.stacks",
+        "beat": time.time() - age_s,
+        "clock": time.monotonic() - age_s,
+        "awake_s": 1000.0,
+    }
+    file = folder / f"{name}.json"
+    file.write_bytes(msgspec.json.encode(Vitals(name=name, **(known | more), waits=list(waits))))
+    os.utime(file, (time.time() - age_s,) * 2)

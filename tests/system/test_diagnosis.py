@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import time
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from arealite.system import diagnosis, vitals
+from arealite.system import diagnosis
 from arealite.system.diagnosis import Finding, examine
-from arealite.system.vitals import Vitals, Waits
 from arealite.system.waits import OTHER_RANKS
-from tests.system.living import (
-    BLOCKED,
-    HOLDS_THE_INTERPRETER,
-    IDLE,
-    WAITS,
-    living,
-    shown,
-)
+from tests.system.living import BLOCKED, IDLE, MY_START, WAITS, living, show, shown, wait
 from tests.waiting import until
 
 DETECTED_S = 5.0
-MY_START = (vitals.process(os.getpid()) or ("", 0))[1]
-
-
-def wait(
-    what: str, on: str, waited_s: float, *, quiet_s: float | None = None, **more: Any
-) -> Waits:
-    quiet_s = waited_s if quiet_s is None else quiet_s
-    known = {"owner": "x", "seconds": None, "prompt": False, "detail": ""}
-    return Waits(what=what, on=on, waited_s=waited_s, quiet_s=quiet_s, **(known | more))
-
-
-def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any) -> None:
-    """Write the vitals of a role that lives, in our own process, and was seen `age_s` ago."""
-    known: dict[str, Any] = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started": MY_START,
-        "stacks": f"{name}.stacks",
-        "beat": time.time() - age_s,
-        "clock": time.monotonic() - age_s,
-    }
-    file = folder / f"{name}.json"
-    file.write_bytes(msgspec.json.encode(Vitals(name=name, **(known | more), waits=list(waits))))
-    os.utime(file, (time.time() - age_s,) * 2)
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -179,6 +143,15 @@ def test_who_waits_for_a_culprit_is_none(tmp_path: Path) -> None:
     assert len(finding.victims) == 1
 
 
+@pytest.mark.parametrize("woken", ["trainer-0", "datapipe-0"])
+def test_after_a_stop_both_sides_have_time_to_hear_each_other(tmp_path: Path, woken: str) -> None:
+    asks = wait("BatchRequest 3", "datapipe-0", 60.0, prompt=True)
+    for awake_s, count in ((3.0, 0), (5.5, 1)):
+        show(tmp_path, "trainer-0", asks, awake_s=awake_s if woken == "trainer-0" else 1000.0)
+        show(tmp_path, "datapipe-0", awake_s=awake_s if woken == "datapipe-0" else 1000.0)
+        assert len(examine(tmp_path)) == count
+
+
 def test_two_who_wait_for_each_other_end_the_search(tmp_path: Path) -> None:
     show(tmp_path, "a-0", wait("x", "b-0", 7.0, prompt=True))
     show(tmp_path, "b-0", wait("y", "a-0", 7.0, prompt=True))
@@ -270,8 +243,3 @@ def test_a_blocked_loop_is_found_with_its_stack(tmp_path: Path) -> None:
         finding = found(tmp_path, "blocked", since=time.monotonic())
     assert finding.culprit == "rollout-0"
     assert "in main" in finding.stack.splitlines()[-1]
-
-
-def test_c_code_that_holds_the_interpreter_is_found(tmp_path: Path) -> None:
-    with living("rollout-0", tmp_path, HOLDS_THE_INTERPRETER):
-        assert found(tmp_path, "silent", since=time.monotonic()).culprit == "rollout-0"

@@ -19,7 +19,6 @@ from arealite.system.limits import Limit, Limits
 from tests.system.living import (
     BLOCKED,
     BLOCKED_UVLOOP,
-    HOLDS_THE_INTERPRETER,
     IDLE,
     living,
     shown,
@@ -105,7 +104,7 @@ def test_a_blocked_loop_is_shown_with_its_stack_and_logged_once(
     tmp_path: Path, script: str
 ) -> None:
     with living("loop-0", tmp_path, script):
-        until(lambda: shown("loop-0", tmp_path)["blocked_s"] > 2.5, what="a loop blocked for long")
+        until(lambda: shown("loop-0", tmp_path)["blocked_s"] > 1.0, what="a loop blocked for long")
         stack = shown("loop-0", tmp_path)["blocked_stack"]
         assert "in main" in stack.splitlines()[-1], stack
         text = (tmp_path / "loop-0.log").read_text()
@@ -159,14 +158,13 @@ asyncio.run(main())
     assert any("thread MainThread" in line and "main" not in line for line in lines)
 
 
-def test_the_signal_shows_stacks_while_c_code_holds_the_interpreter(tmp_path: Path) -> None:
-    with living("regex-0", tmp_path, HOLDS_THE_INTERPRETER) as process:
-        file = tmp_path / "regex-0.stacks"
-        until(lambda: time.time() - shown("regex-0", tmp_path)["beat"] > 2.0, what="silence")
-        process.send_signal(signal.SIGUSR1)
-        until(lambda: file.stat().st_size, what="stacks by the signal")
-        until(lambda: "<module>" in file.read_text(), what="the whole stack")
-        assert process.poll() is None
+def test_a_process_tells_since_when_it_is_awake(tmp_path: Path) -> None:
+    with living("idle-0", tmp_path, IDLE) as process:
+        until(lambda: shown("idle-0", tmp_path)["awake_s"] > 1.5, what="a process awake for long")
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: time.time() - shown("idle-0", tmp_path)["beat"] > 2.2, what="silence")
+        process.send_signal(signal.SIGCONT)
+        until(lambda: shown("idle-0", tmp_path)["awake_s"] < 1.5, what="one that has just woken")
 
 
 def test_a_new_name_takes_the_old_ones_place(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""`arealite why`: one screen that names who holds a run up, also of a run that hangs or is over."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.base.config import save
+from arealite.cli.main import main
+from arealite.system.explain import WIDTH
+from tests.system.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown
+from tests.waiting import until
+
+EPISODES = """
+from arealite.system.limits import Limit, Limits
+async def generate(limits, number):
+    with Limit(limits, time.monotonic() + 300, what=f"generation g{number}/0", owner="llm client",
+               on="llm_server-a"):
+        await asyncio.Event().wait()
+async def main():
+    vitals.watch(asyncio.get_running_loop())
+    limits = Limits()
+    await asyncio.gather(*(generate(limits, number) for number in range(256)))
+asyncio.run(main())
+"""
+
+
+class Run:
+    """A run's folder and where its roles show themselves."""
+
+    def __init__(self, root: Path) -> None:
+        cluster = ClusterConfig(name_root=str(root / "names"), run_root=str(root / "runs"))
+        config = ExperimentConfig(cluster=cluster)
+        self.root = run_paths(config).root
+        self.logs = run_paths(config).logs
+        self.vitals = name_dir(config) / "vitals"
+        self.vitals.mkdir(parents=True)
+        self.logs.mkdir(parents=True)
+        save(config, run_paths(config).config)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def why(run: Run, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(["why", str(run.root)])
+    return code, capsys.readouterr().out
+
+
+def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> None:
+    with (
+        living("rollout-0", run.vitals, EPISODES),
+        living("llm_server-a", run.vitals, IDLE),
+    ):
+        until(lambda: shown("rollout-0", run.vitals)["waits"], what="episodes")
+        code, text = why(run, capsys)
+    assert code == 0
+    assert text.startswith("nobody holds the run up.")
+    assert "256 x generation g0/0 on llm_server-a" in text
+    assert "256 x task" in text and "in generate" not in text and "generate" in text
+    *lines, _folder = text.splitlines()
+    assert len(lines) < 25 and max(map(len, lines)) <= WIDTH
+
+
+def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> None:
+    with (
+        living("datapipe-0", run.vitals, IDLE) as process,
+        living("trainer-0", run.vitals, WAITS),
+    ):
+        until(lambda: shown("trainer-0", run.vitals)["waits"], what="the trainer's wait")
+        process.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        code, text = why(run, capsys)
+        assert time.monotonic() - begin < 4.0
+    lines = text.splitlines()
+    assert code == 1
+    assert lines[0] == "WHO HOLDS THE RUN UP"
+    assert lines[1].startswith("* datapipe-0 is STOPPED")
+    assert f"kill -CONT {process.pid}" in lines[1]
+    assert lines[2].startswith("    <- trainer-0: batch 12, ")
+
+
+def test_a_blocked_loop_comes_with_the_line_that_blocks_it(run: Run, capsys) -> None:
+    stack = '  File "agent.py", line 7, in act\n    requests.get(url)\n'
+    show(run.vitals, "rollout-0", blocked_s=9.0, blocked_stack=stack)
+    code, text = why(run, capsys)
+    assert code == 1
+    assert text.splitlines()[1].startswith("* rollout-0 is BLOCKED for 9.")
+    assert "requests.get(url)" in text.splitlines()[3]
+
+
+def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(run: Run, capsys) -> None:
+    with living("rollout-0", run.vitals, HOLDS_THE_INTERPRETER) as process:
+        until(lambda: time.time() - shown("rollout-0", run.vitals)["beat"] > 4.2, what="silence")
+        code, text = why(run, capsys)
+        assert process.poll() is None
+    assert code == 1
+    assert text.splitlines()[1].startswith("* rollout-0 is SILENT")
+    assert "in match" in text.split("STACKS")[1]
+
+
+def test_a_dead_run_says_so_with_the_last_words_of_its_roles(run: Run, capsys) -> None:
+    (run.logs / "trainer-0.log").write_text("first\nKilled by the night shift\n")
+    with living("trainer-0", run.vitals, IDLE) as process:
+        process.kill()
+        process.wait()
+        code, text = why(run, capsys)
+    assert code == 1
+    assert text.startswith("the run itself is not running.")
+    assert "* trainer-0 is DEAD" in text and "| Killed by the night shift" in text
+
+
+def test_no_signal_goes_to_a_process_that_only_has_the_pid(run: Run, capsys) -> None:
+    """SIGUSR1 would end one that does not expect it."""
+    with living("rollout-0", run.vitals, IDLE) as other:
+        until(lambda: shown("rollout-0", run.vitals), what="vitals")
+        text = (run.vitals / "rollout-0.json").read_text()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        forged = text.replace(f'"pid":{other.pid}', f'"pid":{process.pid}')
+        (run.vitals / "rollout-0.json").write_text(forged)
+        assert why(run, capsys)[0] == 1
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_finished_run_and_a_wrong_folder_are_told_apart(run: Run, capsys) -> None:
+    code, text = why(run, capsys)
+    assert code == 0 and "is not running" in text
+    assert main(["why", str(run.root / "none")]) == 2
