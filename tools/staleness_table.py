@@ -1,4 +1,4 @@
-"""What pace, mask and drop make of long episodes: trials in virtual time on the real book of groups.
+"""What pace, mask and drop make of long episodes: trials in virtual time on the real group book.
 
 Lengths are log-normal and latency is proportional to length; nothing sleeps. The real `GroupBook`
 and ledger decide what is leased, released and filtered; trainer and workers are a heap of events.
