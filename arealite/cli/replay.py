@@ -23,7 +23,7 @@ from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
-from arealite.cli.role import die_with_parent
+from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.ledger import connect
 
 PROGRESS_S = 5.0
@@ -111,8 +111,7 @@ def load(file: Path) -> ExperimentConfig:
 
 async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
     """Run a segment's processes to their end; return 0, or the first other exit code."""
-    from arealite.impl.launcher.local import free_port, threads
-    from arealite.impl.launcher.supervisor import PARENT
+    from arealite.impl.launcher.processes import PARENT, free_port, threads
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
     shared = os.environ | threads(load(segment.config).launcher.local.trainer_threads)

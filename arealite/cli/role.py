@@ -19,7 +19,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log
 from arealite.base.names import RunPaths
 from arealite.cli import configs
-from arealite.impl.launcher.supervisor import die_with_parent
+from arealite.impl.launcher.processes import die_with_parent
 from arealite.system import vitals
 from arealite.system.locks import held
 from arealite.system.name_registry import NameRegistry

@@ -14,7 +14,7 @@ from arealite.api.config import ServerConfig, name_dir
 from arealite.api.llm_server import servers
 from arealite.base import log
 from arealite.cli import configs, options
-from arealite.impl.launcher import supervisor
+from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import keep
 from arealite.system import vitals
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
     config = configs.load(ServerConfig, file, overrides)
-    is_kept = supervisor.die_with_parent()
+    is_kept = die_with_parent()
     if config.llm_server.type in KEPT and not is_kept:
         return keep(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)

@@ -8,21 +8,21 @@ stops it. In each, no child survives.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import socket
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Collection
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
-from arealite.base import config as base_config
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.doctor import Doctor
+from arealite.impl.launcher.processes import Child, free_port, spawn, threads
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import PARENT, STOPPING, Budget, Child, Died, Role, how_ended
+from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
 from arealite.system.audit import audit
+from arealite.system.diagnosis import examine
+from arealite.system.explain import explain
 
 TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
@@ -96,35 +96,15 @@ class LocalLauncher(Launcher):
 
     async def _start(self, role: Role) -> None:
         """Start all processes of a role."""
-        environment = os.environ | threads(self.options.trainer_threads)
-        environment[PARENT] = str(os.getpid())
+        shared, role.children = threads(self.options.trainer_threads), []
         if role is self.trainer:
-            environment["WORLD_SIZE"] = str(len(role.names))
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            if role.budget.deaths:  # a run goes on, however it was once begun
-                base_config.save(replace(self.config, resume="auto"), self.paths.config)
-        role.children = []
+            shared |= {"WORLD_SIZE": str(len(role.names)), "MASTER_ADDR": "127.0.0.1"}
+            shared |= {"MASTER_PORT": str(free_port())}
         for name in role.names:
-            role.children.append(await self._spawn(name, environment))
-
-    async def _spawn(self, name: str, environment: dict[str, str]) -> Child:
-        kind, index = name.split("-")
-        log = self.paths.logs / f"{name}.log"
-        ranks = {"RANK": index, "LOCAL_RANK": index} if "WORLD_SIZE" in environment else {}
-        try:
-            with log.open("ab") as output:
-                begin = output.tell()
-                process = await asyncio.create_subprocess_exec(
-                    *self.command(kind, int(index)),
-                    env=environment | ranks,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C reaches this process only, which drains them
-                )
-        except OSError as error:
-            raise UserError(f"{name} cannot be started: {error}") from error
-        return Child(name, process, log, begin)
+            kind, index = name.split("-")
+            rank = {"RANK": index, "LOCAL_RANK": index} if role is self.trainer else {}
+            command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
+            role.children.append(await spawn(name, command, log=log, environment=shared | rank))
 
     # ------------------------------------------------------------ watching
 
@@ -142,13 +122,15 @@ class LocalLauncher(Launcher):
             dead = await role.end(self.over)
             await role.clear()
             if dead is None or (pause := self._judge(role, dead)) is None:
-                role.ended = True
-                return
+                break
             await asyncio.sleep(pause)
-            if self._stops and role is self.trainer:
-                raise self._died(dead, "while the run was being stopped")
-            budget = role.budget
-            again = f"{self._said(dead)}; started again ({budget.deaths} of {budget.limit})"
+            self._check_stopping(role, dead)
+            again = f"{dead.death}; started again ({role.budget.deaths} of {role.budget.limit})"
+        role.ended = True
+        if role is self.trainer:
+            self.over.set()
+        if role is self.datapipe:
+            self._terminate("rollout")  # one that came too late was not let go
 
     def _judge(self, role: Role, dead: Child) -> float | None:
         """Return the pause before a role is started again, None if it is no longer needed.
@@ -157,61 +139,38 @@ class LocalLauncher(Launcher):
             Died: it may not be started again.
         """
         if dead.code in STOPPING:
-            raise self._died(dead)
+            raise Died(dead.obituary, dead.code)
         if self.trainer.ended or self.datapipe.ended:  # the trainer's last word has been heard
             if dead.code != -signal.SIGTERM:
-                self.progress.say(f"{self._said(dead)}; no longer needed")
+                self.progress.say(f"{dead.death}; no longer needed")
             return None
+        self._check_stopping(role, dead)
+        self.progress.poll()
+        budget, lived_s = role.budget, time.monotonic() - dead.started
+        pause = budget.spend(dead.obituary, mark=self.progress.newest, lived_s=lived_s)
+        if pause is not None:
+            return pause
+        text = budget.first
+        if budget.limit:
+            text = f"{dead.death}, {budget.deaths} times without a further trained step; "
+            text += f"launcher.local.max_restarts={budget.limit}. The first: {budget.first}"
+        raise Died(text, max(dead.code, 1))
+
+    def _check_stopping(self, role: Role, dead: Child) -> None:
+        """A trainer that dies while it is stopped is not started again."""
         if self._stops and role is self.trainer:
-            raise self._died(dead, "while the run was being stopped")
-        lived_s = time.monotonic() - dead.started
-        said = f"{dead.how()}; its log: {dead.log}):\n{dead.tail()}"
-        pause = role.budget.spend(said, mark=self.progress.newest, lived_s=lived_s)
-        if pause is None and not self.options.max_restarts:
-            raise self._died(dead)
-        if pause is None:
-            raise Died(
-                f"{self._said(dead)}, for the {role.budget.deaths}th time without a trained step "
-                f"in between (launcher.local.max_restarts={role.budget.limit}). Last lines of the "
-                f"first of these deaths ({role.budget.first}",
-                max(dead.code, 1),
-            )
-        return pause
-
-    def _said(self, dead: Child) -> str:
-        return f"{dead.name} died ({dead.how()})"
-
-    def _died(self, dead: Child, when: str = "") -> Died:
-        if self._stops and dead.code == -signal.SIGTERM:
-            return Died(f"{dead.name} had not begun to listen when it was stopped", STOPPED)
-        what = f"{dead.name} died ({how_ended(dead.code)}) {when}".rstrip()
-        return Died(f"{what}. Its last lines ({dead.log}):\n{dead.tail()}", max(dead.code, 1))
+            code = STOPPED if dead.code == -signal.SIGTERM else max(dead.code, 1)
+            raise Died(f"{dead.death} while the run was being stopped", code)
 
     async def _watch(self) -> int:
-        """Keep every role until all have ended, one may not be started again, or the end took too
-        long."""
-        loop = asyncio.get_running_loop()
-        keeping = {asyncio.ensure_future(self._keep(role)): role for role in self.roles}
-        deadline: float | None = None
+        """Keep every role until all have ended or one may not be started again; return the exit
+        code."""
+        keeping = {asyncio.ensure_future(self._keep(role)) for role in self.roles}
         try:
-            while keeping:
-                done, _ = await asyncio.wait(
-                    keeping, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                for role in [keeping.pop(task) for task in done if task.result() is None]:
-                    if role is self.datapipe:
-                        self._terminate("rollout")  # one that came too late was not let go
-                self.progress.poll()
-                if self.progress.finished or self.trainer.ended:
-                    self.over.set()
-                if self._stops > 1:
-                    return STOPPED
-                # After its last step the trainer lets the others go, so any of them may end first.
-                if deadline is None and (self._stops or any(role.ended for role in self.roles)):
-                    deadline = loop.time() + self.options.drain_timeout_s
-                if deadline is not None and loop.time() > deadline:
-                    return self._report_late()
+            await self._until_ended(keeping)
         except ArealiteError as error:
+            if error.exit_code not in (UserError.exit_code, STOPPED):
+                await self._explain()
             self.progress.say(f"error: {error}")
             return error.exit_code
         finally:
@@ -219,6 +178,33 @@ class LocalLauncher(Launcher):
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
         return STOPPED if self._stops else 0
+
+    async def _until_ended(self, keeping: Collection[asyncio.Task[None]]) -> None:
+        """Wait for the roles' ends, which after the first of them may not take too long."""
+        loop, deadline = asyncio.get_running_loop(), None
+        while keeping and self._stops < 2:
+            done, keeping = await asyncio.wait(
+                keeping, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+            self.progress.poll()
+            if self.progress.finished:
+                self.over.set()
+            # After its last step the trainer lets the others go, so any of them may end first.
+            if deadline is None and (self._stops or any(role.ended for role in self.roles)):
+                deadline = loop.time() + self.options.drain_timeout_s
+            if deadline is not None and loop.time() > deadline and keeping:
+                names = ", ".join(child.name for child in self.children if child.running)
+                seconds = self.options.drain_timeout_s
+                raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
+
+    async def _explain(self) -> None:
+        """Show who waits for whom, while there is somebody to ask."""
+        findings = await asyncio.to_thread(examine, self.vitals)
+        if findings:
+            text = await asyncio.to_thread(explain, self.vitals, findings, logs=self.paths.logs)
+            self.progress.say(text)
 
     # ------------------------------------------------------------ ending
 
@@ -233,12 +219,6 @@ class LocalLauncher(Launcher):
         for child in self.children:
             if child.name.startswith(role) and child.running:
                 child.process.terminate()
-
-    def _report_late(self) -> int:
-        names = ", ".join(child.name for child in self.children if child.running)
-        seconds = self.options.drain_timeout_s
-        self.progress.say(f"error: {names} did not end within {seconds:g} s; killed.")
-        return 1
 
     async def _end_all(self) -> None:
         """End what still runs: ask, wait a little, then kill; a session is killed as a group."""
@@ -259,15 +239,3 @@ class LocalLauncher(Launcher):
             code = code or (0 if report.ok else 1)
         self.progress.say(f"run folder: {self.paths.root}")
         return code
-
-
-def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def threads(count: int) -> dict[str, str]:
-    """Keep maths libraries from taking every core for each process."""
-    return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}

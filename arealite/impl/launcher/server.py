@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 from arealite.api.config import ServerConfig, name_dir
 from arealite.impl.launcher.doctor import Doctor
-from arealite.impl.launcher.supervisor import PARENT, STEADY_S, STOPPING, Budget, how_ended
+from arealite.impl.launcher.processes import PARENT, how_ended
+from arealite.impl.launcher.supervisor import STEADY_S, STOPPING, Budget
 from arealite.system.name_registry import NameRegistry
 
 MAX_RESTARTS = 5

@@ -1,36 +1,26 @@
-"""Processes that are to live, and how often one may die: what brings a role back.
+"""Who is to live, and how often one may die: the rules by which a role is brought back.
 
-Apart from the launcher, which knows what a run is: the command of a server keeps its process by
-the same rules.
+Apart from the launcher, which knows what a run is: a server's parent goes by the same budget.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
-import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from arealite.base.errors import InvariantError, RoleError, UserError
+from arealite.impl.launcher.processes import Child
 
-PARENT = "AREALITE_PARENT"
-"""Environment variable by which a process knows who brings it back: a process id."""
-PR_SET_PDEATHSIG = 1
-TAIL_LINES = 15
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
 """Exit codes after which a second attempt would fail the same way, or do harm."""
 EARLY_S = 5.0
-"""A process that has left as if the run were over has this long to be right."""
+"""Who has left as if the run were over has this long to be right."""
 LAST_WORDS_S = 1.0
 """When one rank fails, the others may be about to end with a better reason."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
 STEADY_S = 10.0
-"""A process that lived this long is started again without a pause."""
+"""Who lived this long is started again without a pause."""
 
 
 class Died(RoleError):
@@ -39,51 +29,6 @@ class Died(RoleError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.exit_code = code
-
-
-@dataclass
-class Child:
-    """One process of a role."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    log: Path
-    log_begin: int = 0
-    """Where in its log this process began to write."""
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def running(self) -> bool:
-        return self.process.returncode is None
-
-    @property
-    def code(self) -> int:
-        """Its exit code; of a signal's death, the signal's number below zero."""
-        return self.process.returncode or 0
-
-    def kill(self) -> None:
-        """Kill it and what it has started, at once; it leads a session of its own."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def how(self) -> str:
-        """Say how it ended, with its own last word where it had one."""
-        said = self._lines()[-1:]
-        why = f": {said[0].removeprefix('error: ')}" if said and said[0][:7] == "error: " else ""
-        return how_ended(self.code) + (why if self.code > 0 else "")
-
-    def tail(self) -> str:
-        """Return the last lines that this process wrote, or only the last where that says it
-        all."""
-        lines = self._lines()[-TAIL_LINES:]
-        if lines and lines[-1].startswith("error: "):
-            lines = lines[-1:]
-        return "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
-
-    def _lines(self) -> list[str]:
-        with self.log.open("rb") as file:
-            file.seek(self.log_begin)
-            return file.read().decode(errors="replace").splitlines()
 
 
 @dataclass
@@ -101,8 +46,8 @@ class Budget:
     def spend(self, said: str, *, mark: float, lived_s: float) -> float | None:
         """Count a death; return the seconds to pause before the next start, None: no more starts.
 
-        `mark` tells how far the work has come: what it has grown by since the last death begins
-        the count anew.
+        `mark` tells how far the work has come: where it has grown since the last death, the count
+        begins anew.
         """
         if mark > self._mark or not self.deaths:
             self.deaths, self.first, self._mark = 0, said, mark
@@ -160,27 +105,3 @@ class Role:
             child.kill()
         for child in self.children:
             await child.process.wait()
-
-
-def how_ended(code: int) -> str:
-    """Say how a process ended, from the code that its parent got."""
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}" if code else "left too early"
-
-
-def die_with_parent() -> bool:
-    """Ask the kernel to kill this process when the one that brings it back dies, so that no orphan
-    is left; False: nobody does.
-
-    Raises:
-        UserError: it is dead already.
-    """
-    parent = os.environ.pop(PARENT, None)
-    if parent is None:
-        return False
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        raise UserError("the launcher died before this role started.")
-    return True

@@ -19,7 +19,8 @@ from arealite.api.config import ClusterConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig, LocalLauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.impl.launcher import supervisor
-from arealite.impl.launcher.local import LocalLauncher, free_port
+from arealite.impl.launcher.local import LocalLauncher
+from arealite.impl.launcher.processes import free_port
 from tests.waiting import until
 
 RUN = """
@@ -48,16 +49,26 @@ class ScriptedLauncher(LocalLauncher):
     """Each role runs a little script in place of the real one."""
 
     def __init__(
-        self, root: Path, scripts: dict[str, str], *, drain_s: float = 20.0, restarts: int = 0
+        self,
+        root: Path,
+        scripts: dict[str, str],
+        *,
+        drain_s: float = 20.0,
+        restarts: int = 0,
+        silent_s: float = 8.0,
+        steps: int = 1,
     ) -> None:
         config = ExperimentConfig(
             experiment_name="e",
             trial_name="t",
             cluster=ClusterConfig(name_root=str(root / "names"), run_root=str(root)),
-            trainer=TrainerConfig(ppo=PPOConfig(total_steps=1)),
+            trainer=TrainerConfig(ppo=PPOConfig(total_steps=steps)),
             launcher=LauncherConfig(
                 local=LocalLauncherConfig(
-                    trainer_ranks=2, drain_timeout_s=drain_s, max_restarts=restarts
+                    trainer_ranks=2,
+                    drain_timeout_s=drain_s,
+                    max_restarts=restarts,
+                    silent_s=silent_s,
                 )
             ),
         )
@@ -71,9 +82,9 @@ class ScriptedLauncher(LocalLauncher):
 
 
 def run(
-    root: Path, *, drain_s: float = 20.0, restarts: int = 0, **scripts: str
+    root: Path, *, drain_s: float = 20.0, restarts: int = 0, steps: int = 1, **scripts: str
 ) -> tuple[int, str, LocalLauncher]:
-    launcher = ScriptedLauncher(root, scripts, drain_s=drain_s, restarts=restarts)
+    launcher = ScriptedLauncher(root, scripts, drain_s=drain_s, restarts=restarts, steps=steps)
     shown: list[str] = []
     launcher.progress.say = shown.append  # type: ignore[method-assign]
     code = launcher.run()
@@ -173,13 +184,176 @@ def test_roles_that_stay_when_the_datapipe_has_left_are_named(tmp_path: Path):
     assert_nothing_survives(launcher)
 
 
-def test_a_datapipe_that_leaves_in_the_middle_has_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# ---------------------------------------------------------------- dying and coming back
+
+
+def nth(file: Path, first: str, *, then: str) -> str:
+    """Do one thing the first time, and another thing each time after."""
+    return f"""
+import os, signal, sys, threading, time
+begun = os.path.exists({str(file)!r})
+open({str(file)!r}, "a").write(os.environ.get("MASTER_PORT", "") + "\\n")
+exec({then!r} if begun else {first!r})
+"""
+
+
+SUICIDE = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("role", ["datapipe", "rollout"])
+def test_a_killed_role_comes_back_and_the_run_goes_on(tmp_path: Path, role: str):
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    ends = after(done)
+    scripts = {
+        "datapipe": ends,
+        "rollout": ends,
+        "trainer": f"import os, time\nwhile not (os.path.exists({str(lives)!r}) and "
+        f"len(open({str(lives)!r}).read()) > 1): time.sleep(0.01)\nopen({str(done)!r}, 'w')",
+    }
+    scripts[role] = nth(lives, SUICIDE, then=ends)
+    code, shown, launcher = run(tmp_path, restarts=5, **scripts)
+    assert code == 0, shown
+    assert f"{role}-0 died (killed by SIGKILL); started again (1 of 5)" in shown
+    assert len(lives.read_text().splitlines()) == 2
+    assert_nothing_survives(launcher)
+
+
+def test_a_dead_rank_takes_the_others_with_it_and_all_meet_elsewhere(tmp_path: Path):
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    trainer = f"""
+import os, signal, time
+me = os.environ["RANK"]
+lives = {str(lives)!r} + me
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(lives, "a").write(os.environ["MASTER_PORT"] + chr(10))
+while not os.path.exists({str(lives)!r} + str(1 - int(me))): time.sleep(0.01)
+if len(open(lives).read().split()) == 1:
+    if me == "1": os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+open({str(done)!r}, "w")
+"""
+    code, shown, launcher = run(
+        tmp_path, restarts=5, datapipe=after(done), rollout=after(done), trainer=trainer
+    )
+    assert code == 0, shown
+    assert shown.count("died") == 1
+    assert "trainer-1 died (killed by SIGKILL); started again (1 of 5)" in shown
+    ports = [(tmp_path / f"lives{rank}").read_text().split() for rank in (0, 1)]
+    assert ports[0] == ports[1]
+    assert len(set(ports[0])) == 2, "a new port for the new group"
+    assert_nothing_survives(launcher)
+
+
+def test_one_death_too_many_stops_the_run_with_the_first(tmp_path: Path):
+    dying = nth(tmp_path / "lives", "print('the first words'); sys.exit(1)", then="sys.exit(7)")
+    code, shown, launcher = run(
+        tmp_path, restarts=2, datapipe=UNTIL_TERM, rollout=dying, trainer=UNTIL_TERM
+    )
+    assert code == 7
+    assert "rollout-0 died (exit code 1); started again (1 of 2)" in shown
+    assert "rollout-0 died (exit code 7); started again (2 of 2)" in shown
+    last = shown[shown.index("error: ") :]
+    assert "3 times without a further trained step" in last
+    assert "rollout-0 died (exit code 1). Its last lines" in last
+    assert "the first words" in last
+    assert_nothing_survives(launcher)
+
+
+def test_a_trained_step_in_between_begins_the_count_anew(tmp_path: Path):
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    dying = f"""
+import os, sys
+open({str(lives)!r}, "a").write("x")
+step = len(open({str(lives)!r}).read())
+{trains(0).replace('"step": 0', '"step": step')}
+if step < 5: sys.exit(1)
+open({str(done)!r}, "w")
+"""
+    ends = after(done)
+    code, shown, _ = run(
+        tmp_path, restarts=1, steps=9, datapipe=ends, rollout=dying + ends, trainer=ends
+    )
+    assert code == 0, shown
+    assert shown.count("(1 of 1)") == 4
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_wrong_input_and_broken_promises_are_not_tried_again(tmp_path: Path, code: int):
+    scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
+    scripts["rollout"] = f"import sys; print('error: so it is'); sys.exit({code})"
+    ended, shown, _ = run(tmp_path, restarts=5, **scripts)
+    assert ended == code
+    assert "error: so it is" in shown
+    assert "again" not in shown
+
+
+def test_of_failing_ranks_the_one_with_the_best_reason_is_believed(tmp_path: Path):
+    trainer = """
+import os, sys, time
+time.sleep(0.4 * int(os.environ["RANK"]))
+print("error: a promise is broken" if os.environ["RANK"] == "1" else "error: a peer is gone")
+sys.exit(1 + 2 * int(os.environ["RANK"]))
+"""
+    code, shown, _ = run(
+        tmp_path, restarts=5, datapipe=UNTIL_TERM, rollout=UNTIL_TERM, trainer=trainer
+    )
+    assert code == 3
+    assert "a promise is broken" in shown
+
+
+@pytest.mark.parametrize("role", ["datapipe", "rollout", "trainer"])
+def test_who_leaves_before_the_run_is_over_has_died(
+    tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervisor, "EARLY_S", 0.2)
-    code, shown, _ = run(tmp_path, datapipe="pass", rollout=UNTIL_TERM, trainer=UNTIL_TERM)
+    scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
+    leaves = "import os\nif os.environ.get('RANK', '0') != '0': exit()\n"
+    scripts[role] = leaves + UNTIL_TERM if role == "trainer" else "pass"
+    code, shown, _ = run(tmp_path, **scripts)
     assert code == 1
-    assert "datapipe-0 died (left too early)" in shown
+    name = "trainer-1" if role == "trainer" else f"{role}-0"
+    assert f"{name} died (left too early)" in shown
+
+
+def test_a_role_that_dies_after_the_trainers_end_is_not_needed(tmp_path: Path):
+    done = tmp_path / "done"
+    dying = f"{after(done)}\ntime.sleep(0.5)\nimport signal; {SUICIDE}"
+    trainer = f"open({str(done)!r}, 'w')"
+    code, shown, _ = run(tmp_path, restarts=5, datapipe=dying, rollout=after(done), trainer=trainer)
+    assert code == 0, shown
+    assert "datapipe-0 died (killed by SIGKILL); no longer needed" in shown
+
+
+def test_a_stopped_child_is_named_and_killed_and_comes_back(tmp_path: Path):
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    shows = "from arealite.system import vitals; from pathlib import Path; "
+    shows += f"vitals.start('rollout-0', Path({str(tmp_path / 'vitals')!r})); "
+    stops = shows + "os.kill(os.getpid(), signal.SIGSTOP)"
+    ends = f"open({str(done)!r}, 'w')\n" + after(done)
+    launcher = ScriptedLauncher(
+        tmp_path,
+        {
+            "datapipe": after(done),
+            "rollout": nth(lives, stops, then=ends),
+            "trainer": after(done),
+        },
+        restarts=5,
+        silent_s=1.0,
+    )
+    launcher.vitals = tmp_path / "vitals"
+    launcher.vitals.mkdir()
+    stale = launcher.vitals / "trainer-7.json"
+    stale.write_text("{}")
+    shown: list[str] = []
+    launcher.progress.say = shown.append  # type: ignore[method-assign]
+    assert launcher.run() == 0, shown
+    text = "\n".join(shown)
+    assert "rollout-0 is stopped: " in text
+    assert "rollout-0 died (killed by SIGKILL); started again (1 of 5)" in text
+    assert not stale.exists()
+
+
+# ---------------------------------------------------------------- stopping
 
 
 @contextlib.contextmanager
@@ -222,7 +396,10 @@ def test_ctrl_c_twice_kills_what_does_not_listen(tmp_path: Path):
 
 
 def test_roles_die_with_a_killed_launcher(tmp_path: Path):
-    dying = "from arealite.cli.role import die_with_parent\ndie_with_parent()\n" + IGNORES_TERM
+    dying = (
+        "from arealite.impl.launcher.processes import die_with_parent\ndie_with_parent()\n"
+        + IGNORES_TERM
+    )
     with started(tmp_path, datapipe=dying, rollout=dying, trainer=dying) as (run, _):
         run.kill()
         run.wait(10)

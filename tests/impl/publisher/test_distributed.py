@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from arealite.api.config import ClusterConfig, ServerConfig
 from arealite.api.publisher import DistributedPublisherConfig, PublisherConfig, PublishReport
 from arealite.base.errors import RoleError
-from arealite.impl.launcher.supervisor import PARENT
+from arealite.impl.launcher.processes import PARENT
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.name_registry import NameRegistry

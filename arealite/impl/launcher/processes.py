@@ -1,0 +1,136 @@
+"""The processes of a run on this machine: each leads a session, has a log, and dies with its
+parent.
+
+Apart from what they are for, because the server's parent and a replay start processes, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arealite.base.errors import UserError
+
+PARENT = "AREALITE_PARENT"
+"""Environment variable that tells a process who brings it back: a process id."""
+PR_SET_PDEATHSIG = 1
+TAIL_LINES = 15
+ERROR = "error: "
+
+
+@dataclass
+class Child:
+    """One process with a log."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    log_begin: int
+    """Where in its log this process began to write."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    @property
+    def code(self) -> int:
+        """Its exit code; of a death by signal, the signal's number below zero."""
+        return self.process.returncode or 0
+
+    def kill(self) -> None:
+        """Kill it and what it has started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def death(self) -> str:
+        """Who died and how, with its own last word where it had one."""
+        last = self._lines()[-1:]
+        is_word = self.code > 0 and last and last[0].startswith(ERROR)
+        why = f": {last[0].removeprefix(ERROR)}" if is_word else ""
+        return f"{self.name} died ({how_ended(self.code)}{why})"
+
+    @property
+    def obituary(self) -> str:
+        """Who died and how, with its last lines, or only the last where that says it all."""
+        lines = self._lines()[-TAIL_LINES:]
+        if lines and lines[-1].startswith(ERROR):
+            lines = lines[-1:]
+        tail = "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
+        head = f"{self.name} died ({how_ended(self.code)}). Its last lines ({self.log})"
+        return f"{head}:\n{tail}"
+
+    def _lines(self) -> list[str]:
+        with self.log.open("rb") as file:
+            file.seek(self.log_begin)
+            return file.read().decode(errors="replace").splitlines()
+
+
+async def spawn(
+    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
+) -> Child:
+    """Start a process that appends to `log`.
+
+    Raises:
+        UserError: the log cannot be written, or this machine can hold no more processes.
+    """
+    try:
+        with log.open("ab") as output:
+            begin = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=os.environ | environment | {PARENT: str(os.getpid())},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches the parent only, which drains the others
+            )
+    except OSError as error:
+        raise UserError(f"{name} cannot be started: {error}") from error
+    return Child(name, process, log, begin)
+
+
+def die_with_parent() -> bool:
+    """Ask the kernel to kill this process when the one that brings it back dies, so that no orphan
+    is left; False: nobody does.
+
+    Raises:
+        UserError: it is dead already.
+    """
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return False
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        raise UserError("who started this process died before it began.")
+    return True
+
+
+def how_ended(code: int) -> str:
+    """Say how a process ended, from the code that its parent got."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else "left too early"
+
+
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def threads(count: int) -> dict[str, str]:
+    """Keep maths libraries from taking every core for each process."""
+    return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
