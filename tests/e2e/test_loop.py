@@ -87,9 +87,27 @@ def test_resume_goes_on_where_the_checkpoint_stands(site: Site, tmp_path: Path):
     report = audit(again.paths.ledger)
     assert report.ok
     assert report.groups.trained == 4 * 4
-    refused = site.train(tmp_path, "resume=never")
+    refused = site.train(tmp_path, "seed=2")
     assert refused.code == 2
-    assert "already holds a run" in refused.shown
+    assert "was begun with seed=1, now it is 2" in refused.shown
+
+
+def test_going_back_on_purpose_and_beginning_anew(site: Site, tmp_path: Path):
+    first = site.train(
+        tmp_path, "trainer.ppo.total_steps=3", "trainer.ppo.checkpoint.every_steps=1"
+    )
+    assert first.code == 0, first.shown + first.logs()
+    back = site.train(tmp_path, "trainer.ppo.total_steps=3", "resume=step-000002")
+    assert back.code == 0, back.shown + back.logs()
+    assert "newer checkpoints are now in" in back.shown
+    assert steps_of(back.metrics()) == [0, 1, 2]
+    assert audit(back.paths.ledger).ok
+    anew = site.train(tmp_path, "trainer.ppo.total_steps=1", "resume=never", "seed=2")
+    assert anew.code == 0, anew.shown + anew.logs()
+    assert "the run that was here is now in" in anew.shown
+    assert steps_of(anew.metrics()) == [0]
+    assert audit(anew.paths.ledger).groups.trained == 4
+    assert len(list((tmp_path / "e2e").glob("t.before-*/ledger.sqlite"))) == 1
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(

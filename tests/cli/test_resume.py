@@ -1,0 +1,175 @@
+"""What each value of `resume` makes of each state of a trial's folder; nothing is ever deleted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.trainer_messages import StepReport
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.cli import configs, resume
+from arealite.impl.engine import checkpoint
+from arealite.system.dataset import identity
+from arealite.system.ledger import Ledger, connect
+from tests.system.scenes import experiment, tasks
+
+ROWS = tasks(5)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ExperimentConfig:
+    """A trial whose folder is empty."""
+    made = experiment(tmp_path)
+    run_paths(made).root.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def used(config: ExperimentConfig) -> ExperimentConfig:
+    """A trial with steps 0 to 6 and checkpoints of 2, 4 and 6."""
+    paths = run_paths(config)
+    ledger = Ledger(paths.ledger, fingerprint=identity(config, ROWS))
+    for step in range(7):
+        ledger.train(StepReport(step, [], {}))
+    for step in (2, 4, 6):
+        path = paths.checkpoints / f"step-{step:06d}"
+        (checkpoint.begin(path) / "weights").write_text("abc")
+        checkpoint.commit(path, {"step": step})
+        ledger.checkpoint(step, str(path))
+    ledger.commit()
+    ledger.close()
+    return config
+
+
+def check(config: ExperimentConfig, **changes: Any) -> None:
+    resume.check_resume(replace(config, **changes), ROWS)
+
+
+def aside(paths: RunPaths) -> Path:
+    (found,) = paths.root.parent.glob(f"{paths.root.name}.before-*")
+    return found
+
+
+@pytest.mark.parametrize("wanted", ["auto", "never"])
+def test_an_empty_folder_begins(config: ExperimentConfig, wanted: str) -> None:
+    check(config, resume=wanted)
+    resume.begin_anew(replace(config, resume=wanted))
+    settled = resume.settle(replace(config, resume=wanted))
+    assert settled.resume == "auto"
+    assert not list(run_paths(config).root.parent.glob("*.before-*"))
+
+
+@pytest.mark.parametrize("wanted", ["must", "step-000004", "step-4", "Auto", "step-"])
+def test_an_empty_folder_has_nothing_to_go_on_with(config: ExperimentConfig, wanted: str) -> None:
+    with pytest.raises(UserError, match=f"resume={wanted}"):
+        check(config, resume=wanted)
+
+
+def test_a_trial_killed_before_its_first_transaction_begins(config: ExperimentConfig) -> None:
+    connect(run_paths(config).ledger).close()
+    check(config)
+
+
+def test_a_ledger_without_checkpoints_begins_at_0(config: ExperimentConfig) -> None:
+    Ledger(run_paths(config).ledger, fingerprint=identity(config, ROWS)).close()
+    check(config)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "must", "never", "step-000002", "step-000006"])
+def test_a_whole_run_goes_on(used: ExperimentConfig, wanted: str) -> None:
+    check(used, resume=wanted)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "must"])
+@pytest.mark.parametrize("harm", ["missing", "broken"])
+def test_a_lost_checkpoint_is_no_reason_to_begin_earlier(
+    used: ExperimentConfig, wanted: str, harm: str
+) -> None:
+    newest = run_paths(used).checkpoints / "step-000006"
+    newest.rename(newest.with_name(".x")) if harm == "missing" else (newest / "weights").unlink()
+    with pytest.raises(UserError, match="of step 6, is missing or broken") as raised:
+        check(used, resume=wanted)
+    said = str(raised.value)
+    assert "step-000002, step-000004." in said
+    assert "resume=step-000004 goes back" in said and "resume=never begins anew" in said
+    with pytest.raises(UserError, match=r"step-000006 is no good .*step-000002, step-000004\."):
+        check(used, resume="step-000006")
+    check(used, resume="step-000004")
+
+
+def test_all_checkpoints_lost(used: ExperimentConfig) -> None:
+    run_paths(used).checkpoints.rename(run_paths(used).root / "x")
+    with pytest.raises(UserError, match=r"Good checkpoints in .*: none.*resume=never") as raised:
+        check(used)
+    assert "goes back" not in str(raised.value)
+
+
+def test_a_lost_ledger(used: ExperimentConfig) -> None:
+    run_paths(used).ledger.unlink()
+    for wanted in ("auto", "must", "step-000004"):
+        with pytest.raises(UserError, match=r"ledger.sqlite is gone.*step-000006.*resume=never"):
+            check(used, resume=wanted)
+    run_paths(used).ledger.write_text("hello, this is no database, and it is long enough")
+    with pytest.raises(UserError, match="cannot be read as a ledger"):
+        check(used)
+
+
+def test_another_dataset_seed_or_group_size(used: ExperimentConfig) -> None:
+    with pytest.raises(UserError, match=r"begun with seed=1, now it is 2\. Put 1 back.*resume=nev"):
+        check(used, seed=2)
+    ppo = used.trainer.ppo
+    groups = replace(ppo, collector=replace(ppo.collector, group_size=4))
+    with pytest.raises(UserError, match="begun with group_size=2, now it is 4"):
+        check(used, trainer=replace(used.trainer, ppo=groups))
+    with pytest.raises(UserError, match="begun with dataset_rows=5, now it is 6"):
+        resume.check_resume(used, tasks(6))
+    with pytest.raises(UserError, match="begun with dataset_digest="):
+        resume.check_resume(used, [*ROWS[1:], ROWS[0]])
+    resume.check_resume(replace(used, seed=2, resume="never"), tasks(6))
+
+
+def test_never_moves_the_whole_run_aside(
+    used: ExperimentConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = run_paths(used)
+    before = sorted(path.relative_to(paths.root) for path in paths.root.rglob("*"))
+    resume.begin_anew(replace(used, resume="never"))
+    assert not paths.root.exists()
+    moved = aside(paths)
+    assert sorted(path.relative_to(moved) for path in moved.rglob("*")) == before
+    assert str(moved) in capsys.readouterr().out
+
+
+def test_going_back_moves_newer_checkpoints_aside(
+    used: ExperimentConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = run_paths(used)
+    (paths.checkpoints / "step-000006" / "weights").unlink()  # a broken one is newer, too
+    settled = resume.settle(replace(used, resume="step-000002"))
+    assert settled.resume == "auto"
+    assert [path.name for path in checkpoint.list_good(paths.checkpoints)] == ["step-000002"]
+    moved = aside(paths) / "checkpoints"
+    assert {path.name for path in moved.iterdir()} == {"step-000004", "step-000006"}
+    assert str(moved) in capsys.readouterr().out
+    check(used)
+    assert resume.read_facts(paths.ledger)[1] == 2
+
+
+def test_each_start_leaves_its_config_by_its_first_step(used: ExperimentConfig) -> None:
+    paths = run_paths(used)
+    paths.configs.mkdir()
+    for step in (0, 2, 5, 6, 9):
+        (paths.configs / f"{step:06d}.yaml").write_text("old")
+    resume.settle(replace(used, resume="step-000004"))
+    left = {path.stem: path.read_text() == "old" for path in paths.configs.iterdir()}
+    assert left == {"000000": True, "000002": True, "000004": False}
+    again = configs.load(ExperimentConfig, paths.configs / "000004.yaml", [])
+    assert again == configs.load(ExperimentConfig, paths.config, [])
+    assert again.resume == "auto"
+    assert json.loads((paths.checkpoints / "step-000004" / "manifest.json").read_text())
