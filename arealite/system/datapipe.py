@@ -24,7 +24,7 @@ from arealite.api.task import Task
 from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Refused
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
-from arealite.system import wire
+from arealite.system import vitals, wire
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import OutOfStep, TrainerDesk
@@ -86,7 +86,6 @@ class Datapipe:
         self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
         self._stopped_at = self._progress = self._told = time.monotonic()
         self._fatal: InvariantError | None = None
-        self._lag_max = 0.0
         self._done = asyncio.Event()
 
     # ------------------------------------------------------------ life
@@ -277,8 +276,7 @@ class Datapipe:
             self._send(worker.route, lease, payloads)
 
     def _observe(self) -> dict[str, float]:
-        lag, self._lag_max = self._lag_max, 0.0
-        return {"loop_lag_max_s": lag, **self.workers.metrics()}
+        return {"loop_lag_max_s": vitals.lag_max_s(), **self.workers.metrics()}
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
         self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))
@@ -300,11 +298,8 @@ class Datapipe:
     # ------------------------------------------------------------ the clock
 
     async def _tick_forever(self) -> None:
-        loop = asyncio.get_running_loop()
         while not self._done.is_set():
-            due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
-            self._lag_max = max(self._lag_max, loop.time() - due)
             self._tick(time.monotonic())
 
     def _tick(self, now: float) -> None:

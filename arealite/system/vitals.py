@@ -75,7 +75,7 @@ class Vitals(msgspec.Struct):
     lag_s: float = 0.0
     """How late a loop ran what was due, at worst since the last beat."""
     lag_max_s: float = 0.0
-    """At worst since `lag_max_s` was taken."""
+    """At worst since the start."""
     blocked_s: float = 0.0
     """How long a loop has run nothing; 0 where all run."""
     blocked_stack: str = ""
@@ -120,11 +120,8 @@ def watch(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def lag_max_s() -> float:
-    """Return the worst lag of this process's watched loops since this was asked last."""
-    worst = 0.0
-    for each in _loops:
-        worst, each.lag_max_s = max(worst, each.lag_max_s), 0.0
-    return worst
+    """Return the worst lag of this process's watched loops."""
+    return max((each.lag_max_s for each in _loops), default=0.0)
 
 
 class Recorder(threading.Thread):
@@ -158,7 +155,7 @@ class Recorder(threading.Thread):
         vitals, before = self.vitals, self.vitals.clock
         vitals.beat, vitals.clock = time.time(), time.monotonic()
         vitals.lag_s = max((each.take_lag() for each in _loops), default=0.0)
-        vitals.lag_max_s = max((each.lag_max_s for each in _loops), default=0.0)
+        vitals.lag_max_s = lag_max_s()
         vitals.waits, vitals.counters = _waits(), waits.counters
         has_slept = vitals.clock - before > 2 * BEAT_S  # stopped, or held, and the loops with us
         vitals.blocked_s, vitals.blocked_stack = 0.0, ""

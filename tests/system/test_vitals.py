@@ -87,7 +87,7 @@ async def test_equal_waits_are_one_with_their_count_and_the_oldest(tmp_path: Pat
     assert others[0]["seconds"] == pytest.approx(60, abs=1)
 
 
-async def test_lag_is_measured_and_taken(tmp_path: Path) -> None:
+async def test_lag_is_measured(tmp_path: Path) -> None:
     vitals.watch(asyncio.get_running_loop())
     await asyncio.sleep(0)
     time.sleep(0.3)  # noqa: ASYNC251  (what it is there to find)
@@ -96,7 +96,6 @@ async def test_lag_is_measured_and_taken(tmp_path: Path) -> None:
         seen = shown("me-0", tmp_path)
     assert seen["lag_s"] > 0.15 and seen["lag_max_s"] > 0.15
     assert vitals.lag_max_s() > 0.15
-    assert vitals.lag_max_s() < 0.15, "it was taken"
 
 
 @pytest.mark.parametrize("script", [BLOCKED, BLOCKED_UVLOOP])

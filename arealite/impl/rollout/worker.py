@@ -17,6 +17,7 @@ from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
 from arealite.impl.rollout.collector import Collector, cause
+from arealite.system import vitals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,6 @@ logger = log.get(__name__)
 
 DRAIN_GRACE_S = 2.0
 """What is nearly done may finish when the run ends; what takes longer is aborted."""
-LAG_PERIOD_S = 0.1
 
 
 class RolloutWorker:
@@ -72,21 +72,19 @@ class RolloutWorker:
         """Return counters since the start: episodes, seconds waited by cause, the client's."""
         stats = getattr(self.client, "stats", dict[str, float])()
         client = {f"client_{name}": value for name, value in stats.items()}
-        own = {**self._counters, **self._collector.resumed}
+        own = {**self._counters, **self._collector.resumed, "loop_lag_max_s": vitals.lag_max_s()}
         return {**own, **client, "running": float(len(self._running))}
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.link.run(), name="worker link")
-            lag = tasks.create_task(self._watch_lag(), name="loop lag")
             async with asyncio.TaskGroup() as episodes:
                 leasing = episodes.create_task(self._take_leases(episodes), name="leases")
                 loop.add_signal_handler(signal.SIGTERM, leasing.cancel)
                 await asyncio.wait((leasing,))
                 await self._drain()
             self.link.drain()
-            lag.cancel()
         loop.remove_signal_handler(signal.SIGTERM)
 
     async def _take_leases(self, episodes: asyncio.TaskGroup) -> None:
@@ -131,12 +129,3 @@ class RolloutWorker:
             counters["tokens"] += header.trained_tokens
             for what, seconds in header.waits.items():
                 counters[f"{what}_wait_s"] += seconds
-
-    async def _watch_lag(self) -> None:
-        """Measure how late the event loop runs what is due: anything blocking shows here."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            lag = loop.time() - due
-            self._counters["loop_lag_max_s"] = max(self._counters["loop_lag_max_s"], lag)
