@@ -168,6 +168,19 @@ async def test_failures_are_logged_once_a_class(capsys) -> None:
     assert (seen.out + seen.err).count("episode failed") == 1
 
 
+async def test_an_episode_under_way_shows_what_it_waits_for() -> None:
+    made = collector(episode_timeout_s=50.0)
+    client = made._agents.client
+    client.gate.clear()
+    playing = asyncio.create_task(made.run(lease(3, prompt="ok"), 1))
+    await client.received(1)
+    (limit,) = made._limits.held
+    assert (limit.what, limit.on) == ("episode g3/1 (train-3)", "environment world")
+    client.gate.set()
+    await playing
+    assert not made._limits.held
+
+
 # ---------------------------------------------------------------- resuming
 
 
