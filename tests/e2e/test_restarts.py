@@ -1,0 +1,153 @@
+"""One run in which every role is killed: each dies, comes back, and nothing is lost or repeated.
+
+One run for all kills, because coming up takes longer than all else; the launcher is the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.impl.publisher.staging import TMPFS
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.waiting import until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+BACK_S = 3.0
+
+
+@dataclass
+class Run:
+    """A live train.py with two ranks, and the parent of its server."""
+
+    train: subprocess.Popen[str]
+    server: subprocess.Popen[bytes]
+    paths: RunPaths
+
+    def pid(self, role: str) -> int | None:
+        """Return the process of a role, None while there is none."""
+        if role == "llm_server":
+            return next((c.pid for c in psutil.Process(self.server.pid).children()), None)
+        if self.train.poll() is not None:
+            return None
+        for child in psutil.Process(self.train.pid).children():
+            try:
+                if child.cmdline()[-3:-1] == role.split("-"):
+                    return child.pid
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return None
+
+    def step(self) -> int:
+        """Return the newest trained step."""
+        text = self.paths.metrics.read_text() if self.paths.metrics.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return max((int(line["step"]) for line in lines if "reward/mean" in line), default=-1)
+
+    def trains(self, *, beyond: int) -> None:
+        """Wait until a step after `beyond` is trained."""
+        over = lambda: self.step() > beyond or self.train.poll() is not None  # noqa: E731
+        until(over, what=f"a step after {beyond}", seconds=90)
+
+    def kill(self, role: str) -> float:
+        """Kill a role; return the seconds until another process has its place."""
+        before = self.pid(role)
+        assert before is not None, f"{role} is not there to be killed"
+        victim, begin = psutil.Process(before), time.monotonic()
+        victim.kill()
+        until(lambda: self.pid(role) not in (None, before), what=f"{role} again")
+        seconds = time.monotonic() - begin
+        until(lambda: not victim.is_running(), what=f"the end of {role}")
+        return seconds
+
+
+@contextmanager
+def running(site: Site, folder: Path) -> Iterator[Run]:
+    """Run a server of its own, with its parent, and a train.py that would use it for long."""
+    script = ROOT / "arealite" / "launch_llm_server.py"
+    words = [*names(folder), f"model.path={site.model}"]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, str(script), *words], stdout=log, stderr=log, env=ENVIRONMENT
+        )
+    try:
+        with start(site, folder, "trainer.ppo.total_steps=100000") as train:
+            yield Run(train, server, RunPaths(folder / "e2e" / "kills"))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0, (folder / "server.log").read_text()
+    assert not strays(folder)
+
+
+def names(folder: Path) -> list[str]:
+    return ["experiment_name=e2e", "trial_name=kills", f"cluster.name_root={folder / 'names'}"]
+
+
+@contextmanager
+def start(site: Site, folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Run train.py as a person would, with two ranks and a checkpoint every two steps."""
+    overrides += ("launcher.local.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2")
+    command = site.command(folder, *names(folder), *overrides)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    ) as train:
+        try:
+            yield train
+        finally:
+            train.kill()
+
+
+def leftovers() -> set[Path]:
+    """Return the folders of staged weights whose process is gone."""
+    mine = TMPFS.glob(f"arealite-{os.getuid()}-*")
+    return {path for path in mine if not psutil.pid_exists(int(path.name.split("-")[2]))}
+
+
+def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
+    with running(site, tmp_path) as run:
+        run.trains(beyond=0)
+        for role in ("rollout-0", "datapipe-0", "llm_server", "trainer-1"):
+            step, rank = run.step(), run.pid("trainer-0")
+            seconds = run.kill(role)
+            assert seconds <= BACK_S, f"{role} took {seconds:.1f} s"
+            alone = run.pid("trainer-0") == rank
+            assert alone == (role != "trainer-1"), "only ranks come back together"
+            run.trains(beyond=step)
+        children = psutil.Process(run.train.pid).children(recursive=True)
+        before = leftovers()
+        run.train.kill()
+        shown = run.train.communicate(timeout=10)[0]
+        assert not psutil.wait_procs(children, timeout=5)[1], "they die with the launcher"
+        left = leftovers() - before
+        assert left, "a killed trainer cannot remove what it staged"
+        for role in ("rollout-0", "datapipe-0", "trainer-1"):
+            assert f"{role} died (killed by SIGKILL); started again (1 of 5)" in shown
+        assert shown.count("; started again") == 3
+        said = (tmp_path / "server.log").read_text()
+        assert "llm_server died (killed by SIGKILL); started again (1 of 5)" in said
+        steps = run.step() + 3
+        with start(site, tmp_path, f"trainer.ppo.total_steps={steps}") as again:
+            shown = again.communicate(timeout=100)[0]
+        assert again.returncode == 0, shown
+        assert "died" not in shown
+        assert not left & leftovers(), "the next trainer has removed it"
+    report = audit(run.paths.ledger)
+    assert report.ok and not report.lost and not report.repeated, report.table()
+    assert report.groups.trained == steps * 4
+    lines = [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
+    trained = [int(line["step"]) for line in lines if "reward/mean" in line]
+    assert trained == list(range(steps)), "each step stands there once"

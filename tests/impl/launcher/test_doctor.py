@@ -1,0 +1,99 @@
+"""The doctor with real processes: it kills a child that does nothing, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.impl.launcher import doctor
+from arealite.impl.launcher.doctor import Doctor, describe
+from arealite.system.diagnosis import Finding
+from tests.waiting import until
+
+SHOWS = """
+import sys, threading
+from pathlib import Path
+from arealite.system import vitals
+vitals.start(sys.argv[2], Path(sys.argv[1]))
+threading.Event().wait(60)
+"""
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that show vitals and are stopped then."""
+    found = [
+        subprocess.Popen([sys.executable, "-c", SHOWS, str(tmp_path), name], start_new_session=True)
+        for name in ("rollout-0", "rollout-1")
+    ]
+    try:
+        until(lambda: len(list(tmp_path.glob("rollout-*.json"))) == 2, what="vitals")
+        for process in found:
+            process.send_signal(signal.SIGSTOP)
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+
+
+async def test_only_a_child_is_killed(
+    tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(doctor, "EXAMINE_S", 0.05)
+    mine, other = stopped
+    said: list[str] = []
+    looked_again = asyncio.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith("rollout-0 is dead: "):
+            looked_again.set()
+
+    watching = asyncio.ensure_future(Doctor(tmp_path, lambda: [mine.pid], say, silent_s=0.5).run())
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 20) == -signal.SIGKILL
+        await asyncio.wait_for(looked_again.wait(), 20)
+    finally:
+        watching.cancel()
+    assert psutil.Process(other.pid).status() == psutil.STATUS_STOPPED
+    for name in ("rollout-0", "rollout-1"):
+        lines = [line for line in said if line.startswith(f"{name} is stopped: ")]
+        assert len(lines) == 1, "said once"
+    assert sum("is killed after" in line for line in said) == 1
+
+
+async def test_what_cannot_be_examined_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looks = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def examine(folder: Path) -> list[Finding]:
+        if (tmp_path / "looked").exists():
+            loop.call_soon_threadsafe(looks.set)
+        (tmp_path / "looked").touch()
+        raise OSError("the folder is gone")
+
+    monkeypatch.setattr(doctor, "EXAMINE_S", 0.01)
+    monkeypatch.setattr(doctor, "examine", examine)
+    watching = asyncio.ensure_future(Doctor(tmp_path, list, print).run())
+    await asyncio.wait_for(looks.wait(), 20)
+    watching.cancel()
+
+
+def test_one_line_says_who_what_where_and_whom():
+    stack = '  File "/a.py", line 3, in run\n    f()\n  File "/my/env.py", line 7, in f\n    spin\n'
+    finding = Finding("rollout-0", "blocked", 9.0, "its loop runs nothing", stack, ("x", "y", "z"))
+    text = describe(finding)
+    assert text == (
+        "rollout-0 is blocked: its loop runs nothing (at /my/env.py:7 in f); waiting: x and 2 more"
+    )
+    assert describe(Finding("a", "dead", 1.0, "b")) == "a is dead: b"

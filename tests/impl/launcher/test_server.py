@@ -1,0 +1,117 @@
+"""The server's parent with scripted servers: it brings back what dies, and ends what it is told
+to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import until
+
+RUN = """
+import sys
+from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.impl.launcher import server, supervisor
+server.TERMINATE_S, supervisor.FIRST_PAUSE_S = 1.0, 0.02
+config = ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1]))
+sys.exit(server.keep(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))
+"""
+BEGIN = """
+import os, signal, sys, threading
+from arealite.impl.launcher.processes import die_with_parent
+assert die_with_parent()
+lives = os.path.join(sys.argv[1], "lives")
+open(lives, "a").write(f"{os.getpid()}\\n")
+life = len(open(lives).read().split())
+"""
+SERVES = BEGIN + (
+    "over = threading.Event(); signal.signal(signal.SIGTERM, lambda *_: over.set())\n"
+    "open(sys.argv[1] + '/ready', 'a').write('x'); over.wait(60); print('gently')"
+)
+DEAF = SERVES.replace("lambda *_: over.set()", "signal.SIG_IGN")
+
+
+@contextlib.contextmanager
+def kept(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", RUN, str(folder), script]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lives(folder: Path) -> list[int]:
+    file = folder / "lives"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def ready(folder: Path, count: int) -> None:
+    file = folder / "ready"
+    until(lambda: file.exists() and len(file.read_text()) == count, what=f"life {count}")
+
+
+def shown(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.read()
+
+
+def test_a_killed_server_comes_back_and_ends_gently(tmp_path: Path):
+    with kept(tmp_path, SERVES) as parent:
+        for count in (1, 2):
+            ready(tmp_path, count)
+            os.kill(lives(tmp_path)[-1], signal.SIGKILL)
+        ready(tmp_path, 3)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(20) == 0
+        says = shown(parent)
+    assert "llm_server died (killed by SIGKILL); started again (1 of 5)" in says
+    assert "started again (2 of 5)" in says
+    assert says.endswith("gently\n")
+    assert len(set(lives(tmp_path))) == 3
+    assert not any(psutil.pid_exists(pid) for pid in lives(tmp_path))
+
+
+def test_a_server_that_does_not_listen_is_killed(tmp_path: Path):
+    with kept(tmp_path, DEAF) as parent:
+        ready(tmp_path, 1)
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(20) == 0
+    assert not psutil.pid_exists(lives(tmp_path)[0])
+
+
+def test_a_server_dies_with_its_parent(tmp_path: Path):
+    with kept(tmp_path, SERVES) as parent:
+        ready(tmp_path, 1)
+        parent.kill()
+        parent.wait(10)
+        until(lambda: not psutil.pid_exists(lives(tmp_path)[0]), what="its end", seconds=5)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130])
+def test_some_ends_are_final(tmp_path: Path, code: int):
+    with kept(tmp_path, BEGIN + f"print('error: why'); sys.exit({code})") as parent:
+        assert parent.wait(20) == code
+        assert shown(parent) == "error: why\n"
+    assert len(lives(tmp_path)) == 1
+
+
+def test_a_server_that_never_lives_is_given_up(tmp_path: Path):
+    dying = BEGIN + "sys.exit(4 if life < 6 else 7)"
+    with kept(tmp_path, dying) as parent:
+        assert parent.wait(40) == 7
+        says = shown(parent)
+    assert len(lives(tmp_path)) == 6
+    assert "llm_server died (exit code 4); started again (5 of 5)" in says
+    assert says.splitlines()[-1].startswith("error: llm_server died (exit code 7)")
