@@ -115,16 +115,10 @@ def digest(input_ids: Sequence[int]) -> bytes:
 def encode_turn(turn: Turn) -> bytes:
     """Pack a turn, whole or so far, into one payload frame."""
     response = turn.response
-    stored = StoredTurn(
-        prompt=digest(turn.input_ids),
-        temperature=turn.temperature,
-        output_ids=array("i", response.output_ids).tobytes(),
-        logprobs=array("f", response.logprobs).tobytes(),
-        versions=array("i", response.versions).tobytes(),
-        stop_reason=response.stop_reason,
-        interruptions=response.interruptions,
-    )
-    return msgspec.msgpack.encode(stored)
+    lists = zip("ifi", (response.output_ids, response.logprobs, response.versions), strict=True)
+    ids, logprobs, versions = (array(kind, each).tobytes() for kind, each in lists)
+    about = (digest(turn.input_ids), turn.temperature, ids, logprobs, versions)
+    return msgspec.msgpack.encode(StoredTurn(*about, response.stop_reason, response.interruptions))
 
 
 decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode
