@@ -130,10 +130,10 @@ def examine(
 class Waitings:
     """Who waits for whom, over all roles; those in trouble by themselves are nobody's victims."""
 
-    def __init__(self, roles: dict[str, Role], *, troubled: Container[str]) -> None:
+    def __init__(self, roles: dict[str, Role], *, troubled: Container[str] = ()) -> None:
         self.roles, self.troubled = roles, troubled
         self.all = [
-            (role, wait, self._targets(role, wait))
+            (role, wait, self.targets(role, wait))
             for role in roles.values()
             if role.name not in troubled
             for wait in sorted(role.vitals.waits, key=lambda wait: -wait.waited_s)
@@ -176,7 +176,7 @@ class Waitings:
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
                 yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"
 
-    def _targets(self, role: Role, wait: Waits) -> set[str]:
+    def targets(self, role: Role, wait: Waits) -> set[str]:
         """Name whom a wait is for; who is named by the last word of whom it is for counts, too."""
         if wait.on != OTHER_RANKS:
             return {wait.on, *ROLE.findall(wait.detail)} - {role.name}

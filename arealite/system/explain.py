@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
-from arealite.system.diagnosis import Finding, Role, read
+from arealite.system.diagnosis import Finding, Role, Waitings, read
 from arealite.system.vitals import ASK, process
+from arealite.system.waits import OTHER_RANKS
 
 WIDTH = 118
 ANSWER_S, SIGNAL_S = 2.0, 0.5
@@ -35,6 +36,7 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
         return f"no process of this run shows itself in {folder}: it is not running."
     stacks, causes = collect_stacks(folder, roles), {each.culprit: each.cause for each in findings}
     roles.sort(key=lambda role: role.name not in causes)
+    waitings = Waitings({role.name: role for role in roles})
     is_over = all(role.state == "X" for role in roles if not role.name.startswith("llm_server"))
     head = "nobody holds the run up." if not findings else "WHO HOLDS THE RUN UP"
     lines = ["the run itself is not running." if is_over else head]
@@ -43,7 +45,7 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     lines += ["", f"{'ROLE':<28} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
     for role in roles:
         state = causes.get(role.name, "gone" if role.state == "X" else "ok")
-        lines += [_cut(line) for line in _table_row(role, state)]
+        lines += [_cut(line) for line in _table_row(role, state, waitings)]
     lines += ["", "STACKS (what runs or waits < who called it)"]
     for role in roles:
         found = stacks.get(role.name, [])
@@ -96,13 +98,16 @@ def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
         yield f"    <- and {more} more waits"
 
 
-def _table_row(role: Role, state: str) -> Iterator[str]:
+def _table_row(role: Role, state: str, waitings: Waitings) -> Iterator[str]:
     vitals = role.vitals
     head = f"{role.name:<28} {state:<8} {role.age_s:>4.1f} s {vitals.lag_s * 1000:>4.0f} ms  "
     if not vitals.waits:
         yield f"{head}-"
     for wait in vitals.waits:
-        text = f"{wait.what} on {wait.on}, {wait.waited_s + role.age_s:.1f} s"
+        on = wait.on
+        if on == OTHER_RANKS:
+            on = ", ".join(sorted(waitings.targets(role, wait))) or on
+        text = f"{wait.what} on {on}, {wait.waited_s + role.age_s:.1f} s"
         text = f"{wait.count} x {text}" if wait.count > 1 else text
         yield head + text + (f" of {wait.seconds:.0f} s" if wait.seconds else "")
         yield from (" " * 12 + line for line in wrap(wait.detail, WIDTH - 12))

@@ -14,7 +14,8 @@ from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_p
 from arealite.base.config import save
 from arealite.cli.main import main
 from arealite.system.explain import WIDTH
-from tests.system.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown
+from arealite.system.waits import OTHER_RANKS
+from tests.system.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown, wait
 from tests.waiting import until
 
 EPISODES = """
@@ -138,3 +139,14 @@ def test_a_finished_run_and_a_wrong_folder_are_told_apart(run: Run, capsys) -> N
     code, text = why(run, capsys)
     assert code == 0 and "is not running" in text
     assert main(["why", str(run.root / "none")]) == 2
+
+
+def test_a_collective_says_which_rank_has_not_come(run: Run, capsys) -> None:
+    counters = {"ranks": 3, "collectives": 8}
+    for rank in (0, 2):
+        waits = wait("collective 8", OTHER_RANKS, 9.0)
+        show(run.vitals, f"trainer-{rank}", waits, counters=counters)
+    show(run.vitals, "trainer-1", counters=counters | {"collectives": 7})
+    code, text = why(run, capsys)
+    assert code == 0, "it may be busy"
+    assert text.count("collective 8 on trainer-1, 9.") == 2
