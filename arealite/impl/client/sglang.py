@@ -208,7 +208,7 @@ class SGLangClient(LLMClient):
         return None
 
     def _limit(self, generation: Generation, on: str) -> Limit:
-        what = generation.request.request_id
+        what = f"generation {generation.request.request_id}"
         return Limit(self._limits, generation.deadline, what=what, owner="llm client", on=on)
 
     def _take(
