@@ -112,14 +112,14 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
         turns = pipe.book.groups["g0"].turns.get(0, {})
         return {index: turn.tokens for (_, index), turn in turns.items()}
 
-    async with asyncio.timeout(40), server, asyncio.TaskGroup() as roles:
+    async with asyncio.timeout(80), server, asyncio.TaskGroup() as roles:
         names.put("llm_server", "fake", server.entry())
         piping = roles.create_task(pipe.run())
         await pipe.ready.wait()
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
         training = roles.create_task(in_thread(lambda: train(link)))
         first = await start(config)
-        await server.held(1, seconds=20)
+        await server.held(1, seconds=40)
         server.hold_after = 0
         await server._abort_all()  # as a weight update does; the rest is held before its first
         await until(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")
