@@ -111,12 +111,12 @@ async def test_waits_name_the_server_and_the_generation(site) -> None:
         for server in s.servers:
             await server.held(1)
         shown = {(limit.what, limit.owner, limit.on) for limit in s.client._limits.held}
-        assert {what for what, _, _ in shown} == {"g0/0", "g1/0"}
+        assert {what for what, _, _ in shown} == {"generation g0/0", "generation g1/0"}
         assert {on for _, _, on in shown} == {"llm_server-s0", "llm_server-s1"}
         assert {owner for _, owner, _ in shown} == {"llm client"}
         waiting = asyncio.create_task(s.generate("late", min_version=9))
         await asyncio.sleep(0)
-        assert ("late/0", "llm_server") in {(w.what, w.on) for w in s.client._limits.held}
+        assert ("generation late/0", "llm_server") in {(w.what, w.on) for w in s.client._limits.held}
         for task in (*tasks, waiting):
             task.cancel()
         await asyncio.wait([*tasks, waiting])
