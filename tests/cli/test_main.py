@@ -42,8 +42,8 @@ def test_help_imports_nothing_heavy():
     ("raised", "code"),
     [
         (UserError("wrong"), 2),
-        (RoleError("gone"), 1),
-        (ExceptionGroup("tasks", [ValueError("x"), InvariantError("broken")]), 1),
+        (RoleError("gone"), 4),
+        (ExceptionGroup("tasks", [ValueError("x"), InvariantError("broken")]), 3),
     ],
 )
 def test_what_is_raised_on_purpose_ends_in_one_line(
