@@ -124,9 +124,11 @@ class GroupBook:
         under pace."""
         policy, eta, size = self.ppo.staleness_policy, self.ppo.max_staleness, self.ppo.num_groups
         starts = [version if group.start is None else min(version, group.start)]
-        if policy == "pace":
-            starts += [c.start for c in self.candidates() if c.seq != group.seq]
         first = max(self._planned, default=self.next_step - 1) + 1
+        if policy == "pace":
+            others = (c for c in self.candidates() if c.seq != group.seq)
+            # What is complete and too old, since η was made less, will be dropped.
+            starts += [c.start for c in others if not c.is_complete or c.start >= first - eta]
         return policy == "mask" or staleness.fits(starts, first, eta=eta, num_groups=size)
 
     # ------------------------------------------------------------ results
@@ -166,7 +168,8 @@ class GroupBook:
             failure = Failure("too_old", "tokens older than the lease's version")
         if failure is None:
             self.failed_window.append(False)
-            group.finished[episode.member] = episode.headers
+            # In the order in which they are read back: a batch is the same after a restart.
+            group.finished[episode.member] = sorted(episode.headers, key=lambda h: h.seat)
             self._forget(group, episode.member)
             for header, payload in zip(episode.headers, payloads, strict=True):
                 self.ledger.add_trajectory(header, payload)
@@ -244,10 +247,11 @@ class GroupBook:
         return chosen
 
     def _choose(self, step: int) -> list[Group] | None:
-        if self.counts["complete"] < self.ppo.num_groups:
-            return None
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
-        policy, found = self.ppo.staleness_policy, list(self.candidates())
+        policy = self.ppo.staleness_policy
+        if self.counts["complete"] < size and policy != "drop":
+            return None
+        found = list(self.candidates())
         if policy != "mask":  # under pace, none is too old unless η is less than it was
             found = self._drop_stale(found, step)
         if all(c.is_complete for c in found):

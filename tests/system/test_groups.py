@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from arealite.api.rollout_messages import Lease, Progress, TurnHeader
+from arealite.api.rollout_messages import Episode, Lease, Progress, TurnHeader
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.system import datapipe_group
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.ledger import Ledger, read_turns
-from tests.system.scenes import episode, experiment, failed, tasks
+from tests.system.scenes import episode, experiment, failed, header, tasks
 
 Make = Callable[..., GroupBook]
 
@@ -64,6 +65,10 @@ def lease_next(book: GroupBook, credit: int = 8) -> Lease:
     group = book.next_offer()
     assert group
     return book.lease(group, worker_id="w", credit=credit)
+
+
+def replace_headers(made: Episode, headers: list[TrajectoryHeader]) -> Episode:
+    return Episode(made.lease_id, made.group_id, made.member, headers, None)
 
 
 def stored(book: GroupBook, lease: Lease) -> list[bytes]:
@@ -345,6 +350,24 @@ def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: s
     assert train_step(book) == [0]
 
 
+def test_what_will_be_dropped_after_a_change_of_eta_holds_nobody_back(make: Make) -> None:
+    """Three groups of version 0 had a place under η = 1; under 0, batch 0 takes two of them."""
+    about = {"group_size": 1, "num_groups": 2, "max_attempts": 9}
+    book = make(max_staleness=1, **about)
+    leases = [lease_next(book) for _ in range(4)]
+    for lease in leases[1:]:
+        book.add(episode(lease, 0), [b""])
+    book.lose(leases[0])
+    book = make(again=book, max_staleness=0, **about)
+    assert book.next_offer() is None, "g0 would be a fourth one"
+    assert train_step(book) == [0, 0]
+    assert run(book, lambda m: True).group_id == "g0"
+    assert train_step(book) is None
+    assert book.counts["filtered:stale"] == 1
+    run(book, lambda m: True)
+    assert train_step(book) == [0, 0]
+
+
 def test_masked_tokens_may_be_of_any_age(make: Make) -> None:
     book = make(group_size=1, staleness_policy="mask", max_staleness=0)
     lost = lease_next(book)
@@ -459,3 +482,17 @@ def test_a_failed_episode_rests_longer_each_time(
     assert rests == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.11)
     book.lose(lease_next(book))
     assert book.next_offer() is not None, "a dead worker is no reason to wait"
+
+
+def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
+    """Else one rank's shard of it, asked for again, would not fit the others'."""
+    book = make(group_size=2, batch_size=2)
+    lease = lease_next(book)
+    for member in (1, 0):
+        made = [header(lease.group_id, member, seat=seat) for seat in ("white", "black", "judge")]
+        book.add(replace_headers(episode(lease, member), made), [b"x"] * 3)
+    composed = book.compose()
+    assert composed
+    before = [h.trajectory_id for h in composed[0].headers]
+    again = make(group_size=2, batch_size=2, again=book)
+    assert [h.trajectory_id for h in again.batches[0][0].headers] == before
