@@ -147,7 +147,7 @@ def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -
         nonlocal told
         if (now := time.monotonic()) - told > PROGRESS_S:
             told = now
-            print(f"step {step} is equal", flush=True)
+            print(f"{step + 1} steps are equal", flush=True)
 
     try:
         replay(

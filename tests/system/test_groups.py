@@ -486,7 +486,7 @@ def test_a_failed_episode_rests_longer_each_time(
 
 def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
     """Else one rank's shard of it, asked for again, would not fit the others'."""
-    book = make(group_size=2, batch_size=2)
+    book = make(group_size=2, num_groups=1)
     lease = lease_next(book)
     for member in (1, 0):
         made = [header(lease.group_id, member, seat=seat) for seat in ("white", "black", "judge")]
@@ -494,5 +494,5 @@ def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
     composed = book.compose()
     assert composed
     before = [h.trajectory_id for h in composed[0].headers]
-    again = make(group_size=2, batch_size=2, again=book)
+    again = make(group_size=2, num_groups=1, again=book)
     assert [h.trajectory_id for h in again.batches[0][0].headers] == before

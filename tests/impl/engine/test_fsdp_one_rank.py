@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.engine import LossInput, Sequence
 from arealite.base.errors import UserError
+from arealite.impl.engine import rng
 from tests.impl.engine.helpers import (
     FIELDS,
     LOSS,
@@ -186,3 +187,17 @@ def test_rows_without_loss_tokens_and_no_rows_at_all(model: Path) -> None:
     after = weights(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert set(FIELDS) < set(silent[0].fields)
+
+
+def test_training_draws_nothing_and_is_the_same_again(model: Path) -> None:
+    """Else a resumed run, or a replay, would go another way."""
+    rows, seen = make_rows(), set()
+    for seed in (0, 1):
+        engine = make_engine(model, seed=seed, max_tokens_per_microbatch=64)
+        before = rng.state()
+        for _ in range(3):
+            engine.forward(rows, lengths([rows]))
+            engine.train_batch(rows, lengths([rows]), LOSS)
+        assert rng.state() == before
+        seen.add(engine.fingerprint())
+    assert len(seen) == 1

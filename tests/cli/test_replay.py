@@ -1,0 +1,88 @@
+"""How a run is cut for its replay, and what has none; the replay itself is in tests/e2e."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.trainer_messages import StepReport
+from arealite.base import config as base_config
+from arealite.base.names import RunPaths
+from arealite.cli import main as cli
+from arealite.cli.replay import Segment, segments
+from arealite.system.ledger import Ledger
+
+Make = Callable[..., RunPaths]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Write a run: ranks of each step, and the steps at which it was started."""
+
+    def build(*ranks: int, starts: tuple[int, ...] = (0,), fingerprint: str = "ab") -> RunPaths:
+        paths, model = RunPaths(tmp_path / "run"), tmp_path / "model"
+        paths.configs.mkdir(parents=True)
+        model.mkdir()
+        (model / "config.json").touch()
+        config = replace(ExperimentConfig(), model=ModelConfig(path=str(model)))
+        for file in (paths.config, *(paths.configs / f"{n:06d}.yaml" for n in starts)):
+            base_config.save(config, file)
+        ledger = Ledger(paths.ledger, fingerprint={})
+        for step, count in enumerate(ranks):
+            ledger.train(StepReport(step, [], {}, count, fingerprint))
+        ledger.commit()
+        ledger.close()
+        return paths
+
+    return build
+
+
+def test_one_number_of_ranks_is_one_segment(make: Make) -> None:
+    paths = make(2, 2, 2)
+    config = paths.configs / "000000.yaml"
+    assert segments(paths, None) == [Segment(config, 2, 3)]
+    assert segments(paths, 2) == [Segment(config, 2, 2)]
+    assert segments(paths, 9) == [Segment(config, 2, 3)]
+
+
+def test_a_run_is_cut_where_ranks_or_config_change(make: Make) -> None:
+    paths = make(1, 1, 1, 2, 2, 2, starts=(0, 2, 4))
+    first, second, third = (paths.configs / f"{n:06d}.yaml" for n in (0, 2, 4))
+    assert segments(paths, None) == [
+        Segment(first, 1, 2),
+        Segment(second, 1, 3),
+        Segment(second, 2, 4),
+        Segment(third, 2, 6),
+    ]
+    assert segments(paths, 3)[-1] == Segment(second, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda paths: paths.ledger.unlink(), "no ledger at"),
+        (lambda paths: (paths.root.parent / "model" / "config.json").unlink(), "is gone"),
+    ],
+)
+def test_what_is_missing_is_one_line(
+    make: Make, harm: Callable[[RunPaths], None], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make(1)
+    harm(paths)
+    assert cli.main(["replay", str(paths.root)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_run_without_steps(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(make().root)]) == 2
+    assert "has no trained step" in capsys.readouterr().err
+
+
+def test_a_run_without_fingerprints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(make(1, 1, fingerprint="").root)]) == 2
+    assert "step 0 of" in capsys.readouterr().err
