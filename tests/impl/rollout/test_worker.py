@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from arealite.api.rollout_messages import Episode, Lease
+from arealite.api.episode import Turn, encode_turn
+from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.base.errors import EpisodeError, InvariantError, RoleError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
@@ -141,6 +142,21 @@ async def test_a_lease_with_turns_goes_on_from_them_and_is_counted() -> None:
     assert (metrics["resumed_episodes"], metrics["resumed_tokens"]) == (2, 12)
     assert (metrics["resumed_diverged"], metrics["tokens"]) == (0, 18)
     assert link.turns == {}
+
+
+async def test_what_was_had_from_the_record_is_told_only_to_a_new_datapipe() -> None:
+    async with running("counter") as (_, link, client, _task):
+        client.gate.clear()
+        turn = Turn([3, 4], response([10, 11]), 1.0)
+        header = TurnHeader(0, "agent", 0, 1, 2, is_whole=True)
+        work = msgspec.structs.replace(lease(1, prompt="01"), turns=[header])
+        link.turns[work.lease_id] = [encode_turn(turn)]
+        link.leases.put_nowait(work)
+        await client.received(1)
+        assert client.requests[0].request_id.endswith("/1")
+        assert list(link.progress(False)) == []
+        ((_, told, payloads),) = link.progress(True)
+    assert (told, payloads) == ([header], [encode_turn(turn)])
 
 
 async def test_one_failing_episode_does_not_end_the_worker() -> None:
