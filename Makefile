@@ -6,19 +6,22 @@ PY := $(VENV)/bin/python
 TORCH ?= torch==2.13.0
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SEED ?= 1
+# How many simulated runs.
+SEEDS ?= 1000
 # embedded, or sglang: a real SGLang server on the CPU, in a virtual environment of its own.
 BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-sglang sglang check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-sglang sglang simulate check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         the tests"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
 	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
+	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
 	@echo "make check        format, lint, types, import floors, sizes"
 	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
 
@@ -46,6 +49,9 @@ test: $(VENV)/.dev
 
 test-sglang: $(VENV)/.dev sglang
 	$(PY) -m pytest -m sglang
+
+simulate: $(VENV)/.dev
+	$(PY) tools/simulate.py --seeds $(SEEDS)
 
 check: $(VENV)/.dev
 	$(PY) -m ruff format --check .

@@ -56,10 +56,9 @@ class Adversary:
         if verb in ("kill", "freeze"):
             self._hit(verb, rest)
         elif name == "stop run":
-            sim.stop_run()
+            sim.launch.stop()
         elif name == "terminate worker":
-            # After the last step a worker that leaves politely is not called back.
-            if not sim.launch_over.is_set() and (process := self._some("rollout")):
+            if process := self._some("rollout"):
                 sim.terminate(process.name)
         elif name == "full disk":
             sim.full_disk = rng.randint(0, 3)
@@ -75,7 +74,7 @@ class Adversary:
         role, _, where = whom.partition(" ")
         role = {"worker": "rollout", "rank": "trainer"}.get(role, role)
         if role == "launcher":
-            sim.kill_launcher()
+            sim.launch.kill()
         elif role == "server":
             sim.kill_server(rng.randrange(len(sim.servers.versions)))
         elif where == "in a write":

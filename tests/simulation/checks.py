@@ -99,7 +99,7 @@ class Checks:
 
     def eats(self, batch: Batch) -> None:
         """The model has trained a batch: nothing in it may be in the model already."""
-        model = [t for step in self.sim.trainer.model for t in step]  # type: ignore[union-attr]
+        model = [t for step in self.sim.launch.trainer.model for t in step]  # type: ignore[union-attr]
         twice = [t for t, n in Counter(model).items() if n > 1]
         self.expect(not twice, f"step {batch.step}: {twice[:3]} trained twice")
 
@@ -180,6 +180,10 @@ class Checks:
                 self.expect(same, f"step {number}: model and ledger differ")
             self._check_groups(db, model)
             self._check_order(db)
+            most = "SELECT MAX(n) FROM (SELECT COUNT(*) n FROM failures GROUP BY group_id, member)"
+            (attempts,) = db.execute(most).fetchone()
+            allowed = sim.scenario.max_attempts
+            self.expect((attempts or 0) <= allowed, f"an episode was tried {attempts} times")
         self._audit(path)
         for link in sim.worker_links.values():
             name = link.worker_id

@@ -175,36 +175,44 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._runnable.append(process)
 
     def _run_once(self) -> None:
-        timers, runnable, random_ = self._timers, self._runnable, self.rng.random
+        timers = self._timers
         for _ in range(1000):
             while timers and timers[0][0] <= self.now:
                 timer = heapq.heappop(timers)[2]
                 if not timer._cancelled:  # type: ignore[attr-defined]
                     self._enqueue(timer)
-            if not runnable:
-                if self._stopping:  # type: ignore[attr-defined]
-                    return
-                while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
-                    heapq.heappop(timers)
-                if not timers:
-                    raise Stuck("no process has anything left to wait for")
-                self.now = timers[0][0]
-                continue
-            place = int(random_() * len(runnable))
-            process = runnable[place]
-            handle = process.queue.popleft() if process.runs and process.queue else None
-            if handle is None or not process.queue:
-                runnable[place] = runnable[-1]
-                runnable.pop()
-                process.in_runnable = False
-            if handle is not None and not handle._cancelled:  # type: ignore[attr-defined]
-                self.handles += 1
-                self.now += STEP_S
-                handle._run()  # type: ignore[attr-defined]
+            if self._runnable:
+                self._run_any()
+            elif not self._stopping:  # type: ignore[attr-defined]
+                self._jump()
             if self._stopping:  # type: ignore[attr-defined]
                 return
         if self.handles > MAX_HANDLES and not self.closing:
             raise Stuck(f"more than {MAX_HANDLES} handles were run")
+
+    def _jump(self) -> None:
+        """Nothing can run: it is later."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+            heapq.heappop(timers)
+        if not timers:
+            raise Stuck("no process has anything left to wait for")
+        self.now = timers[0][0]
+
+    def _run_any(self) -> None:
+        """Run the next handle of any process."""
+        runnable = self._runnable
+        place = int(self.rng.random() * len(runnable))
+        process = runnable[place]
+        handle = process.queue.popleft() if process.runs and process.queue else None
+        if handle is None or not process.queue:
+            runnable[place] = runnable[-1]
+            runnable.pop()
+            process.in_runnable = False
+        if handle is not None and not handle._cancelled:  # type: ignore[attr-defined]
+            self.handles += 1
+            self.now += STEP_S
+            handle._run()  # type: ignore[attr-defined]
 
 
 def context_of(process: Process) -> contextvars.Context:

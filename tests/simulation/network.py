@@ -213,7 +213,7 @@ class SimSocket:
         self.closed = False
         self.on_frames: Callable[[Frames], None] | None = None
         self.inbox: deque[Frames] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None
 
     def bind(self, address: str) -> None:
         self.address = self.network.new_address()
@@ -256,16 +256,18 @@ class SimSocket:
             self.on_frames(frames)
         else:
             self.inbox.append(frames)
-            self._arrived.set()
+            _set(self._arrived)
 
     async def poll(self, ms: float) -> bool:
         """Wait for a message as zmq's poll does, but leaving the loop to others."""
         if not self.inbox and ms > 0:
-            self._arrived.clear()
+            loop = self.network.loop
+            self._arrived = arrived = loop.create_future()
+            timer = loop.call_later(ms / 1000, _set, arrived)
             try:
-                await asyncio.wait_for(self._arrived.wait(), ms / 1000)
-            except TimeoutError:
-                return False
+                await arrived
+            finally:
+                timer.cancel()
         return bool(self.inbox)
 
     def recv_multipart(self) -> Frames:
@@ -290,6 +292,11 @@ class SimChannel:
 
     def close(self, *, linger_ms: int = 0) -> None:
         self.socket.close(linger=linger_ms)
+
+
+def _set(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
 
 
 def checksum(frames: Sequence[bytes], start: int) -> int:

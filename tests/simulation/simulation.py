@@ -23,19 +23,20 @@ from typing import Any
 import structlog
 
 from arealite.api.config import run_paths
-from arealite.base.errors import ArealiteError, InvariantError, RoleError
+from arealite.base.errors import ArealiteError
 from arealite.impl.rollout.worker import RolloutWorker
 from arealite.system.datapipe import Datapipe
 from arealite.system.ledger import Ledger
 from arealite.system.worker_link import WorkerLink
 from tests.simulation.adversary import Adversary
 from tests.simulation.checks import Checks
+from tests.simulation.launch import Launch
 from tests.simulation.loop import ROOT, Killed, Process, Stuck, VirtualLoop, current, end_all
 from tests.simulation.network import Network, SimSocket, checksum
 from tests.simulation.patches import patched
 from tests.simulation.players import Servers, SimClient
 from tests.simulation.scenario import Scenario
-from tests.simulation.trainer import Disk, TrainerGroup
+from tests.simulation.trainer import Disk
 
 TTL_S = 5.0
 """How long the name of a dead datapipe is still read."""
@@ -101,8 +102,6 @@ class Simulation:
         """The live process of each role."""
         self.pipe: Datapipe | None = None
         self.worker_links: dict[str, WorkerLink] = {}
-        self.trainer: TrainerGroup | None = None
-        self.refused_disk = False
         self.full_disk: int | None = None
         self.trace: list[str] | None = [] if keep_trace else None
         self.digest = 0
@@ -160,45 +159,20 @@ class Simulation:
                 while not await self._launch():
                     self.counts["launches"] += 1
                     await asyncio.sleep(self.rng.uniform(0.5, 3.0))
+                    self.adversary.changes_between_launches()
         except TimeoutError as error:
             raise Violation(f"it hangs: {self.who_waits()}") from error
         finally:
             adversary.cancel()
         self.checks.final()
 
-    # ------------------------------------------------------------ the launcher
-
     async def _launch(self) -> bool:
-        """Start all roles, bring back those that die; True once the run is finished."""
-        self.adversary.changes_between_launches()
-        self.stopping = self.killed = self.trainer_ended = self.datapipe_ended = False
-        self.refused_disk = False
-        self.launch_over = asyncio.Event()
-        ranks = self.rng.choice((self.scenario.ranks, self.scenario.ranks, 1, 2, 3))
-        workers = self.rng.choice((self.scenario.workers, self.scenario.workers, 1, 3))
-        self.note("launch", f"{workers} workers, {ranks} ranks")
-        finished: list[bool] = []
-        async with asyncio.TaskGroup() as tasks:
-            watched = [tasks.create_task(self._keep_datapipe())]
-            watched += [tasks.create_task(self._keep_worker(i)) for i in range(workers)]
-            trainer = tasks.create_task(self._keep_trainer(ranks, finished))
-            await trainer
-            self.launch_over.set()
-            if not self.killed:
-                _, late = await asyncio.wait(watched, timeout=60.0)
-                if late and not self.killed:
-                    what = f"the datapipe does not end after the trainer: {self.who_waits()}"
-                    self.expect("datapipe" not in self.roles or self.killed, what)
-                    for name in list(self.roles):
-                        self.terminate(name)
-                    await asyncio.wait(late, timeout=6.0)
-            for name in list(self.roles):
-                self.kill(self.roles[name], "end of the launch")
-            for task in watched:
-                task.cancel()
-        return bool(finished)
+        self.launch = Launch(self)
+        return await self.launch.run()
 
-    async def _live(self, name: str, body: Any, process: Process | None = None) -> Any:
+    # ------------------------------------------------------------ processes
+
+    async def live(self, name: str, body: Any, process: Process | None = None) -> Any:
         """Run one process to its end; return its error, Killed for a kill, None if it ended."""
         process = process or Process(name)
         self.processes.append(process)
@@ -225,88 +199,10 @@ class Simulation:
         if self.roles.get(process.name) is process:
             del self.roles[process.name]
 
-    async def _keep_datapipe(self) -> None:
-        while True:
-            error = await self._live("datapipe", self._datapipe())
-            if self.killed or self.trainer_ended:
-                return
-            if error is None and await self._is_over():
-                self.datapipe_ended = True
-                return
-            if isinstance(error, InvariantError) and self.refused_disk:
-                await asyncio.sleep(1.0)  # the trainer hears it; the launcher stops by rule
-                self.kill_launcher()
-                return
-            expected = error is None or isinstance(error, Killed)
-            self.expect(expected, f"the datapipe stopped: {error!r}")
-            await asyncio.sleep(self.rng.uniform(0.1, 2.5))
-            if self.killed:
-                return
-
-    async def _is_over(self) -> bool:
-        """Whether a role that left by itself may have: soon afterwards, the run is over."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.launch_over.wait(), 5.0)
-        return self.launch_over.is_set()
-
-    async def _keep_worker(self, index: int) -> None:
-        while True:
-            error = await self._live(f"rollout-{index}", self._worker(index))
-            if self.killed or self.trainer_ended or self.datapipe_ended:
-                return
-            if error is None and await self._is_over():
-                return
-            expected = error is None or isinstance(error, (Killed, RoleError))
-            self.expect(expected, f"rollout-{index} stopped: {error!r}")
-            await asyncio.sleep(self.rng.uniform(0.1, 2.5))
-            if self.killed:
-                return
-
-    async def _keep_trainer(self, ranks: int, finished: list[bool]) -> None:
-        while True:
-            group = self.trainer = TrainerGroup(self, ranks)
-            self.note("trainer", f"{ranks} ranks from step {group.step}")
-            ends = [
-                asyncio.ensure_future(self._live(p.name, group.main(rank), p))
-                for rank, p in enumerate(group.processes)
-            ]
-            waiting = set(ends)
-            error = None
-            while waiting and error is None:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                error = next((t.result() for t in done if t.result() is not None), None)
-            if error is None or self.killed:
-                break
-            if isinstance(error, InvariantError) and self.refused_disk:
-                break
-            if self.stopping or self.datapipe_ended:
-                break  # the launcher ends with an error, or nobody needs the trainer any longer
-            expected = isinstance(error, (Killed, RoleError))
-            self.expect(expected, f"a trainer rank stopped: {error!r}")
-            await asyncio.sleep(self.rng.uniform(0.0, 0.5))
-            for process in group.processes:
-                self.kill(process, "its group")
-            await asyncio.wait(ends)
-            if self.killed:
-                break
-            await asyncio.sleep(self.rng.uniform(0.5, 3.0))
-            if self.killed:
-                break
-            ranks = self.rng.choice((ranks, ranks, 1, 2, 3))
-        done = self.disk.newest()[0] >= self.scenario.total_steps
-        if not self.killed and (error is None or self.datapipe_ended):
-            self.expect(done or self.stopping, "the run ended before its last step")
-            finished.extend([True] * done)
-        for process in group.processes:
-            self.kill(process, "its launcher")
-        self.trainer_ended = True
-        if self.refused_disk or (error is not None and self.stopping):
-            self.kill_launcher()
-            self.refused_disk = False
-
     # ------------------------------------------------------------ the roles
 
-    async def _datapipe(self) -> None:
+    async def datapipe(self) -> None:
+        """Be the datapipe."""
         scenario = self.scenario
         pipe = self.pipe = Datapipe(
             scenario.experiment(self.root, num_groups=self.num_groups),
@@ -335,9 +231,9 @@ class Simulation:
         died = self._died.get(process)
         return None if died is not None and self.loop.now - died > TTL_S else address
 
-    async def _worker(self, index: int) -> None:
+    async def worker(self, name: str) -> None:
+        """Be a rollout worker."""
         await asyncio.sleep(self.rng.uniform(0.1, 0.6))  # imports
-        name = f"rollout-{index}"
         link = WorkerLink(
             self.resolve,
             worker_id=name,
@@ -353,7 +249,7 @@ class Simulation:
     def latency(self) -> float:
         """Draw how long a piece of a generation takes."""
         s = self.scenario
-        if self.rng.random() < s.tail_share:
+        if not self.adversary.calm and self.rng.random() < s.tail_share:
             return min(s.tail_s * self.rng.paretovariate(1.5) / 3.0, 45.0)
         return s.latency_s * self.rng.lognormvariate(0.0, s.sigma)
 
@@ -387,12 +283,6 @@ class Simulation:
         for file, copy in copies:
             os.replace(copy, file)
 
-    def kill_launcher(self) -> None:
-        """The kernel kills the children of a dead launcher."""
-        self.killed = True
-        for process in list(self.roles.values()):
-            self.kill(process, "its launcher died")
-
     def kill_server(self, index: int) -> None:
         """A server dies, and comes back with old weights; its publisher heals it if it lives."""
         self.servers.set(index, None)
@@ -415,19 +305,6 @@ class Simulation:
         if not process.dead:
             self.note("thaw", process.name)
             self.loop.wake(process)
-
-    def stop_run(self) -> None:
-        """Ctrl-C: every rank is asked to stop."""
-        if self.trainer is not None and not self.stopping:
-            self.stopping = True
-            self.launch_over.set()
-            for rank in range(self.trainer.ranks):
-                self.loop.call_later(self.rng.uniform(0.0, 0.05), self._ask_to_stop, rank)
-
-    def _ask_to_stop(self, rank: int) -> None:
-        assert self.trainer is not None
-        if rank < self.trainer.ranks:
-            self.trainer.stop[rank] = True
 
     def change_batch_size(self, num_groups: int) -> None:
         """The next launch makes batches of another size; plans are forgotten."""
@@ -458,7 +335,7 @@ class Simulation:
         if self.full_disk is not None and statements:
             self.full_disk -= 1
             if self.full_disk < 0:
-                self.full_disk, self.refused_disk = None, True
+                self.full_disk, self.launch.disk_is_full = None, True
                 statements.insert(len(statements) // 2, ("THE DISK IS FULL", ()))
         cut = self.adversary.cut(len(statements))
         if cut is None:
@@ -486,13 +363,16 @@ class Simulation:
 
     def note(self, what: str, text: str = "") -> None:
         """Add an event to the trace and to its checksum."""
+        text = text.replace(str(self.root), "ROOT")
         line = f"{self.loop.now - 1000.0:10.4f} {what} {text}"
-        self.digest = checksum([line.encode()], self.digest)
+        if not what.startswith("log"):
+            self.digest = checksum([line.encode()], self.digest)
         if self.trace is not None:
             self.trace.append(line)
 
     def _trace_message(self, what: str, socket: SimSocket, frames: list[bytes]) -> None:
-        self.digest = checksum(frames, self.digest)
+        own = os.fsencode(self.root)
+        self.digest = checksum([frame.replace(own, b"ROOT") for frame in frames], self.digest)
         if self.trace is not None:
             body = frames[1] if socket.connection is None else frames[0]
             line = f"{self.loop.now - 1000.0:10.4f} {what} {socket.process.name} {body[:110]!r}"

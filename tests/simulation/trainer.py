@@ -82,6 +82,10 @@ class TrainerGroup:
         self.stop = [False] * ranks
         self.processes = [Process(f"trainer-{rank}") for rank in range(ranks)]
 
+    def ask_to_stop(self, rank: int) -> None:
+        """SIGTERM to a rank."""
+        self.stop[rank] = True
+
     def main(self, rank: int) -> Coroutine[Any, Any, None]:
         """Return the body of a rank's process."""
         return Rank(self, rank).train()
@@ -122,8 +126,6 @@ class Rank:
                 self.sim.promise("step", step)
             step += 1
             await self.publish(step)
-            if self.lead and step >= self.scenario.total_steps:
-                self.sim.launch_over.set()  # the launcher reads it in the last line of metrics
             await self.keep(step)
         await self.end(step)
         for link in (self.link, self.fetch_link, self.push_link):

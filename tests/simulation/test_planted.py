@@ -1,0 +1,117 @@
+"""Bugs planted into the product, each of a kind that has cost others their runs: the simulation
+finds every one, and finds nothing where nothing is planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from arealite.algo import staleness
+from arealite.api.rollout_messages import Ack
+from arealite.system.datapipe_groups import GroupBook
+from arealite.system.datapipe_trainer import TrainerDesk
+from arealite.system.datapipe_workers import Workers
+from arealite.system.ledger import LedgerWriter
+from tests.simulation.simulation import simulate
+
+SEEDS = 200
+"""Within which a planted bug must be found."""
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
+    after_commit = LedgerWriter.after_commit
+
+    def at_once(writer: LedgerWriter, callback: Any) -> None:
+        if any(isinstance(arg, Ack) for arg in getattr(callback, "args", ())):
+            callback()
+            callback = _nothing
+        after_commit(writer, callback)
+
+    patch.setattr(LedgerWriter, "after_commit", at_once)
+
+
+def _nothing() -> None:
+    """In place of an acknowledgement that was sent already."""
+
+
+def not_restored(name: str, empty: Callable[[], Any]) -> Plant:
+    """A start forgets one thing that the ledger knows."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        load = GroupBook._load
+
+        def forgetful(book: GroupBook) -> None:
+            load(book)
+            setattr(book, name, empty())
+
+        patch.setattr(GroupBook, "_load", forgetful)
+
+    return plant
+
+
+def failures_not_restored(patch: pytest.MonkeyPatch) -> None:
+    load = GroupBook._load
+
+    def forgetful(book: GroupBook) -> None:
+        load(book)
+        for group in book.groups.values():
+            group.failures = []
+
+    patch.setattr(GroupBook, "_load", forgetful)
+
+
+def anything_fits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(staleness, "fits", lambda *_, **__: True)
+
+
+def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Workers, "expire", lambda _: iter(()))
+
+
+def late_versions_are_taken(patch: pytest.MonkeyPatch) -> None:
+    def take(desk: TrainerDesk, version: int) -> None:
+        desk.book.version = version
+        desk.book.ledger.set_meta("version", str(version))
+
+    patch.setattr(TrainerDesk, "_note_version", take)
+
+
+KILLS = {"faults_per_s": 0.7, "fault_s": 20.0, "weights": {"kill datapipe": 1.0}}
+PLANTS: dict[str, tuple[Plant, dict[str, Any]]] = {
+    "acknowledged before the write": (acknowledged_before_the_write, {}),
+    "counts not restored": (not_restored("counts", Counter), {}),
+    "cursor not restored": (not_restored("offered", int), {}),
+    "planned batches not restored": (not_restored("_planned", dict), {}),
+    "failures not restored": (
+        failures_not_restored,
+        {**KILLS, "failure_rate": 0.3, "max_attempts": 2, "partial_group": "retry"},
+    ),
+    "anything fits": (
+        anything_fits,
+        {"policy": "pace", "eta": 1, "num_groups": 1, "updates": 1, "tail_share": 0.2,
+         "concurrency": 8, "episode_timeout_s": 30.0, "fault_s": 20.0},
+    ),
+    "leases never expire": (
+        leases_never_expire,
+        {**KILLS, "weights": {"kill launcher": 1.0}, "workers": 3, "policy": "pace"},
+    ),
+    "late versions are taken": (
+        late_versions_are_taken,
+        {"eta": 0, "duplicates": 0.3, "net_latency_s": 0.1, "net_jitter": 2.0},
+    ),
+}  # fmt: skip
+"""By name: what is planted, and into which scenarios, to find it sooner."""
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, changes = PLANTS[name]
+    with monkeypatch.context() as patch:
+        plant(patch)
+        found = next((s for s in range(SEEDS) if simulate(s, **changes).violation), None)
+    assert found is not None, f"not within {SEEDS} seeds"
+    assert simulate(found, **changes).violation is None, "it fails without the plant"

@@ -1,0 +1,43 @@
+"""A hundred runs of the simulation, and what makes it worth believing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulation.simulation import Outcome, simulate
+
+SEEDS = range(100)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [simulate(seed) for seed in SEEDS]
+
+
+def test_no_invariant_breaks(outcomes: list[Outcome]) -> None:
+    broken = {o.seed: o.violation for o in outcomes if o.violation}
+    assert not broken, "play it again: python tools/simulate.py --seed N --trace"
+
+
+def test_the_faults_really_happen(outcomes: list[Outcome]) -> None:
+    """A simulation in which nothing goes wrong would pass every test."""
+    sums: Counter[str] = Counter()
+    for outcome in outcomes:
+        sums.update(outcome.counts)
+    assert sums["kills"] > 100
+    for name in ("lost", "duplicated", "partitions", "resets", "launches", "unroutable"):
+        assert sums[name] > 10, name
+    assert sum(o.checked for o in outcomes) > 50_000
+
+
+@pytest.mark.parametrize("seed", [3, 11, 42])
+def test_a_seed_repeats_exactly(seed: int) -> None:
+    first, second = simulate(seed), simulate(seed)
+    assert (first.digest, first.virtual_s, first.counts) == (
+        second.digest,
+        second.virtual_s,
+        second.counts,
+    )
+    assert first.digest != simulate(seed + 1).digest
