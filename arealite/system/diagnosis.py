@@ -156,14 +156,10 @@ class Waitings:
             quiet_s = min(wait.quiet_s, *awake) + role.age_s
             if not wait.prompt or quiet_s <= overdue_s:
                 continue
-            if name in self.roles:
-                what = f"it lives, but gives {role.name} no answer: {wait.what}"
-                yield Finding(name, "overdue", quiet_s, what)
-            elif ROLE.fullmatch(name):
-                yield Finding(name, "dead", quiet_s, "no process shows itself under this name")
-            else:
-                what = f"it gives {role.name} no answer: {wait.what} {wait.detail}".rstrip()
-                yield Finding(name, "overdue", quiet_s, what)
+            lives = name in self.roles
+            cause: Cause = "overdue" if lives or not ROLE.fullmatch(name) else "dead"
+            begin = "it lives, but gives" if lives else "it shows no vitals, and gives"
+            yield Finding(name, cause, quiet_s, f"{begin} {role.name} no answer: {wait.what}")
 
     def victims(self, culprit: str) -> Iterator[str]:
         """Say who waits for a role, or for somebody who does."""

@@ -73,7 +73,8 @@ def collect_stacks(folder: Path, roles: Sequence[Role]) -> dict[str, list[str]]:
     for name in held:
         vitals = living[name].vitals
         if (process(vitals.pid) or ("", 0))[1] == vitals.started:
-            os.kill(vitals.pid, signal.SIGUSR1)
+            with suppress(OSError):  # another user's, or gone just now
+                os.kill(vitals.pid, signal.SIGUSR1)
     _until(lambda: all(_size(files[name]) > sizes[name] for name in held), SIGNAL_S)
     time.sleep(POLL_S if held else 0.0)  # the rest of what has begun to come
     for name in held:
@@ -122,7 +123,7 @@ def _shorten(dump: str) -> list[str]:
 
 
 def _of(kind: str, lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if line.split(" ", 3)[2] == kind]
+    return [line for line in lines if line.split(" ", 3)[2:3] == [kind]]
 
 
 def _cut(line: str) -> str:

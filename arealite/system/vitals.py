@@ -100,11 +100,6 @@ class LoopWatch:
         self._due = now + TICK_S
         self.loop.call_later(TICK_S, self._tick)
 
-    def take_lag(self) -> float:
-        """Return the worst lag since this was asked last."""
-        lag, self.lag_s = self.lag_s, 0.0
-        return lag
-
     def blocked_s(self) -> float:
         """Return how long the loop has been late, while it runs."""
         return time.monotonic() - self._due if self.loop.is_running() else 0.0
@@ -154,7 +149,9 @@ class Recorder(threading.Thread):
         """Write once."""
         vitals, before = self.vitals, self.vitals.clock
         vitals.beat, vitals.clock = time.time(), time.monotonic()
-        vitals.lag_s = max((each.take_lag() for each in _loops), default=0.0)
+        vitals.lag_s = max((each.lag_s for each in _loops), default=0.0)
+        for each in _loops:
+            each.lag_s = 0.0
         vitals.lag_max_s = lag_max_s()
         vitals.waits, vitals.counters = _waits(), waits.counters
         has_slept = vitals.clock - before > 2 * BEAT_S  # stopped, or held, and the loops with us
@@ -247,7 +244,7 @@ def rename(name: str) -> None:
 def process(pid: int) -> tuple[str, int] | None:
     """Return a process's state letter and start time in ticks; None: it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
