@@ -100,8 +100,9 @@ def names(folder: Path) -> list[str]:
 @contextmanager
 def start(site: Site, folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """Run train.py as a person would, with two ranks and a checkpoint every two steps."""
-    overrides += ("launcher.local.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2")
-    command = site.command(folder, *names(folder), *overrides)
+    fast = ["dataset.eval=null", "logger.types=[]", "trainer.ppo.checkpoint.export=false"]
+    two = ["launcher.local.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
+    command = site.command(folder, *names(folder), *fast, *two, *overrides)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
     ) as train:

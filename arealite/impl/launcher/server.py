@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from arealite.api.config import ServerConfig, name_dir
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import PARENT, how_ended
-from arealite.impl.launcher.supervisor import STEADY_S, STOPPING, Budget
+from arealite.impl.launcher.supervisor import STOPPING, Budget
 from arealite.system.name_registry import NameRegistry
 
 MAX_RESTARTS = 5
-"""Deaths in a row, each within `STEADY_S` of the start, that are healed; one more is the end."""
+"""Deaths in a row, each before it served, that are healed; one more is the end."""
 TERMINATE_S = 10.0
 """From a person's signal to SIGKILL."""
 PLANNED = (0, 130, *STOPPING)
@@ -39,9 +39,9 @@ class ServerKeeper:
         self._names = NameRegistry(name_dir(config), ttl_s=math.inf)
         self._host = config.cluster.host
         self._budget = Budget(MAX_RESTARTS)
-        self._steady = 0
-        """Lives that lasted."""
-        self._process: Process
+        self._lives = 0
+        """That came to serve."""
+        self._process: Process | None = None
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -52,16 +52,14 @@ class ServerKeeper:
         again = ""
         while True:
             begin = time.monotonic()
-            await self._start()
+            process = await self._start()
             if again:
                 self.say(again)
-            code = await self._live()
+            code = await self._live(process)
             if self._stopping.is_set() or code in PLANNED:
                 return max(code, 0)
-            lived_s = time.monotonic() - begin
-            self._steady += lived_s > STEADY_S
-            said = f"llm_server died ({how_ended(code)})"
-            pause = self._budget.spend(said, mark=self._steady, lived_s=lived_s)
+            said, lived_s = f"llm_server died ({how_ended(code)})", time.monotonic() - begin
+            pause = self._budget.spend(said, mark=self._lives, lived_s=lived_s)
             if pause is None:
                 self.say(f"error: {said}, for the {self._budget.deaths}th time in a row")
                 return max(code, 1)
@@ -72,44 +70,45 @@ class ServerKeeper:
             except TimeoutError:
                 continue
 
-    async def _start(self) -> None:
+    async def _start(self) -> Process:
         self._process = await asyncio.create_subprocess_exec(
             *self.command,
             env=os.environ | {PARENT: str(os.getpid())},
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
         )
+        if self._stopping.is_set():
+            self._kill()
+        return self._process
 
     def _stop(self, number: int) -> None:
         """Pass a signal on, and see to it that the child ends."""
-        if self._process.returncode is None:
-            self._process.send_signal(number)
-            if not self._stopping.is_set():
-                asyncio.get_running_loop().call_later(TERMINATE_S, self._kill)
         self._stopping.set()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+            asyncio.get_running_loop().call_later(TERMINATE_S, self._kill)
 
     def _kill(self) -> None:
-        if self._process.returncode is None:
+        if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def _live(self) -> int:
+    async def _live(self, process: Process) -> int:
         """Wait until the process has ended; a doctor kills it when it stops living."""
-        pid = self._process.pid
-        watching = asyncio.ensure_future(
-            Doctor(self._vitals, lambda: (pid,), self.say, is_shown=lambda _: False).run()
-        )
+        pids = (process.pid,)
+        doctor = Doctor(self._vitals, lambda: pids, self.say, is_shown=lambda _: False)
+        watching = asyncio.ensure_future(doctor.run())
         try:
-            return await self._process.wait()
+            return await process.wait()
         finally:
             watching.cancel()
-            self._forget(pid)
+            self._forget(process.pid)
 
     def _forget(self, pid: int) -> None:
-        """Remove the name that a killed process leaves behind: clients need not wait for its
-        end."""
+        """Remove the name that a killed server leaves: clients need not wait until it expires."""
         for entry in self._names.list("llm_server"):
             if (entry.value.get("pid"), entry.value.get("host")) == (pid, self._host):
                 self._names.remove("llm_server", entry.id)
+                self._lives += 1
 
 
 def keep(config: ServerConfig, command: Sequence[str]) -> int:

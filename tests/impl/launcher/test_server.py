@@ -32,6 +32,12 @@ lives = os.path.join(sys.argv[1], "lives")
 open(lives, "a").write(f"{os.getpid()}\\n")
 life = len(open(lives).read().split())
 """
+NAMED = """
+from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.system.name_registry import NameRegistry
+names = NameRegistry.of(ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1])))
+names.put("llm_server", f"x-{os.getpid()}", {"pid": os.getpid(), "host": "127.0.0.1"})
+"""
 SERVES = BEGIN + (
     "over = threading.Event(); signal.signal(signal.SIGTERM, lambda *_: over.set())\n"
     "open(sys.argv[1] + '/ready', 'a').write('x'); over.wait(60); print('gently')"
@@ -115,3 +121,12 @@ def test_a_server_that_never_lives_is_given_up(tmp_path: Path):
     assert len(lives(tmp_path)) == 6
     assert "llm_server died (exit code 4); started again (5 of 5)" in says
     assert says.splitlines()[-1].startswith("error: llm_server died (exit code 7)")
+
+
+def test_a_server_that_has_served_has_a_new_count_and_leaves_no_name(tmp_path: Path):
+    dying = BEGIN + NAMED + "sys.exit(4 if life < 8 else 0)"
+    with kept(tmp_path, dying) as parent:
+        assert parent.wait(40) == 0
+        says = shown(parent)
+    assert says.count("started again (1 of 5)") == 7
+    assert not list(tmp_path.rglob("llm_server/*.json"))
