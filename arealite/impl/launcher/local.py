@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
@@ -201,10 +202,10 @@ class LocalLauncher(Launcher):
 
     async def _explain(self) -> None:
         """Show who waits for whom, while there is somebody to ask."""
-        findings = await asyncio.to_thread(examine, self.vitals)
-        if findings:
-            text = await asyncio.to_thread(explain, self.vitals, findings, logs=self.paths.logs)
-            self.progress.say(text)
+        with suppress(Exception):  # whatever fails here must not hide why the run ends
+            if findings := await asyncio.to_thread(examine, self.vitals):
+                logs = self.paths.logs
+                self.progress.say(explain(self.vitals, findings, logs=logs))
 
     # ------------------------------------------------------------ ending
 

@@ -45,6 +45,12 @@ threading.Event().wait(60)
 """
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take long to end what the others have already left."""
+    monkeypatch.setattr(supervisor, "EARLY_S", 30.0)
+
+
 class ScriptedLauncher(LocalLauncher):
     """Each role runs a little script in place of the real one."""
 
