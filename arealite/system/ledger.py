@@ -337,8 +337,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         cached_statements=64,
     )  # fmt: skip
     if not read_only:  # NORMAL: safe against kill; a commit costs no fsync
-        for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=NORMAL",
-                       "wal_autocheckpoint=2048"):  # fmt: skip
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"):
             db.execute(f"PRAGMA {pragma}")
     return db
 
