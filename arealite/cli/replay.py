@@ -161,4 +161,9 @@ def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -
     except Differs as error:
         print(f"{error}\n{MEANING}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if (rank := os.environ["RANK"]) == "0":
+            raise
+        print(f"rank {rank} ended: {error}", file=sys.stderr)  # most likely rank 0 has said why
+        return 1
     return 0
