@@ -9,11 +9,13 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from arealite.api.rollout_messages import Lease, TurnHeader
 from arealite.api.task import Task
+from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import TrajectoryHeader
 
 LOST = "worker_lost"
@@ -89,6 +91,15 @@ class Group:
 def rest_end(failures: int) -> float:
     """Return when (monotonic) an episode that has failed so often may be offered again."""
     return time.monotonic() + min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (failures - 1))
+
+
+def can_be_made(step: int, groups: Sequence[Group], ppo: PPOConfig) -> bool:
+    """Say whether a batch of before a roll-back may be made again, for a trainer with this batch
+    size and staleness."""
+    starts = [group.start for group in groups if group.start is not None]
+    is_masked = ppo.staleness_policy == "mask"
+    is_young = is_masked or step - min(starts, default=step) <= ppo.max_staleness
+    return is_young and len(groups) == ppo.num_groups
 
 
 @lru_cache(maxsize=4)

@@ -15,7 +15,7 @@ from arealite.algo import staleness
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
-from arealite.system.datapipe_group import LOST, Group, permutation
+from arealite.system.datapipe_group import LOST, Group, can_be_made, permutation
 from arealite.system.ledger import Ledger, decode_header, decode_turn
 
 FAILURE_WINDOW = 256
@@ -370,8 +370,8 @@ class GroupBook:
         for group_id, blob in db.execute("SELECT group_id, header FROM turns").fetchall():
             turn, group = decode_turn(blob), self.groups[group_id]
             group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
-        if any(len(plan) != self.ppo.num_groups for plan in self._planned.values()):
-            self._planned = {}  # the batch size was changed
+        if not all(can_be_made(step, plan, self.ppo) for step, plan in self._planned.items()):
+            self._planned = {}  # the batch size was changed, or η made less
             self.ledger.forget_plans()
             for group in self.groups.values():
                 group.step = None

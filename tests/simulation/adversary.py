@@ -60,12 +60,17 @@ class Adversary:
         elif name == "terminate worker":
             if process := self._some("rollout"):
                 sim.terminate(process.name)
+        elif name == "pause machine":
+            seconds = rng.expovariate(0.1)
+            for process in list(sim.roles.values()):
+                sim.freeze(process, seconds + rng.uniform(0.0, 0.05))
         elif name == "full disk":
             sim.full_disk = rng.randint(0, 3)
         elif sim.network.connections:
             connection = rng.choice(sim.network.connections)
             if name == "partition":
-                sim.network.block(connection, rng.expovariate(0.2))
+                ways = rng.choice((("up",), ("down",), ("up", "down")))
+                sim.network.block(connection, rng.expovariate(0.2), ways)
             else:
                 sim.network.reset(connection)
 
@@ -116,6 +121,6 @@ class Adversary:
         return True
 
     def changes_between_launches(self) -> None:
-        """A person may launch with another batch size."""
+        """A person may launch with other settings."""
         if self.sim.counts["launches"] and not self.calm and self.rng.random() < 0.15:
-            self.sim.change_batch_size(self.rng.choice((1, 2, 3)))
+            self.sim.change(self.sim.scenario.changed(self.rng))

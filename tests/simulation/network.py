@@ -42,7 +42,7 @@ class Connection:
     number: int
     route: bytes | None = None
     """By which the ROUTER knows it; None until a message has reached it."""
-    blocked_until: float = 0.0
+    blocked_until: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
     """Nothing arrives before: packets are lost and sent again by TCP."""
     last: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
     on_way: list[Any] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Network:
         self.counts["duplicated"] += copies - 1
         for _ in range(copies):
             delay = faults.latency_s * rng.lognormvariate(0.0, faults.jitter)
-            at = max(now + delay, connection.blocked_until, connection.last[way])
+            at = max(now + delay, connection.blocked_until[way], connection.last[way])
             connection.last[way] = at
             router = self.routers.get(connection.address)
             entry = [connection, way, frames, router, None]
@@ -183,11 +183,12 @@ class Network:
         self._cut(connection, "down", keep=0.0)
         connection.route = None
 
-    def block(self, connection: Connection, seconds: float) -> None:
+    def block(self, connection: Connection, seconds: float, ways: Sequence[str]) -> None:
         """Hold back what is sent, and what is on its way, without anybody noticing."""
         self.counts["partitions"] += 1
-        connection.blocked_until = until = self.loop.now + seconds
-        for entry in connection.on_way:
+        until = self.loop.now + seconds
+        connection.blocked_until.update(dict.fromkeys(ways, until))
+        for entry in [entry for entry in connection.on_way if entry[1] in ways]:
             entry[4].cancel()
             way = entry[1]
             connection.last[way] = at = max(until, connection.last[way])

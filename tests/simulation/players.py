@@ -128,7 +128,7 @@ class SimEnv(Env):
 
     async def run(self, task: Task, **agents: Agent) -> None:
         sim, agent = self.sim, agents["agent"]
-        if sim.rng.random() < sim.scenario.failure_rate:
+        if not sim.adversary.calm and sim.rng.random() < sim.scenario.failure_rate:
             await asyncio.sleep(sim.latency())
             raise RewardTimeout("by the scenario")
         for turn in range(sim.scenario.turns):

@@ -29,6 +29,7 @@ FAULTS = {
     "reset connection": 2.0,
     "partition": 2.5,
     "kill server": 1.0,
+    "pause machine": 0.3,
     "full disk": 0.4,
     "terminate worker": 0.5,
 }
@@ -125,8 +126,8 @@ class Scenario:
             net_jitter=rng.choice((0.1, 1.0, 2.0)),
         )
 
-    def experiment(self, root: Path, *, num_groups: int) -> ExperimentConfig:
-        """Return the product's config of it; `num_groups` may change between launches."""
+    def experiment(self, root: Path) -> ExperimentConfig:
+        """Return the product's config of it."""
         config = ExperimentConfig(seed=self.seed)
         ppo = config.trainer.ppo
         collector = replace(
@@ -140,8 +141,8 @@ class Scenario:
         ppo = replace(
             ppo,
             total_steps=self.total_steps,
-            batch_size=num_groups * self.group_size,
-            updates=min(self.updates, num_groups),
+            batch_size=self.num_groups * self.group_size,
+            updates=min(self.updates, self.num_groups),
             max_staleness=self.eta,
             staleness_policy=self.policy,  # type: ignore[arg-type]
             filter_zero_variance=self.filter_zero_variance,
@@ -159,6 +160,20 @@ class Scenario:
                 lease_ttl_s=self.lease_ttl_s, max_failed_share=1.0, stall_timeout_s=3600.0
             ),
         )
+
+    def changed(self, rng: random.Random) -> Scenario:
+        """Return what a person launches instead, after a stop or a crash."""
+        return replace(
+            self,
+            policy=rng.choice((self.policy, "pace", "mask", "drop")),
+            eta=rng.choice((self.eta, self.eta, 0, 1, 2, 4)),
+            num_groups=rng.choice((self.num_groups, 1, 2, 3)),
+        )
+
+    @property
+    def oldest(self) -> float:
+        """How old a trained token may be in the ledger."""
+        return float("inf") if self.policy == "mask" else self.eta
 
     def tasks(self, count: int, split: str) -> list[Task]:
         """Return the rows of a split."""

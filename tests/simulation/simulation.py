@@ -87,7 +87,9 @@ class Simulation:
         self.servers = Servers(self, scenario.servers)
         self.dead_servers: set[int] = set()
         self.disk = Disk()
-        self.num_groups = scenario.num_groups
+        self.changed = False
+        """A person changed what a launch may change."""
+        self.loosest_eta = scenario.oldest
         self.generations = 0
         self.outputs: dict[int, tuple[Any, ...]] = {}
         """By number: prompt, tokens and versions of every generation that returned."""
@@ -205,7 +207,7 @@ class Simulation:
         """Be the datapipe."""
         scenario = self.scenario
         pipe = self.pipe = Datapipe(
-            scenario.experiment(self.root, num_groups=self.num_groups),
+            scenario.experiment(self.root),
             train=scenario.tasks(scenario.rows, "train"),
             eval=scenario.tasks(scenario.eval_rows, "eval"),
             registry=None,
@@ -241,7 +243,7 @@ class Simulation:
             context=object(),  # type: ignore[arg-type]
         )
         self.worker_links[name] = link
-        config = self.scenario.experiment(self.root, num_groups=self.num_groups)
+        config = self.scenario.experiment(self.root)
         client: Any = SimClient(self)
         tokenizer: Any = object()
         await RolloutWorker(config, link=link, client=client, tokenizer=tokenizer).run()
@@ -251,7 +253,8 @@ class Simulation:
         s = self.scenario
         if not self.adversary.calm and self.rng.random() < s.tail_share:
             return min(s.tail_s * self.rng.paretovariate(1.5) / 3.0, 45.0)
-        return s.latency_s * self.rng.lognormvariate(0.0, s.sigma)
+        sigma = min(s.sigma, 0.5) if self.adversary.calm else s.sigma
+        return s.latency_s * self.rng.lognormvariate(0.0, sigma)
 
     # ------------------------------------------------------------ deaths
 
@@ -306,11 +309,14 @@ class Simulation:
             self.note("thaw", process.name)
             self.loop.wake(process)
 
-    def change_batch_size(self, num_groups: int) -> None:
-        """The next launch makes batches of another size; plans are forgotten."""
-        if num_groups != self.num_groups:
-            self.note("batch", f"of {num_groups} instead of {self.num_groups} groups")
-            self.num_groups = num_groups
+    def change(self, scenario: Scenario) -> None:
+        """The next launch is of another batch size, η or policy; plans may be forgotten."""
+        old, self.scenario = self.scenario, scenario
+        if scenario != old:
+            told = (scenario.policy, scenario.eta, scenario.num_groups)
+            self.note("change", f"{told} from {(old.policy, old.eta, old.num_groups)}")
+            self.changed = True
+            self.loosest_eta = max(self.loosest_eta, scenario.oldest)
             step = self.disk.newest()[0]
             kept = {s: ids for s, ids in self.checks.batches.items() if s < step}
             self.checks.batches = kept
@@ -339,7 +345,8 @@ class Simulation:
                 statements.insert(len(statements) // 2, ("THE DISK IS FULL", ()))
         cut = self.adversary.cut(len(statements))
         if cut is None:
-            execute(ledger, statements)
+            if statements:  # an empty transaction only takes time
+                execute(ledger, statements)
             self.counts["transactions"] += 1
             return
         process = current.get(ROOT)
@@ -444,4 +451,4 @@ def simulate(seed: int, *, keep_trace: bool = False, **changes: Any) -> Outcome:
 
 def ledger_of(sim: Simulation) -> Path:
     """Return where a simulation keeps its ledger."""
-    return run_paths(sim.scenario.experiment(sim.root, num_groups=1)).ledger
+    return run_paths(sim.scenario.experiment(sim.root)).ledger

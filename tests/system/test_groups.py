@@ -430,6 +430,23 @@ def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
     assert not book.counts["filtered:stale"]
 
 
+def test_batches_rolled_back_are_not_made_again_with_less_staleness(make: Make) -> None:
+    """The trainer would refuse their tokens at every start: the run could never go on."""
+    about = {"group_size": 1, "num_groups": 1}
+    book = make(max_staleness=2, **about)
+    for _ in range(3):
+        run(book, lambda m: True)  # all of version 0
+    assert [book.compose() is not None for _ in range(3)] == [True] * 3
+    book = make(again=book, max_staleness=1, **about)
+    book.roll_back(0)
+    publish(book, 0)
+    assert [train_step(book) for _ in range(2)] == [[0], [1]]
+    assert train_step(book) is None
+    run(book, lambda m: True)
+    assert train_step(book) == [0]
+    assert book.counts["filtered:stale"] == 1
+
+
 def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make: Make) -> None:
     """Groups begun at later versions were all leased again at the old one, due in one batch."""
     book = make(group_size=2, num_groups=1, max_staleness=2, max_attempts=9)
