@@ -61,11 +61,13 @@ class WorkerState(msgspec.Struct, frozen=True, tag=True):
     capacity: int
     """Episodes the worker wants to have in hand; 0 while it drains."""
     held: list[str]
-    """Lease ids it knows. A lease that the datapipe gave it and that is missing here is sent
-    again."""
+    """Lease ids it knows. A lease that the datapipe gave this process and that is missing here is
+    sent again."""
     split_metrics: dict[str, float]
     """Counters since the worker's start (waits in seconds, interruptions, …); {} where it has
     none."""
+    process: str
+    """Tells a worker that was started again from the one before: what that one ran is lost."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -186,7 +186,11 @@ class Datapipe:
             self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
-        self._release(self.workers.update(route, state), is_lost=state.capacity > 0)
+        gone, unheard = self.workers.update(route, state)
+        self._release(gone, is_lost=state.capacity > 0)
+        for held in unheard:
+            logger.warning("lease sent again", worker=state.worker_id, lease=held.lease.lease_id)
+            self._send_lease(self.workers.by_id[state.worker_id], held)
         if self.desk.finish is not None:
             self._send(route, Drain(self.desk.finish.reason))
         self._send(route, Ack(""))

@@ -57,16 +57,17 @@ class GroupBook:
             start = group.start
             if group.state not in ("offered", "leased") or not group.missing(attempts):
                 del self._wanting[seq]
-            elif not group.missing(attempts, now):
-                continue
-            elif (start is not None and start <= self.version) or self._fits(group, self.version):
-                return group  # not if it gets older by it, after a roll-back, than pace has room
+            elif group.missing(attempts, now) and (
+                (start is not None and start <= self.version)
+                or self._fits(group, self.version)  # it gets no older, after a roll-back, than fits
+                or not (start is None or self._fits(group, start))  # the batch is smaller: nor now
+            ):
+                return group
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         outstanding = self.next_step * size
         outstanding += sum(self.counts[state] for state in ("offered", "leased", "complete"))
-        if not staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size):
-            return None
-        return self._offer()
+        is_due = staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size)
+        return self._offer() if is_due else None
 
     def lease(self, group: Group, *, worker_id: str, credit: int) -> Lease:
         """Lease up to `credit` missing members of a group."""

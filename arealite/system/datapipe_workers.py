@@ -17,7 +17,7 @@ import msgspec
 from arealite.api.rollout_messages import Lease, WorkerState
 
 UNKNOWN_S = 3.0
-"""A lease that its worker does not list this long after it was sent is lost."""
+"""A lease that its worker does not list this long after it was sent has not reached it."""
 
 
 @dataclass
@@ -39,6 +39,8 @@ class Worker:
     """One rollout worker."""
 
     worker_id: str
+    process: str = ""
+    """As its last state told; "" before the first."""
     route: bytes | None = None
     capacity: int = 0
     seen: float = field(default_factory=time.monotonic)
@@ -69,23 +71,28 @@ class Workers:
         held = worker.held[lease.lease_id] = Held(lease, set(due), time.monotonic())
         return held
 
-    def update(self, route: bytes, state: WorkerState) -> list[Lease]:
-        """Take in a worker's state; return what is due of leases that it does not have.
+    def update(self, route: bytes, state: WorkerState) -> tuple[list[Lease], list[Held]]:
+        """Take in a worker's state; return what is due of leases that it will not bring, and the
+        leases to be sent again.
 
-        At once while it drains, else after they had `UNKNOWN_S` to arrive.
+        A process that replaces another brings nothing of its leases, one that drains nothing that
+        it does not list; else what it does not list `UNKNOWN_S` after it was sent was lost on the
+        way.
         """
         worker = self.by_id.setdefault(state.worker_id, Worker(state.worker_id))
         now = worker.seen = time.monotonic()
+        is_new = worker.process not in ("", state.process)
         worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics
+        worker.process = state.process
         known = set(state.held)
         missing = [held for lease_id, held in worker.held.items() if lease_id not in known]
-        if state.capacity > 0:
-            missing = [held for held in missing if now - held.sent > UNKNOWN_S]
-        elif not known:
-            del self.by_id[state.worker_id]
+        if state.capacity > 0 and not is_new:
+            return [], [held for held in missing if now - held.sent > UNKNOWN_S]
         for held in missing:
             del worker.held[held.lease.lease_id]
-        return [held.rest() for held in missing]
+        if not (state.capacity or worker.held):
+            del self.by_id[state.worker_id]
+        return [held.rest() for held in missing], []
 
     def finish(self, worker_id: str, lease_id: str, member: int) -> None:
         """Note that an episode came back: its credit is free."""

@@ -84,7 +84,7 @@ class WorkerLink:
         """By lease id: payloads of its `turns` that were not asked for yet."""
         self._outbox: list[tuple[Episode, list[bytes]]] = []
         self._unacknowledged: dict[str, _Unacknowledged] = {}
-        self._prefix = f"{worker_id}/{uuid.uuid4().hex[:8]}"
+        self._process = uuid.uuid4().hex[:8]
         self._results = 0
         self._is_draining = False
         self._wake = asyncio.Event()
@@ -179,7 +179,8 @@ class WorkerLink:
 
     def _tell_state(self) -> None:
         capacity = 0 if self._is_draining else self.capacity
-        state = WorkerState(self.worker_id, capacity, self._held(), self.metrics())
+        metrics, process = self.metrics(), self._process
+        state = WorkerState(self.worker_id, capacity, self._held(), metrics, process)
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
 
@@ -199,7 +200,7 @@ class WorkerLink:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         episodes = [episode for episode, _ in outbox]
-        result_id = f"{self._prefix}/{self._results}"
+        result_id = f"{self.worker_id}/{self._process}/{self._results}"
         self._results += 1
         frames = [wire.encode(Result(result_id, self.worker_id, episodes))]
         for _, payloads in outbox:
