@@ -54,11 +54,10 @@ class GroupBook:
         attempts, now = self.ppo.max_attempts, time.monotonic()
         for seq in sorted(self._wanting):
             group = self._wanting[seq]
-            start = group.start
             if group.state not in ("offered", "leased") or not group.missing(attempts):
                 del self._wanting[seq]
             elif group.missing(attempts, now) and (
-                (start is not None and start <= self.version)
+                ((start := group.start) is not None and start <= self.version)
                 or self._fits(group, self.version)  # it gets no older, after a roll-back, than fits
                 or not (start is None or self._fits(group, start))  # the batch is smaller: nor now
             ):

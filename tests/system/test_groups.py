@@ -447,6 +447,25 @@ def test_batches_rolled_back_are_not_made_again_with_less_staleness(make: Make) 
     assert book.counts["filtered:stale"] == 1
 
 
+def test_a_lost_episode_is_run_though_nothing_fits_a_smaller_batch(make: Make) -> None:
+    """What does not fit is dropped once all are in; so they have to come in."""
+    book = make(group_size=2, num_groups=2, max_staleness=1, max_attempts=9)
+    for _ in range(4):
+        run(book, lambda m: True)
+    assert train_step(book) and train_step(book)
+    lost = lease_next(book)
+    book.add(episode(lost, 0), [b""])
+    book = make(again=book, group_size=2, num_groups=1, max_staleness=1, max_attempts=9)
+    book.roll_back(0)
+    publish(book, 0)
+    book.lose(book.groups[lost.group_id].leases[lost.lease_id])
+    assert train_step(book) is None, "pace waits for what runs or is to be run"
+    again = lease_next(book)
+    assert (again.group_id, again.members) == (lost.group_id, [1])
+    book.add(episode(again, 1), [b""])
+    assert train_step(book) == [0, 0]
+
+
 def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make: Make) -> None:
     """Groups begun at later versions were all leased again at the old one, due in one batch."""
     book = make(group_size=2, num_groups=1, max_staleness=2, max_attempts=9)
