@@ -73,6 +73,11 @@ CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
 CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
 """
 
+COLUMNS = 12
+"""Of the table of trajectories."""
+TRAJECTORY_ROW = f"({', '.join('?' * COLUMNS)})"
+AT_ONCE = 32 * COLUMNS
+"""Values of trajectories in one statement."""
 _encode = msgspec.msgpack.Encoder().encode
 decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
 decode_turn = msgspec.msgpack.Decoder(TurnHeader).decode
@@ -92,6 +97,8 @@ class Ledger:
         """
         self.path = path
         self._queue: list[Statement] = []
+        self._trajectories: list[Any] = []
+        """Values of the rows to be inserted, one row after the other."""
         self._log_limit = LOG_BYTES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +160,7 @@ class Ledger:
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Keep a trajectory; the second one of an id is ignored."""
         h = header
-        self._put(
-            "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        self._trajectories += (
             *(h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens),
             *(h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions),
             *(_encode(h), payload),
@@ -222,8 +228,16 @@ class Ledger:
         self._put("INSERT OR REPLACE INTO evals VALUES (?, ?)", eval_id, json.dumps(metrics))
 
     def take(self) -> list[Statement]:
-        """Return the queued writes, for `execute`, and begin a new queue."""
+        """Return the queued writes, for `execute`, and begin a new queue.
+
+        Many trajectories are one statement: sqlite3 gives the interpreter's lock away at each.
+        """
         queue, self._queue = self._queue, []
+        values, self._trajectories = self._trajectories, []
+        for first in range(0, len(values), AT_ONCE):
+            some = values[first : first + AT_ONCE]
+            rows = ", ".join([TRAJECTORY_ROW] * (len(some) // COLUMNS))
+            queue.append((f"INSERT OR IGNORE INTO trajectories VALUES {rows}", tuple(some)))
         return queue
 
     def execute(self, statements: Iterable[Statement]) -> None:
