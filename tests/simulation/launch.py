@@ -134,7 +134,7 @@ class Launch:
                 await asyncio.sleep(self.rng.uniform(0.0, 0.5))
             for process in group.processes:
                 sim.kill(process, "its group")
-            again = again and await self._pause()
+            again = again and await self._pause() and not self.stopping
             ranks = self.rng.choice((ranks, ranks, 1, 2, 3))
         done = sim.disk.newest()[0] >= sim.scenario.total_steps
         if not self.killed and (error is None or self.datapipe_ended):
