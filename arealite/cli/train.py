@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
 from arealite.cli import configs, options
 from arealite.system.locks import held
@@ -31,11 +31,13 @@ def main(argv: Sequence[str]) -> int:
     from arealite.cli.check import check
 
     check(config)
-    paths = run_paths(config)
-    lock, fix = paths.root / ".lock", "Stop it, or choose another trial_name."
-    with held(lock, fix=fix):
-        resume.begin_anew(config)
-    paths.logs.mkdir(parents=True, exist_ok=True)
-    with held(lock, fix=fix):  # the folder may be another one than before
-        config = resume.settle(config)
-        return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+    paths, fix = run_paths(config), "Stop it, or choose another trial_name."
+    names = name_dir(config)
+    names.mkdir(parents=True, exist_ok=True)
+    with held(names / ".lock", fix=fix):  # a run in another folder would find our roles
+        with held(paths.root / ".lock", fix=fix):
+            resume.begin_anew(config)
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        with held(paths.root / ".lock", fix=fix):  # the folder may be another one than before
+            config = resume.settle(config)
+            return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]

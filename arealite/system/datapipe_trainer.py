@@ -31,6 +31,8 @@ logger = log.get(__name__)
 
 PACE_WINDOW_S = 30.0
 """Over how long the share of time lost to pacing is taken, and how often it is reported."""
+GONE_S = 15.0
+"""A trainer that waits asks again every few seconds; one silent for this long waits no more."""
 NAMED = 5
 """Slow episodes named in a report."""
 
@@ -106,7 +108,8 @@ class TrainerDesk:
     @property
     def is_waiting(self) -> bool:
         """Whether the trainer waits for episodes."""
-        return self.finish is None and bool(self._batch_requests or self._eval_requests)
+        asks = self.finish is None and bool(self._batch_requests or self._eval_requests)
+        return asks and time.monotonic() - self.heard < GONE_S
 
     def take(self, route: bytes, request: FromTrainer) -> None:
         """Take in a request; answers leave once its changes are durable.

@@ -33,6 +33,8 @@ logger = log.get(__name__)
 
 SILENT_S = 2.0
 """A datapipe that is asked something answers once a second; after this long it is looked up."""
+RENEW_S = 5.0
+"""How often a request that waits is repeated: who asks no more is not waited with."""
 POLL_MS = 250
 
 Answer = tuple[ToTrainer, list[bytes]]
@@ -161,21 +163,20 @@ class TrainerLink:
         shown: Wait,
     ) -> Answer | None:
         name = wire.request_name(request)
-        waited = looked_up = time.monotonic()
+        waited = looked_up = asked = time.monotonic()
         if self._socket is None:
             self._connect()
         self._send(request)
         while True:
             now = time.monotonic()
             silent_s = now - shown.heard
-            if silent_s > self.silence_s:
-                raise RoleError(
-                    f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
-                    f"trainer rank {self.rank} waits for the answer to '{name}'"
-                )
+            self._check_silence(silent_s, name)
             if now - max(shown.heard, looked_up) > SILENT_S:
-                looked_up = now
+                looked_up = asked = now
                 self._reconnect(request)
+            elif now - asked > RENEW_S:
+                asked = now
+                self._send(request)
             said = None
             if (received := self._receive()) is not None:
                 message = received[0]
@@ -189,6 +190,13 @@ class TrainerLink:
                 waited = now
                 if on_wait(said):
                     return None
+
+    def _check_silence(self, silent_s: float, name: str) -> None:
+        if silent_s > self.silence_s:
+            raise RoleError(
+                f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
+                f"trainer rank {self.rank} waits for the answer to '{name}'"
+            )
 
     def _receive(self, *, block: bool = True) -> Answer | None:
         """Return the next message; keeps an evaluation's scores aside.

@@ -143,7 +143,9 @@ class Recorder(threading.Thread):
         """Show the process under another name from now on."""
         with self._renaming:
             old, self.vitals.name = self.vitals.name, name
-            self._remove(f"{old}.json", f"{old}.dump")
+            with suppress(OSError):
+                os.replace(self.folder / f"{old}.json", self.folder / f"{name}.json")
+            self._remove(f"{old}.dump")
 
     def beat(self) -> None:
         """Write once."""

@@ -45,6 +45,7 @@ class Doctor:
     async def run(self) -> None:
         """Examine until cancelled. Waits for: the clock. Unblocks: everyone who waits for a role
         that does nothing."""
+        before = set[tuple[str, str]]()
         while True:
             await asyncio.sleep(EXAMINE_S)
             try:
@@ -54,7 +55,9 @@ class Doctor:
                 continue
             for finding in findings:
                 self._tell(finding)
-                self._heal(finding, pids.get(finding.culprit))
+                if (finding.culprit, finding.cause) in before:  # else we may all have been held
+                    self._heal(finding, pids.get(finding.culprit))
+            before = {(finding.culprit, finding.cause) for finding in findings}
 
     def _look(self) -> tuple[list[Finding], dict[str, int]]:
         # First the pids: a successor must not be killed for what was found of the one before.

@@ -56,8 +56,7 @@ class Child:
     def death(self) -> str:
         """Who died and how, with its own last word where it had one."""
         last = self._lines()[-1:]
-        is_word = self.code > 0 and last and last[0].startswith(ERROR)
-        why = f": {last[0].removeprefix(ERROR)}" if is_word else ""
+        why = f": {last[0].removeprefix(ERROR)}" if self.code > 0 and last else ""
         return f"{self.name} died ({how_ended(self.code)}{why})"
 
     @property

@@ -50,7 +50,7 @@ class Budget:
         begins anew.
         """
         if mark > self._mark or not self.deaths:
-            self.deaths, self.first, self._mark = 0, said, mark
+            self.deaths, self.first, self._mark, self._hasty = 0, said, mark, 0
         self.deaths += 1
         self._hasty = 0 if lived_s > STEADY_S else self._hasty + 1
         if self.deaths > self.limit:

@@ -116,7 +116,9 @@ async def test_waits_name_the_server_and_the_generation(site) -> None:
         assert {owner for _, owner, _ in shown} == {"llm client"}
         waiting = asyncio.create_task(s.generate("late", min_version=9))
         await asyncio.sleep(0)
-        assert ("generation late/0", "llm_server") in {(w.what, w.on) for w in s.client._limits.held}
+        assert ("generation late/0", "llm_server") in {
+            (w.what, w.on) for w in s.client._limits.held
+        }
         for task in (*tasks, waiting):
             task.cancel()
         await asyncio.wait([*tasks, waiting])

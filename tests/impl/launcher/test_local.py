@@ -256,7 +256,7 @@ def test_one_death_too_many_stops_the_run_with_the_first(tmp_path: Path):
         tmp_path, restarts=2, datapipe=UNTIL_TERM, rollout=dying, trainer=UNTIL_TERM
     )
     assert code == 7
-    assert "rollout-0 died (exit code 1); started again (1 of 2)" in shown
+    assert "rollout-0 died (exit code 1: the first words); started again (1 of 2)" in shown
     assert "rollout-0 died (exit code 7); started again (2 of 2)" in shown
     last = shown[shown.index("error: ") :]
     assert "3 times without a further trained step" in last
