@@ -31,9 +31,9 @@ from arealite.system.audit import audit  # noqa: E402
 
 OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
-WEIGHTS = {"datapipe": 4, "rollout": 4, "trainer": 2, "llm_server": 2, "launcher": 1}
-"""How often each role is drawn."""
-MEAN_S = 2.0
+WEIGHTS = {"datapipe": 10, "rollout": 10, "llm_server": 5, "trainer": 2, "launcher": 1}
+"""How often each role is drawn; what takes longest to come back, least often."""
+MEAN_S = 1.2
 """Between two kills; a kill may fall while another role is still coming back."""
 BACK_S = 60.0
 """A role that is not back after this long has not come back."""
@@ -119,9 +119,18 @@ class Site:
 class Killer:
     """Kills roles of a site at random instants until told to stop, and witnesses each kill."""
 
-    def __init__(self, site: Site, *, seed: str, mean_s: float = MEAN_S) -> None:
+    def __init__(
+        self,
+        site: Site,
+        *,
+        seed: str,
+        mean_s: float = MEAN_S,
+        plan: Sequence[str] = (),
+    ) -> None:
+        """`plan` names the kinds of the first kills; later ones are drawn."""
         self.site = site
         self.random = random.Random(seed)
+        self._plan = list(plan)
         self.mean_s = mean_s
         self.kills: list[Kill] = []
         self._next = self._draw()
@@ -164,6 +173,8 @@ class Killer:
 
     def _draw(self) -> str:
         """Choose the kind of role that is killed next, however long it takes to be there."""
+        if self._plan:
+            return self._plan.pop()
         (kind,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         return kind
 

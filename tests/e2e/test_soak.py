@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,8 @@ from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-KILLS = 30
+PLAN = ["datapipe", "rollout"] * 10 + ["llm_server"] * 5 + ["trainer"] * 3 + ["launcher"] * 2
+KILLS = len(PLAN)
 
 
 def test_thirty_kills(site: Site, tmp_path: Path) -> None:
@@ -28,14 +30,16 @@ def test_thirty_kills(site: Site, tmp_path: Path) -> None:
     command = site.command(tmp_path, "trainer.ppo.total_steps=100000", *names, *soak.OVERRIDES)
     script = str(ROOT / "arealite" / "launch_llm_server.py")
     place = soak.Site([sys.executable, script, *names], command, tmp_path, ENVIRONMENT)
-    killer = soak.Killer(place, seed="30", mean_s=0.6)
+    plan = random.Random(30).sample(PLAN, KILLS)
+    killer = soak.Killer(place, seed="30", mean_s=0.6, plan=plan)
     paths = RunPaths(tmp_path / "e2e" / "soak")
-    seen: list[float] = []
+    seen: list[int] = []
 
     def trains_again() -> bool:
-        """Whether a step was trained since this was first asked."""
-        seen.append(paths.metrics.stat().st_mtime if paths.metrics.exists() else 0.0)
-        return seen[-1] != seen[0]
+        """Whether a further step is trained since this was first asked."""
+        text = paths.metrics.read_text() if paths.metrics.exists() else ""
+        seen.append(text.count('"reward/mean"'))
+        return seen[-1] > min(seen)
 
     place.start()
     try:

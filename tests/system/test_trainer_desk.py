@@ -73,6 +73,24 @@ def test_a_start_that_comes_twice_rolls_nothing_back(desk: TrainerDesk) -> None:
     assert desk.sent[-1] == datapipe_trainer.messages.TrainerReady(0, 0)  # type: ignore[attr-defined]
     desk.take(ROUTE, TrainerStart(0, 1, "second"))
     assert desk.book.known_steps() == 0
+    train(desk, 0)
+    sent = len(desk.sent)  # type: ignore[attr-defined]
+    desk.take(ROUTE, TrainerStart(0, 1, "first"))
+    assert desk.book.known_steps() == 1, "of a trainer that is no more"
+    assert len(desk.sent) == sent  # type: ignore[attr-defined]
+
+
+def test_steps_are_reported_in_order(desk: TrainerDesk) -> None:
+    """A dead trainer's report of a later step made the ledger forget the one between."""
+    desk.take(ROUTE, TrainerStart(0, 1, "second"))
+    batches = [desk.book.compose() or [] for _ in range(2)]
+    ids = [[h.trajectory_id for group in groups for h in group.headers] for groups in batches]
+    with pytest.raises(OutOfStep):
+        desk.take(ROUTE, StepReport(1, ids[1], {}))
+    for step in (0, 1):
+        desk.take(ROUTE, StepReport(step, ids[step], {}))
+    assert desk.book.known_steps() == 2
+    assert desk.book.ledger.connection.execute("SELECT step FROM steps").fetchall() == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
