@@ -94,8 +94,8 @@ class TrainerDesk:
         """By rank: (whom to answer, what is asked)."""
         self._eval_requests: dict[int, bytes] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
-        self._start_id = ""
-        """Of the trainer that runs."""
+        self._starts: list[str] = [""]
+        """Ids of the trainers that have begun; the last one's runs."""
         self._config = config
         self._send = send
         self._workers = workers
@@ -124,8 +124,9 @@ class TrainerDesk:
                 self._take_batch_request(route, request)
             case EvalRequest():
                 self._take_eval_request(route, request.eval_id)
-            case TrainerStart(start_id=start_id) if start_id and start_id == self._start_id:
-                self._send(route, messages.TrainerReady(request.step, 0))
+            case TrainerStart(start_id=start_id) if start_id in self._starts[1:]:
+                if start_id == self._starts[-1]:  # else of a trainer that is no more
+                    self._send(route, messages.TrainerReady(request.step, 0))
             case TrainerStart():
                 self._start = (route, request)
                 self._writer.after_commit(self._begin)
@@ -318,7 +319,8 @@ class TrainerDesk:
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
-        self._start, self._start_id = None, start.start_id
+        self._start = None
+        self._starts.append(start.start_id)
         self.changed = True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
         self._send(route, messages.TrainerReady(start.step, rolled))
@@ -344,11 +346,13 @@ class TrainerDesk:
             self.book.ledger.set_meta("version", str(version))
 
     def _note_step(self, report: messages.StepReport) -> None:
-        groups = self.book.batches.get(report.step)
-        if groups is None or groups[0].state != "batched":
-            if report.step < self.book.known_steps():
-                return  # the answer to the first report was lost
-            raise OutOfStep(f"step {report.step} is reported, but its batch was never made")
+        due = self.book.known_steps()
+        if report.step < due:
+            return  # the answer to the first report was lost
+        if report.step > due or due == self.book.next_step:
+            raise OutOfStep(f"step {report.step} is reported, but only {due} steps are trained and "
+                            f"{self.book.next_step} batches are made")  # fmt: skip
+        groups = self.book.batches[due]
         expected = sorted(h.trajectory_id for group in groups for h in group.headers)
         if sorted(report.trained) != expected:
             wrong = set(report.trained) ^ set(expected)
