@@ -18,7 +18,7 @@ EARLY_S = 5.0
 """Who has left as if the run were over has this long to be right."""
 LAST_WORDS_S = 1.0
 """When one rank fails, the others may be about to end with a better reason."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
 STEADY_S = 10.0
 """Who lived this long is started again without a pause."""
 
