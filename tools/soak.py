@@ -33,7 +33,7 @@ OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
 WEIGHTS = {"datapipe": 10, "rollout": 10, "llm_server": 5, "trainer": 2, "launcher": 1}
 """How often each role is drawn; what takes longest to come back, least often."""
-MEAN_S = 1.5
+MEAN_S = 1.2
 """Between two kills; a kill may fall while another role is still coming back."""
 BACK_S = 60.0
 """A role that is not back after this long has not come back."""
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             site.start()
             left = options.kills - sum(kill.back_s is not None for kill in kills)
-            code = killer.run(limit=left, timeout_s=1800.0)
+            code = killer.run(limit=left, timeout_s=7200.0)
         finally:
             site.stop()
         kills += killer.kills

@@ -25,7 +25,7 @@ from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tests.waiting import until
 from tools import soak
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(300)]
 
 NAMED_S = 10.0
 HEALED_S = 30.0

@@ -27,7 +27,7 @@ from arealite.system.ledger import connect
 from tests.e2e.conftest import ENVIRONMENT, Finished, Site, strays
 from tests.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(240)]
 
 REWARD = '''
 from arealite.api.reward import Reward, rewards

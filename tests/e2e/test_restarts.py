@@ -25,7 +25,7 @@ from arealite.system.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tests.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(240)]
 
 BACK_S = 3.0
 

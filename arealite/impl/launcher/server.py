@@ -108,6 +108,7 @@ class ServerKeeper:
         for entry in self._names.list("llm_server"):
             if (entry.value.get("pid"), entry.value.get("host")) == (pid, self._host):
                 self._names.remove("llm_server", entry.id)
+                (self._vitals / f"llm_server-{entry.id}.json").unlink(missing_ok=True)
                 self._lives += 1
 
 
