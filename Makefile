@@ -6,6 +6,7 @@ PY := $(VENV)/bin/python
 TORCH ?= torch==2.13.0
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SEED ?= 1
+KILLS ?= 1000
 # How many simulated runs.
 SEEDS ?= 1000
 # embedded, or sglang: a real SGLang server on the CPU, in a virtual environment of its own.
@@ -14,14 +15,16 @@ SGLANG_VENV ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-sglang sglang simulate check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-sglang sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         the tests"
+	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
 	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
 	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
+	@echo "make soak         the demo, run after run, under random kills of every role (KILLS=1000)"
 	@echo "make check        format, lint, types, import floors, sizes"
 	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
 
@@ -47,11 +50,17 @@ demo-seeds: $(VENV)/.run
 test: $(VENV)/.dev
 	$(PY) -m pytest
 
+test-faults: $(VENV)/.dev
+	$(PY) -m pytest -m faults
+
 test-sglang: $(VENV)/.dev sglang
 	$(PY) -m pytest -m sglang
 
 simulate: $(VENV)/.dev
 	$(PY) tools/simulate.py --seeds $(SEEDS)
+
+soak: $(VENV)/.dev
+	$(PY) -u tools/soak.py --kills $(KILLS)
 
 check: $(VENV)/.dev
 	$(PY) -m ruff format --check .
