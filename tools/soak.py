@@ -47,6 +47,8 @@ OVERRIDES = [
     "logger.types=[]",
 ]
 
+SERVER = ["llm_server.embedded.max_restarts=100"]
+
 
 class SoakError(Exception):
     """A promise was broken; the message says which."""
@@ -308,7 +310,7 @@ def make_site(kit: Path, number: int, seed: int) -> Site:
     train = [sys.executable, "train.py", "--config", "config/demo.yaml", *names, *OVERRIDES]
     train += [f"dataset.train={kit / 'train.jsonl'}", f"dataset.eval={kit / 'eval.jsonl'}"]
     train += [f"cluster.run_root={OUT}"]
-    server = [sys.executable, "arealite/launch_llm_server.py", *names]
+    server = [sys.executable, "arealite/launch_llm_server.py", *names, *SERVER]
     return Site(server, train, OUT / f"run{number}-logs")
 
 

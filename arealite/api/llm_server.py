@@ -20,6 +20,9 @@ class EmbeddedServerConfig:
     max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
     num_threads: int = opt(1, "torch threads on a CPU")
     device: str = opt("auto", "auto, cpu or cuda")
+    max_restarts: int = opt(
+        5, "deaths in a row, each before it served, after which it is started again"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

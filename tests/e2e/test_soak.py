@@ -29,7 +29,9 @@ def test_thirty_kills(site: Site, tmp_path: Path) -> None:
     ]
     command = site.command(tmp_path, "trainer.ppo.total_steps=100000", *names, *soak.OVERRIDES)
     script = str(ROOT / "arealite" / "launch_llm_server.py")
-    place = soak.Site([sys.executable, script, *names], command, tmp_path, ENVIRONMENT)
+    place = soak.Site(
+        [sys.executable, script, *names, *soak.SERVER], command, tmp_path, ENVIRONMENT
+    )
     plan = random.Random(30).sample(PLAN, KILLS)
     killer = soak.Killer(place, seed="30", mean_s=0.6, plan=plan)
     paths = RunPaths(tmp_path / "e2e" / "soak")

@@ -20,8 +20,6 @@ from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import STOPPING, Budget
 from arealite.system.name_registry import NameRegistry
 
-MAX_RESTARTS = 5
-"""Deaths in a row, each before it served, that are healed; one more is the end."""
 TERMINATE_S = 10.0
 """From a person's signal to SIGKILL."""
 PLANNED = (0, 130, *STOPPING)
@@ -38,7 +36,7 @@ class ServerKeeper:
         self._vitals = name_dir(config) / "vitals"
         self._names = NameRegistry(name_dir(config), ttl_s=math.inf)
         self._host = config.cluster.host
-        self._budget = Budget(MAX_RESTARTS)
+        self._budget = Budget(config.llm_server.embedded.max_restarts)
         self._lives = 0
         """That came to serve."""
         self._process: Process | None = None
@@ -63,7 +61,7 @@ class ServerKeeper:
             if pause is None:
                 self.say(f"error: {said}, for the {self._budget.deaths}th time in a row")
                 return max(code, 1)
-            again = f"{said}; started again ({self._budget.deaths} of {MAX_RESTARTS})"
+            again = f"{said}; started again ({self._budget.deaths} of {self._budget.limit})"
             try:
                 await asyncio.wait_for(self._stopping.wait(), pause)
                 return 0
