@@ -18,6 +18,7 @@ from arealite.api.config import ServerConfig, name_dir
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import STOPPING, Budget
+from arealite.system import diagnosis
 from arealite.system.name_registry import NameRegistry
 
 TERMINATE_S = 10.0
@@ -102,11 +103,13 @@ class ServerKeeper:
             self._forget(process.pid)
 
     def _forget(self, pid: int) -> None:
-        """Remove the name that a killed server leaves: clients need not wait until it expires."""
+        """Remove the name and the vitals that a killed server leaves: nobody need wait for it."""
+        for role in diagnosis.read(self._vitals):
+            if (role.vitals.pid, role.state) == (pid, "X"):
+                (self._vitals / f"{role.name}.json").unlink(missing_ok=True)
         for entry in self._names.list("llm_server"):
             if (entry.value.get("pid"), entry.value.get("host")) == (pid, self._host):
                 self._names.remove("llm_server", entry.id)
-                (self._vitals / f"llm_server-{entry.id}.json").unlink(missing_ok=True)
                 self._lives += 1
 
 
