@@ -17,8 +17,9 @@ class TrainerStart(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     world_size: int
-    start_id: str = ""
-    """Another for each start of a trainer: a copy that comes late rolls nothing back."""
+    ticket: int = 0
+    """0 asks for a Ticket; the request is sent again with its number. So of two trainers the one
+    that began last is heard, however late comes what a dead one sent."""
 
 
 class BatchRequest(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +71,13 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     write the audit, exit. Answer: Done."""
 
     reason: str
+
+
+class Ticket(msgspec.Struct, frozen=True, tag=True):
+    """Answers TrainerStart without one."""
+
+    number: int
+    """Larger than all given before."""
 
 
 class TrainerReady(msgspec.Struct, frozen=True, tag=True):
@@ -138,4 +146,4 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 FromTrainer = (
     TrainerStart | BatchRequest | StepReport | Published | Checkpointed | EvalRequest | Finish
 )
-ToTrainer = TrainerReady | Batch | Finished | EvalResult | Waiting | Done | Refused
+ToTrainer = Ticket | TrainerReady | Batch | Finished | EvalResult | Waiting | Done | Refused

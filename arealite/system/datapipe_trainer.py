@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import msgspec
 
@@ -94,8 +95,9 @@ class TrainerDesk:
         """By rank: (whom to answer, what is asked)."""
         self._eval_requests: dict[int, bytes] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
-        self._starts: list[str] = [""]
-        """Ids of the trainers that have begun; the last one's runs."""
+        self._tickets = count(book.ledger.boot << 20)
+        self._ticket = 0
+        """Of the trainer that runs."""
         self._config = config
         self._send = send
         self._workers = workers
@@ -124,8 +126,10 @@ class TrainerDesk:
                 self._take_batch_request(route, request)
             case EvalRequest():
                 self._take_eval_request(route, request.eval_id)
-            case TrainerStart(start_id=start_id) if start_id in self._starts[1:]:
-                if start_id == self._starts[-1]:  # else of a trainer that is no more
+            case TrainerStart(ticket=0):
+                self._send(route, messages.Ticket(next(self._tickets)))
+            case TrainerStart(ticket=ticket) if ticket <= self._ticket:
+                if ticket == self._ticket:  # else of a trainer that is no more
                     self._send(route, messages.TrainerReady(request.step, 0))
             case TrainerStart():
                 self._start = (route, request)
@@ -319,8 +323,7 @@ class TrainerDesk:
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
-        self._start = None
-        self._starts.append(start.start_id)
+        self._start, self._ticket = None, start.ticket
         self.changed = True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
         self._send(route, messages.TrainerReady(start.step, rolled))

@@ -6,7 +6,6 @@ Blocking and without an event loop, because a rank does nothing else while it wa
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
@@ -69,7 +68,10 @@ class TrainerLink:
 
     def start(self, step: int) -> TrainerReady:
         """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
-        request = messages.TrainerStart(step, self.world_size, uuid.uuid4().hex)
+        request = messages.TrainerStart(step, self.world_size)
+        answer = self._ask(request, lambda message: isinstance(message, messages.Ticket))
+        ticket = cast(tuple[messages.Ticket, list[bytes]], answer)[0].number
+        request = messages.TrainerStart(step, self.world_size, ticket)
         answer = self._ask(request, lambda message: isinstance(message, TrainerReady))
         return cast(tuple[TrainerReady, list[bytes]], answer)[0]
 

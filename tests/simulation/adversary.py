@@ -46,7 +46,9 @@ class Adversary:
         self.calm = True
         self._writes = None
         self._messages.clear()
-        sim.network.faults.loss = sim.network.faults.duplicates = 0.0
+        faults = sim.network.faults
+        faults.loss = faults.duplicates = 0.0
+        faults.latency_s, faults.jitter = min(faults.latency_s, 0.03), min(faults.jitter, 1.0)
         sim.note("calm")
 
     def inject(self, name: str) -> None:

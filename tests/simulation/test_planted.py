@@ -12,7 +12,6 @@ import pytest
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Ack
 from arealite.system.datapipe_groups import GroupBook
-from arealite.system.datapipe_trainer import TrainerDesk
 from arealite.system.datapipe_workers import Workers
 from arealite.system.ledger import LedgerWriter
 from tests.simulation.simulation import simulate
@@ -72,14 +71,6 @@ def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Workers, "expire", lambda _: iter(()))
 
 
-def late_versions_are_taken(patch: pytest.MonkeyPatch) -> None:
-    def take(desk: TrainerDesk, version: int) -> None:
-        desk.book.version = version
-        desk.book.ledger.set_meta("version", str(version))
-
-    patch.setattr(TrainerDesk, "_note_version", take)
-
-
 KILLS = {"faults_per_s": 0.7, "fault_s": 20.0, "weights": {"kill datapipe": 1.0}}
 PLANTS: dict[str, tuple[Plant, dict[str, Any]]] = {
     "acknowledged before the write": (acknowledged_before_the_write, {}),
@@ -98,10 +89,6 @@ PLANTS: dict[str, tuple[Plant, dict[str, Any]]] = {
     "leases never expire": (
         leases_never_expire,
         {**KILLS, "weights": {"kill launcher": 1.0}, "workers": 3, "policy": "pace"},
-    ),
-    "late versions are taken": (
-        late_versions_are_taken,
-        {"eta": 0, "duplicates": 0.3, "net_latency_s": 0.1, "net_jitter": 2.0},
     ),
 }  # fmt: skip
 """By name: what is planted, and into which scenarios, to find it sooner."""

@@ -48,7 +48,7 @@ def desk(tmp_path: Path) -> Iterator[TrainerDesk]:
         writer=writer,
     )
     desk.sent = sent  # type: ignore[attr-defined]
-    desk.take(ROUTE, TrainerStart(0, 1, "first"))
+    desk.take(ROUTE, TrainerStart(0, 1, 1))
     desk.take(ROUTE, Published(0))
     for step in range(2):
         train(desk, step)
@@ -68,22 +68,31 @@ def train(desk: TrainerDesk, step: int) -> None:
 
 
 def test_a_start_that_comes_twice_rolls_nothing_back(desk: TrainerDesk) -> None:
-    desk.take(ROUTE, TrainerStart(0, 1, "first"))
+    desk.take(ROUTE, TrainerStart(0, 1, 1))
     assert desk.book.known_steps() == 2
     assert desk.sent[-1] == datapipe_trainer.messages.TrainerReady(0, 0)  # type: ignore[attr-defined]
-    desk.take(ROUTE, TrainerStart(0, 1, "second"))
+    desk.take(ROUTE, TrainerStart(0, 1, 2))
     assert desk.book.known_steps() == 0
     (again,) = desk.book.compose() or ()
     desk.take(ROUTE, StepReport(0, [h.trajectory_id for h in again.headers], {}))
     sent = len(desk.sent)  # type: ignore[attr-defined]
-    desk.take(ROUTE, TrainerStart(0, 1, "first"))
+    desk.take(ROUTE, TrainerStart(0, 1, 1))
     assert desk.book.known_steps() == 1, "of a trainer that is no more"
     assert len(desk.sent) == sent  # type: ignore[attr-defined]
 
 
+def test_tickets_grow_and_change_nothing(desk: TrainerDesk) -> None:
+    """Also those of the datapipe's next start are larger than all before."""
+    for _ in range(2):
+        desk.take(ROUTE, TrainerStart(0, 1))
+    first, second = desk.sent[-2:]  # type: ignore[attr-defined]
+    assert 0 < first.number < second.number < 2 * first.number
+    assert desk.book.known_steps() == 2
+
+
 def test_steps_are_reported_in_order(desk: TrainerDesk) -> None:
     """A dead trainer's report of a later step made the ledger forget the one between."""
-    desk.take(ROUTE, TrainerStart(0, 1, "second"))
+    desk.take(ROUTE, TrainerStart(0, 1, 2))
     batches = [desk.book.compose() or [] for _ in range(2)]
     ids = [[h.trajectory_id for group in groups for h in group.headers] for groups in batches]
     with pytest.raises(OutOfStep):
@@ -104,7 +113,7 @@ def test_a_late_version_is_not_taken(desk: TrainerDesk, late: int) -> None:
 
 
 def test_what_a_dead_trainer_says_after_a_roll_back_ends_nothing_else(desk: TrainerDesk) -> None:
-    desk.take(ROUTE, TrainerStart(1, 1, "second"))
+    desk.take(ROUTE, TrainerStart(1, 1, 2))
     desk.take(ROUTE, Published(2))
     assert desk.book.version is None, "of steps rolled back"
     for late in (BatchRequest(2, 0, 1), StepReport(1, ["g1/0/agent"], {})):
