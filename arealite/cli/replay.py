@@ -90,9 +90,10 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     if rows[-1][0] != len(rows) - 1:
         raise UserError(f"{paths.ledger} lacks steps. `arealite audit {paths.root}` says more.")
     begins = {int(file.stem): file for file in sorted(paths.configs.glob("*.yaml"))}
-    config, found = paths.config, list[Segment]()
+    config, found = begins.get(0, paths.config), list[Segment]()
     for step, ranks, _ in rows:
-        config = begins.get(step, config)
+        new = begins.get(step, config)
+        config = config if new.read_text() == config.read_text() else new
         if found and found[-1].ranks == ranks and found[-1].config == config:
             found.pop()
         found.append(Segment(config, ranks, step + 1))

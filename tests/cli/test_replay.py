@@ -23,14 +23,18 @@ Make = Callable[..., RunPaths]
 def make(tmp_path: Path) -> Make:
     """Write a run: ranks of each step, and the steps at which it was started."""
 
-    def build(*ranks: int, starts: tuple[int, ...] = (0,), fingerprint: str = "ab") -> RunPaths:
+    def build(
+        *ranks: int, starts: tuple[int, ...] = (0,), same: bool = False, fingerprint: str = "ab"
+    ) -> RunPaths:
         paths, model = RunPaths(tmp_path / "run"), tmp_path / "model"
         paths.configs.mkdir(parents=True)
         model.mkdir()
         (model / "config.json").touch()
         config = replace(ExperimentConfig(), model=ModelConfig(path=str(model)))
-        for file in (paths.config, *(paths.configs / f"{n:06d}.yaml" for n in starts)):
-            base_config.save(config, file)
+        base_config.save(config, paths.config)
+        for n in starts:
+            begun = config if same else replace(config, server_wait_s=float(n))
+            base_config.save(begun, paths.configs / f"{n:06d}.yaml")
         ledger = Ledger(paths.ledger, fingerprint={})
         for step, count in enumerate(ranks):
             ledger.train(StepReport(step, [], {}, count, fingerprint))
@@ -59,6 +63,11 @@ def test_a_run_is_cut_where_ranks_or_config_change(make: Make) -> None:
         Segment(third, 2, 6),
     ]
     assert segments(paths, 3)[-1] == Segment(second, 1, 3)
+
+
+def test_a_run_started_again_as_it_was_is_not_cut(make: Make) -> None:
+    paths = make(1, 1, 1, starts=(0, 2), same=True)
+    assert segments(paths, None) == [Segment(paths.configs / "000000.yaml", 1, 3)]
 
 
 @pytest.mark.parametrize(
