@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
 from arealite.cli import configs, options
+from arealite.system import vitals
 from arealite.system.locks import held
 
 
@@ -40,4 +41,5 @@ def main(argv: Sequence[str]) -> int:
         paths.logs.mkdir(parents=True, exist_ok=True)
         with held(paths.root / ".lock", fix=fix):  # the folder may be another one than before
             config = resume.settle(config)
+            vitals.start("launcher-0", names / "vitals")
             return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]

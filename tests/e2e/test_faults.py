@@ -133,6 +133,17 @@ def test_a_stopped_role_is_named_and_replaced(live: Live, name: str) -> None:
     live.goes_on()
 
 
+def test_a_stopped_launcher_is_named_by_why(live: Live) -> None:
+    """Nobody is above it: the run goes on, and who asks is told."""
+    live.place.launcher.send_signal(signal.SIGSTOP)
+    try:
+        until(lambda: "launcher-0 is STOPPED" in live.why(), what="why", seconds=NAMED_S)
+        live.goes_on()
+    finally:
+        live.place.launcher.send_signal(signal.SIGCONT)
+    live.goes_on()
+
+
 @pytest.mark.parametrize("order", ["block", "spin"])
 def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
     since, victim = len(live.shown()), live.role("rollout-0")

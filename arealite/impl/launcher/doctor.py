@@ -75,6 +75,7 @@ class Doctor:
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
         if is_due and pid is not None and pid in self.pids():
             self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
+            del self._seen[finding.culprit, finding.cause]  # the successor's trouble is news
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 

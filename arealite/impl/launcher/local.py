@@ -21,6 +21,7 @@ from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import Child, free_port, spawn, threads
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
+from arealite.system import vitals
 from arealite.system.audit import audit
 from arealite.system.diagnosis import examine
 from arealite.system.explain import explain
@@ -64,6 +65,7 @@ class LocalLauncher(Launcher):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        vitals.watch(loop)
         doctor = asyncio.ensure_future(self._doctor().run())
         try:
             code = await self._watch()
