@@ -210,16 +210,13 @@ def test_a_folder_that_cannot_be_made_is_only_logged(tmp_path: Path, capfd) -> N
     assert "no vitals" in "".join(capfd.readouterr())
 
 
-async def test_512_waits_cost_less_than_half_a_percent_of_a_core(tmp_path: Path) -> None:
+async def test_a_thousand_waits_are_two_lines(tmp_path: Path) -> None:
     limits, loop = Limits(), asyncio.get_running_loop()
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(512):
             for what in (f"episode g{number}/0", f"g{number}/0/agent/0"):
                 limit = Limit(limits, loop.time() + 60, what=what, owner="x", on="llm_server-1")
                 stack.enter_context(limit)
-        times: list[float] = []
-        for _ in range(7):
-            begin = time.thread_time()
-            recorder.beat()
-            times.append(time.thread_time() - begin)
-    assert sorted(times)[3] < 0.005 * vitals.BEAT_S
+        recorder.beat()
+        shown = [wait for wait in recorder.vitals.waits if wait.on == "llm_server-1"]
+    assert sorted(wait.count for wait in shown) == [512, 512]
