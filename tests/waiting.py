@@ -1,9 +1,14 @@
-"""Waiting with a deadline for what another process does and no event of this one can tell."""
+"""Waiting with a deadline for what another process does and no event of this one can tell, and the
+other side of a wait."""
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 
 def until(condition: Callable[[], object], *, what: str, seconds: float = 20.0) -> None:
@@ -12,3 +17,27 @@ def until(condition: Callable[[], object], *, what: str, seconds: float = 20.0) 
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.01)
+
+
+def settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    """Give a future what its job returned or raised, unless nobody waits any more."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+@contextmanager
+def spawned(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command for the body's time, its words in `stdout`; it is killed at the end."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

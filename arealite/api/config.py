@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from arealite.api.datapipe import DatapipeConfig
 from arealite.api.fields import opt, sub
-from arealite.api.launcher import DatapipeConfig, LauncherConfig
+from arealite.api.launcher import LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base.names import RunPaths

@@ -14,27 +14,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatapipeConfig:
-    """The process between rollout workers and trainer."""
-
-    lease_ttl_s: float = opt(
-        15.0, "a worker silent for this long loses its leases; they are offered again"
-    )
-    commit_interval_s: float = opt(
-        0.005, "results are gathered this long for one ledger transaction"
-    )
-    max_failed_share: float = opt(
-        0.5, "share of failed episodes, over the last 256, that stops the run"
-    )
-    stall_timeout_s: float = opt(
-        300.0, "no finished episode for this long, while some are due, stops the run"
-    )
-    pace_report_share: float = opt(
-        0.2, "share of time lost to pacing above which the slow episodes are named"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class LocalLauncherConfig:
     """All roles on this machine."""
 

@@ -112,17 +112,14 @@ def load(file: Path) -> ExperimentConfig:
 
 async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
     """Run a segment's processes to their end; return 0, or the first other exit code."""
-    from arealite.impl.launcher.processes import PARENT, free_port, threads
+    from arealite.impl.launcher.processes import PARENT, rank_environments, threads
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
     shared = os.environ | threads(load(segment.config).launcher.local.trainer_threads)
-    shared |= {"WORLD_SIZE": str(segment.ranks), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), PARENT: str(os.getpid())}
+    shared |= {PARENT: str(os.getpid())}
     ranks = [
-        await asyncio.create_subprocess_exec(
-            *command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(segment.ranks)
+        await asyncio.create_subprocess_exec(*command, env=shared | rank)
+        for rank in rank_environments(segment.ranks)
     ]
     try:
         for ended in asyncio.as_completed([rank.wait() for rank in ranks]):

@@ -47,6 +47,8 @@ class Finding:
     """Of what blocks it, where known."""
     victims: tuple[str, ...] = ()
     """Who waits for it: "trainer-0: batch 12, 8.2 s"."""
+    pid: int = 0
+    """Of the process that was found so; 0: not one of this host."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def examine(
     for role in roles.values():
         limit_s = silent_s if role.state else max(silent_s, REMOTE_SILENT_S)
         if (finding := role.finding(silent_s=limit_s, blocked_s=blocked_s)) is not None:
-            found[role.name] = finding
+            found[role.name] = replace(finding, pid=role.vitals.pid if role.state else 0)
     silent = [name for name, finding in found.items() if finding.cause == "silent"]
     if silent and (why := _unwritable(folder)):  # then silence tells nothing
         found = {name: each for name, each in found.items() if name not in silent}

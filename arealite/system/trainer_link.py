@@ -164,7 +164,7 @@ class TrainerLink:
         *,
         shown: Wait,
     ) -> Answer | None:
-        name = wire.request_name(request)
+        name = shown.what
         waited = looked_up = asked = time.monotonic()
         if self._socket is None:
             self._connect()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from arealite.base.names import RunPaths
 from arealite.impl.publisher.staging import TMPFS
 from arealite.system.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
-from tests.waiting import until
+from tests.waiting import spawned, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -97,19 +97,14 @@ def names(folder: Path) -> list[str]:
     return ["experiment_name=e2e", "trial_name=kills", f"cluster.name_root={folder / 'names'}"]
 
 
-@contextmanager
-def start(site: Site, folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def start(
+    site: Site, folder: Path, *overrides: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run train.py as a person would, with two ranks and a checkpoint every two steps."""
     fast = ["dataset.eval=null", "logger.types=[]", "trainer.ppo.checkpoint.export=false"]
     two = ["launcher.local.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
     command = site.command(folder, *names(folder), *fast, *two, *overrides)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
-    ) as train:
-        try:
-            yield train
-        finally:
-            train.kill()
+    return spawned(command, ENVIRONMENT)
 
 
 def leftovers() -> set[Path]:

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tests.waiting import settle
+
 STEP_S = 2e-6
 """What running one handle takes."""
 MAX_HANDLES = 3_000_000
@@ -140,7 +142,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             result, error = job(), None
         except Exception as raised:  # noqa: BLE001  (handed on)
             result, error = None, raised
-        self.call_later(self.executor_delay(), _finish, future, result, error)
+        self.call_later(self.executor_delay(), settle, future, result, error)
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
         current.get(ROOT).on_term = functools.partial(callback, *args)
@@ -220,15 +222,6 @@ def context_of(process: Process) -> contextvars.Context:
     context = contextvars.Context()
     context.run(current.set, process)
     return context
-
-
-def _finish(future: SimFuture, result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 def end_all(loop: VirtualLoop, processes: list[Process]) -> None:

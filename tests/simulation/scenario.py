@@ -9,8 +9,8 @@ from typing import Any
 
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ExperimentConfig
+from arealite.api.datapipe import DatapipeConfig
 from arealite.api.env import EnvConfig
-from arealite.api.launcher import DatapipeConfig
 from arealite.api.task import Task
 
 FAULTS = {

@@ -14,12 +14,13 @@ from typing import Any
 import zmq
 
 from arealite.api.config import ExperimentConfig
-from arealite.api.launcher import DatapipeConfig
+from arealite.api.datapipe import DatapipeConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.datapipe import Datapipe
 from arealite.system.worker_link import WorkerLink
+from tests.waiting import settle
 
 
 def tasks(count: int, split: str = "train") -> list[Task]:
@@ -155,18 +156,9 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         try:
             value = function()
         except BaseException as error:  # noqa: BLE001  (handed to the test)
-            loop.call_soon_threadsafe(_set, result, None, error)
+            loop.call_soon_threadsafe(settle, result, None, error)
         else:
-            loop.call_soon_threadsafe(_set, result, value, None)
+            loop.call_soon_threadsafe(settle, result, value, None)
 
     threading.Thread(target=body, daemon=True).start()
     return await result
-
-
-def _set(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(value)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arealite.base import log
-from arealite.system.diagnosis import Finding, examine, read
+from arealite.system.diagnosis import Finding, examine
 
 EXAMINE_S = 1.0
 QUIET_S = 10.0
@@ -49,20 +49,15 @@ class Doctor:
         while True:
             await asyncio.sleep(EXAMINE_S)
             try:
-                findings, pids = await asyncio.to_thread(self._look)
+                findings = await asyncio.to_thread(examine, self.folder)
             except Exception as error:  # noqa: BLE001  (who looks must not end what it looks at)
                 logger.warning("no diagnosis", error=repr(error))
                 continue
             for finding in findings:
                 self._tell(finding)
                 if (finding.culprit, finding.cause) in before:  # else we may all have been held
-                    self._heal(finding, pids.get(finding.culprit))
+                    self._heal(finding)
             before = {(finding.culprit, finding.cause) for finding in findings}
-
-    def _look(self) -> tuple[list[Finding], dict[str, int]]:
-        # First the pids: a successor must not be killed for what was found of the one before.
-        pids = {role.name: role.vitals.pid for role in read(self.folder) if role.state}
-        return examine(self.folder), pids
 
     def _tell(self, finding: Finding) -> None:
         key, now = (finding.culprit, finding.cause), time.monotonic()
@@ -70,14 +65,14 @@ class Doctor:
             self.say(describe(finding))
         self._seen[key] = now
 
-    def _heal(self, finding: Finding, pid: int | None) -> None:
+    def _heal(self, finding: Finding) -> None:
         limits = {"stopped": self.silent_s, "silent": self.silent_s, "blocked": self.blocked_s}
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
-        if is_due and pid is not None and pid in self.pids():
+        if is_due and finding.pid in self.pids():  # not a successor's, which has another
             self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
             del self._seen[finding.culprit, finding.cause]  # the successor's trouble is news
             with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(finding.pid, signal.SIGKILL)
 
 
 def describe(finding: Finding) -> str:

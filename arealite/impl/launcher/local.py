@@ -18,7 +18,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.doctor import Doctor
-from arealite.impl.launcher.processes import Child, free_port, spawn, threads
+from arealite.impl.launcher.processes import Child, rank_environments, spawn, threads
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
 from arealite.system import vitals
@@ -100,12 +100,10 @@ class LocalLauncher(Launcher):
     async def _start(self, role: Role) -> None:
         """Start all processes of a role."""
         shared, role.children = threads(self.options.trainer_threads), []
-        if role is self.trainer:
-            shared |= {"WORLD_SIZE": str(len(role.names)), "MASTER_ADDR": "127.0.0.1"}
-            shared |= {"MASTER_PORT": str(free_port())}
-        for name in role.names:
+        count = len(role.names)
+        own = rank_environments(count) if role is self.trainer else [dict[str, str]()] * count
+        for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
-            rank = {"RANK": index, "LOCAL_RANK": index} if role is self.trainer else {}
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
             role.children.append(await spawn(name, command, log=log, environment=shared | rank))
 

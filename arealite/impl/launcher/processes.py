@@ -130,6 +130,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def rank_environments(count: int) -> list[dict[str, str]]:
+    """Return what each of `count` ranks on this host has to know to find the others."""
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
 def threads(count: int) -> dict[str, str]:
     """Keep maths libraries from taking every core for each process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}

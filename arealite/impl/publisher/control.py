@@ -101,7 +101,7 @@ class Server:
         if Path(self.folder).is_absolute():
             held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
             check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
-        async with self._bounded("an answer to a greeting", CONTINUE_S):
+        async with self.bounded("an answer to a greeting", CONTINUE_S):
             await self.demand("/continue_generation", {})  # so that it can generate
         spec, info = await self._get("/openapi.json"), await self._get("/server_info")
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
@@ -130,7 +130,7 @@ class Server:
         """
         begin = paused = time.perf_counter()
         try:
-            async with self._bounded(f"version {version}", seconds):
+            async with self.bounded(f"version {version}", seconds):
                 flush = await self.pause(mode)
                 paused = time.perf_counter()
                 await load(self, flush)
@@ -199,7 +199,7 @@ class Server:
 
     async def resume(self) -> None:
         """Continue; a broken server loses its version first, and stays paused if it cannot."""
-        async with self._bounded("a continue", CONTINUE_S):
+        async with self.bounded("a continue", CONTINUE_S):
             if self.broken:
                 if not self.can.relabel:
                     return
@@ -218,7 +218,7 @@ class Server:
 
     async def version(self) -> str | None:
         """Ask which version it holds; None where the server does not say."""
-        async with self._bounded("model info", CONTINUE_S):
+        async with self.bounded("model info", CONTINUE_S):
             return (await self._get("/model_info", needed=True)).get("weight_version")
 
     async def fingerprint(self) -> str | tuple[float, ...]:
@@ -242,7 +242,8 @@ class Server:
 
     # ------------------------------------------------------------ inside
 
-    def _bounded(self, what: str, seconds: float) -> AbstractAsyncContextManager[Timeout]:
+    def bounded(self, what: str, seconds: float) -> AbstractAsyncContextManager[Timeout]:
+        """Bound a wait for this server; see `deadline`."""
         return deadline(what, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:

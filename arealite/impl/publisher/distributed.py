@@ -29,7 +29,6 @@ from arealite.impl.publisher.control import FAILURES, Refused, Server
 from arealite.impl.publisher.servers import MAX_DOUBTS, RETRY_S, ServersPublisher
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Bucket, pack
-from arealite.system.deadlines import deadline
 
 logger = log.get(__name__)
 
@@ -314,8 +313,7 @@ class DistributedPublisher(ServersPublisher):
 
         async def bounded(server: Server) -> None:
             left = max(0.1, update.until - time.monotonic())
-            what, on = f"{server.id} to take weights", server.role
-            async with deadline(what, owner="publisher", on=on, seconds=left):
+            async with server.bounded(f"{server.id} to take weights", left):
                 await do(server)
 
         tasks = {asyncio.ensure_future(bounded(server)): server for server in update.servers}

@@ -26,7 +26,6 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, PushTimes, Server
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.verify import Print, wrong
-from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
 from arealite.system.vitals import watch as watch_loop
 
@@ -222,9 +221,7 @@ class ServersPublisher(WeightPublisher):
                 if server.held == version and (not ask or await server.version() == str(version)):
                     return
                 server.held = None
-                seconds = self.config.timeout_s
-                what, on = f"{server.id} to answer", server.role
-                async with deadline(what, owner="publisher", on=on, seconds=seconds):
+                async with server.bounded(f"{server.id} to answer", self.config.timeout_s):
                     await server.connect(self.shapes)
                 await self.bring(server, version)
                 server.error = None

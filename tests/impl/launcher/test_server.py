@@ -3,18 +3,17 @@ to."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import spawned, until
 
 RUN = """
 import sys
@@ -45,17 +44,9 @@ SERVES = BEGIN + (
 DEAF = SERVES.replace("lambda *_: over.set()", "signal.SIG_IGN")
 
 
-@contextlib.contextmanager
-def kept(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+def kept(folder: Path, script: str) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-c", RUN, str(folder), script]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return spawned(command, os.environ | {"PYTHONPATH": os.getcwd()})
 
 
 def lives(folder: Path) -> list[int]:
