@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 
-def until(condition: Callable[[], object], *, what: str, seconds: float = 20.0) -> None:
-    """Return as soon as `condition()` is true; fail the test when it does not come true in time."""
+
+def until(
+    condition: Callable[[], object], *, what: str | Callable[[], str], seconds: float = 20.0
+) -> None:
+    """Return as soon as `condition()` is true; fail the test when it does not come true in time.
+
+    `what` may be a function, for words that are known only at the end.
+    """
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        if time.monotonic() >= end:
+            pytest.fail(f"waited {seconds} s for {what() if callable(what) else what}")
         time.sleep(0.01)
 
 

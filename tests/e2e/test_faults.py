@@ -60,8 +60,15 @@ class Live:
             new = self.shown()[since:].splitlines()
             return any(all(word in line for word in words) for line in new)
 
-        until(found, what=f"a line with {words} in:\n{self.shown()[since:]}", seconds=NAMED_S)
+        what = lambda: f"a line with {words} in:\n{self.shown()[since:]}"  # noqa: E731
+        until(found, what=what, seconds=NAMED_S)
         return time.monotonic() - begin
+
+    def order(self, order: str) -> None:
+        """Have the environment do harm, and wait until it begins: a worker may just be starting."""
+        self.orders.write_text(order)
+        taken = lambda: not self.orders.exists()  # noqa: E731
+        until(taken, what=f"somebody to take the order {order}", seconds=HEALED_S)
 
     def goes_on(self) -> None:
         """Wait until two more steps are trained."""
@@ -147,16 +154,14 @@ def test_a_stopped_launcher_is_named_by_why(live: Live) -> None:
 @pytest.mark.parametrize("order", ["block", "spin"])
 def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
     since, victim = len(live.shown()), live.role("rollout-0")
-    live.orders.write_text(order)
+    live.order(order)
     live.named("rollout-0", "blocked", "faulty.py", since=since)
     until(lambda: not victim.is_running(), what="it to be killed", seconds=HEALED_S)
-    assert not live.orders.exists(), "the order was carried out"
     live.goes_on()
 
 
 def test_an_environment_that_never_returns(live: Live) -> None:
-    live.orders.write_text("hang")
-    until(lambda: not live.orders.exists(), what="somebody to take the order", seconds=NAMED_S)
+    live.order("hang")
     until(lambda: "environment" in live.why(), what="why to name it", seconds=NAMED_S)
     timed_out = lambda: audit(live.paths.ledger).failures_by_class.get("episode_timeout")  # noqa: E731
     until(timed_out, what="the episode's failure", seconds=NAMED_S)
@@ -166,6 +171,7 @@ def test_an_environment_that_never_returns(live: Live) -> None:
 def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
     since, victim = len(live.shown()), live.role("trainer-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
+    until(lambda: not victim.is_running(), what="a checkpoint to fail", seconds=HEALED_S)
     live.named("trainer-0 died", "File too large", since=since)
     live.goes_on()
 

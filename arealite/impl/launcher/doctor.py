@@ -24,6 +24,9 @@ QUIET_S = 10.0
 """A finding that was away for this long is new."""
 FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 
+Trouble = tuple[str, str, int]
+"""Who, what, and its process: the same trouble of a successor is another."""
+
 logger = log.get(__name__)
 
 
@@ -39,13 +42,13 @@ class Doctor:
     blocked_s: float = 60.0
     """How long a child may be silent or stopped, and blocked."""
     is_shown: Callable[[Finding], bool] = lambda finding: True
-    _seen: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    """When each finding was there last."""
+    _seen: dict[Trouble, float] = field(default_factory=dict["Trouble", float])
+    """When each was there last."""
 
     async def run(self) -> None:
         """Examine until cancelled. Waits for: the clock. Unblocks: everyone who waits for a role
         that does nothing."""
-        before = set[tuple[str, str]]()
+        before = set[Trouble]()
         while True:
             await asyncio.sleep(EXAMINE_S)
             try:
@@ -55,12 +58,12 @@ class Doctor:
                 continue
             for finding in findings:
                 self._tell(finding)
-                if (finding.culprit, finding.cause) in before:  # else we may all have been held
+                if trouble(finding) in before:  # else we may all have been held
                     self._heal(finding)
-            before = {(finding.culprit, finding.cause) for finding in findings}
+            before = {trouble(finding) for finding in findings}
 
     def _tell(self, finding: Finding) -> None:
-        key, now = (finding.culprit, finding.cause), time.monotonic()
+        key, now = trouble(finding), time.monotonic()
         if now - self._seen.get(key, -math.inf) > QUIET_S and self.is_shown(finding):
             self.say(describe(finding))
         self._seen[key] = now
@@ -70,9 +73,13 @@ class Doctor:
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
         if is_due and finding.pid in self.pids():  # not a successor's, which has another
             self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
-            del self._seen[finding.culprit, finding.cause]  # the successor's trouble is news
             with suppress(ProcessLookupError):
                 os.killpg(finding.pid, signal.SIGKILL)
+
+
+def trouble(finding: Finding) -> Trouble:
+    """Tell a finding from others, and from the same of another process."""
+    return finding.culprit, finding.cause, finding.pid
 
 
 def describe(finding: Finding) -> str:
