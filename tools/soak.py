@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ MEAN_S = 1.2
 """Between two kills; a kill may fall while another role is still coming back."""
 BACK_S = 60.0
 """A role that is not back after this long has not come back."""
+PROMPT_S = 3.0
+"""Within this a launcher brings worker and datapipe back, and a server's parent its server."""
 LEVEL = 0.6
 """Held-out accuracy that a run must reach; the demo starts at 0.3 and ends near 0.78."""
 OVERRIDES = [
@@ -63,6 +66,19 @@ class Kill:
     at_s: float
     back_s: float | None = None
     """From the kill to the first sight of its successor; None: not seen (yet)."""
+    launcher_died: bool = False
+    """Before it was back: it had to wait until another launcher had come up."""
+
+    @property
+    def kind(self) -> str:
+        """The role without its number."""
+        return self.role.split("-")[0]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it came back later than promised."""
+        promised = self.kind not in ("trainer", "launcher") and not self.launcher_died
+        return promised and self.back_s is not None and self.back_s > PROMPT_S
 
 
 @dataclass
@@ -192,9 +208,8 @@ class Killer:
         roles[name].kill()
         if name == "launcher":
             self.site.launcher.wait()
-            for other in roles:  # they die with it, and are not witnessed one by one
-                if other.split("-")[0] != "llm_server":
-                    self._gone.pop(other, None)
+            for pending in self._gone.values():
+                pending.launcher_died = pending.kind != "llm_server"
         else:
             roles[name].wait(10)  # raises TimeoutExpired if it survived
         if psutil.pid_exists(kill.pid) and psutil.Process(kill.pid) == roles[name]:
@@ -317,17 +332,21 @@ def make_site(kit: Path, number: int, seed: int) -> Site:
 def summarize(kills: list[Kill], runs: list[dict[str, float]], *, seconds: float) -> int:
     """Print the table and write the JSON file."""
     rows: dict[str, list[float]] = {}
-    for kill in kills:
-        if kill.back_s is not None:
-            rows.setdefault(kill.role.split("-")[0], []).append(kill.back_s)
+    seen = [kill for kill in kills if kill.back_s is not None]
+    for kill in seen:
+        row = "no launcher" if kill.launcher_died else kill.kind
+        rows.setdefault(row, []).append(kill.back_s or 0.0)
     print(f"{'role':<12}{'kills':>7}{'back, median s':>16}{'slowest s':>11}")
     for role, times in sorted(rows.items()):
         print(f"{role:<12}{len(times):>7}{statistics.median(times):>16.2f}{max(times):>11.2f}")
+    late = [kill for kill in seen if kill.is_late]
     result = {
-        "witnessed_kills": sum(map(len, rows.values())),
-        "unwitnessed_kills": sum(kill.back_s is None for kill in kills),
-        "kills_by_role": {role: len(times) for role, times in rows.items()},
+        "witnessed_kills": len(seen),
+        "unwitnessed_kills": len(kills) - len(seen),
+        "kills_by_role": dict(Counter(kill.kind for kill in seen)),
         "back_s_by_role": {role: statistics.median(times) for role, times in rows.items()},
+        "slowest_s_by_role": {role: max(times) for role, times in rows.items()},
+        "late": len(late),
         "lost": sum(run["lost"] for run in runs),
         "repeated": sum(run["repeated"] for run in runs),
         "accuracies": [run["accuracy"] for run in runs],
@@ -336,6 +355,9 @@ def summarize(kills: list[Kill], runs: list[dict[str, float]], *, seconds: float
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if "by_role" not in k}))
+    if late:
+        said = ", ".join(f"{kill.role} {kill.back_s:.1f} s" for kill in late)
+        raise SoakError(f"{len(late)} came back later than after {PROMPT_S:g} s: {said}")
     return 0
 
 

@@ -39,14 +39,15 @@ class LocalLauncher(Launcher):
         self.options = config.launcher.local
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
-        self.progress = Progress(self.paths.metrics, config.trainer.ppo.total_steps)
+        total, evaluates = config.trainer.ppo.total_steps, config.dataset.eval is not None
+        self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
         self.trainer = self._role(*ranks, leads=True)
         self.roles = [self.datapipe, *rollouts, self.trainer]
         self.over = asyncio.Event()
-        """Set when processes may leave: all steps are trained, or a person stops the run."""
+        """Set when processes may leave: all is trained and evaluated, or a person stops the run."""
         self._stops = 0
 
     def _role(self, *names: str, leads: bool = False) -> Role:

@@ -27,20 +27,23 @@ class Progress:
     """Shows one line a step: rewritten in place on a terminal, printed every `every` steps
     elsewhere."""
 
-    def __init__(self, metrics: Path, total_steps: int, *, every: int = 5) -> None:
+    def __init__(
+        self, metrics: Path, total_steps: int, *, evaluates: bool = False, every: int = 5
+    ) -> None:
         self._file = metrics
         self._inode = self._offset = 0
         self._since = time.time()
         self._total = total_steps
         self.newest = -1
         """The furthest step that was trained since."""
+        self._evaluates, self._evaluated = evaluates, -1
         self._every = every
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is trained."""
-        return self.newest + 1 >= self._total
+        """Whether the last step is trained and, where the run `evaluates`, evaluated."""
+        return (self._evaluated if self._evaluates else self.newest + 1) >= self._total
 
     def poll(self) -> None:
         """Show what was written since the last call."""
@@ -63,7 +66,7 @@ class Progress:
         """Show one line of metrics."""
         step = int(metrics["step"])
         if "eval/accuracy" in metrics:
-            accuracy = metrics["eval/accuracy"]
+            self._evaluated, accuracy = step, metrics["eval/accuracy"]
             self._console.print(f"eval at step {step}: held-out accuracy {accuracy:.3f}")
         if "reward/mean" not in metrics:
             return

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig
+from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig, LocalLauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.impl.launcher import supervisor
@@ -63,11 +63,13 @@ class ScriptedLauncher(LocalLauncher):
         restarts: int = 0,
         silent_s: float = 8.0,
         steps: int = 1,
+        held_out: str | None = None,
     ) -> None:
         config = ExperimentConfig(
             experiment_name="e",
             trial_name="t",
             cluster=ClusterConfig(name_root=str(root / "names"), run_root=str(root)),
+            dataset=DatasetConfig(eval=held_out),
             trainer=TrainerConfig(ppo=PPOConfig(total_steps=steps)),
             launcher=LauncherConfig(
                 local=LocalLauncherConfig(
@@ -90,7 +92,12 @@ class ScriptedLauncher(LocalLauncher):
 def run(
     root: Path, *, drain_s: float = 20.0, restarts: int = 0, steps: int = 1, **scripts: str
 ) -> tuple[int, str, LocalLauncher]:
-    launcher = ScriptedLauncher(root, scripts, drain_s=drain_s, restarts=restarts, steps=steps)
+    return launched(
+        ScriptedLauncher(root, scripts, drain_s=drain_s, restarts=restarts, steps=steps)
+    )
+
+
+def launched(launcher: ScriptedLauncher) -> tuple[int, str, LocalLauncher]:
     shown: list[str] = []
     launcher.progress.say = shown.append  # type: ignore[method-assign]
     code = launcher.run()
@@ -319,6 +326,26 @@ def test_who_leaves_before_the_run_is_over_has_died(
     assert code == 1
     name = "trainer-1" if role == "trainer" else f"{role}-0"
     assert f"{name} died (left too early)" in shown
+
+
+def test_a_worker_that_leaves_before_the_last_evaluation_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervisor, "EARLY_S", 1.0)  # more than it takes to see the last step
+    trained, lives, done = tmp_path / "trained", tmp_path / "lives", tmp_path / "done"
+    evaluated = trains(1).replace("reward/mean", "eval/accuracy")
+    trainer = f"""
+{trains(0)}
+open({str(trained)!r}, "w")
+while not os.path.exists({str(lives)!r}) or len(open({str(lives)!r}).read()) < 2: time.sleep(0.01)
+{evaluated}
+open({str(done)!r}, "w")
+"""
+    rollout = nth(lives, after(trained), then=after(done))
+    scripts = {"datapipe": after(done), "rollout": rollout, "trainer": trainer}
+    code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, restarts=5, held_out="some"))
+    assert code == 0, shown
+    assert "rollout-0 died (left too early); started again (1 of 5)" in shown
 
 
 def test_a_role_that_dies_after_the_trainers_end_is_not_needed(tmp_path: Path):

@@ -53,3 +53,14 @@ def test_log_lines_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureF
 def test_evaluations_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/accuracy": 0.25})
     assert capsys.readouterr().out == "eval at step 2: held-out accuracy 0.250\n"
+
+
+def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Path):
+    plain, evaluates = (Progress(tmp_path / "m", 3, evaluates=each) for each in (False, True))
+    for progress in (plain, evaluates):
+        progress.show({"step": 1, "time": 0.0, "eval/accuracy": 0.25})
+        assert not progress.finished
+        progress.show(json.loads(line(2, at=0.0)))
+    assert plain.finished and not evaluates.finished
+    evaluates.show({"step": 3, "time": 0.0, "eval/accuracy": 0.5})
+    assert evaluates.finished
