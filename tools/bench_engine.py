@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.algo.losses import make_policy_loss
 from arealite.algo.packing import microbatches
-from arealite.api.engine import FSDPConfig, LossInput, OptimizerConfig, Sequence
-from arealite.api.trainer import LossConfig
+from arealite.api.algorithm import LossConfig
+from arealite.api.engine import LossInput, Sequence, Training
+from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.impl.engine.batch import collate
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.model import LogprobModel
@@ -62,10 +63,8 @@ def engine_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
     engine = FSDPEngine(
         FSDPConfig(),
         model_path=str(path),
-        lr=1e-4,
-        optimizer=OptimizerConfig(),
-        total_updates=100,
         seed=0,
+        training=Training(OptimizerConfig(), 1e-4, 100),
     )
 
     def step() -> None:
@@ -81,7 +80,7 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM
 
     causal_lm = AutoModelForCausalLM.from_pretrained(path)
-    model = LogprobModel(causal_lm, chunk=FSDPConfig().logprob_chunk_tokens)
+    model = LogprobModel(causal_lm, logits_chunk=FSDPConfig().logits_chunk)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     device = torch.device("cpu")
 
@@ -97,7 +96,7 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
             for part in batches(half):
                 batch = collate(part, device)
                 outputs = model(batch)
-                LOSS(LossInput(*outputs, batch.rows_N, batch.fields))[0].backward()
+                LOSS(LossInput(outputs, batch.rows_N, batch.fields))[0].backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adamw.step()
             adamw.zero_grad()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossFn, LossInput
-from arealite.api.trainer import LossConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: exp of more is inf, and inf · 0 would make a gradient NaN."""
@@ -28,7 +28,7 @@ def make_policy_loss(config: LossConfig) -> LossFn:
         advantages_N = batch.fields["advantages"]
         prox_N, behav_N = batch.fields["prox_logprobs"], batch.fields["behav_logprobs"]
         old_N = prox_N if config.decoupled else behav_N
-        log_ratio_N = (batch.logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio_N = (batch.outputs["logprobs"] - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio_N = log_ratio_N.exp()
         clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
         terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
@@ -46,7 +46,7 @@ def make_policy_loss(config: LossConfig) -> LossFn:
                 "approx_kl": ratio_N - 1.0 - log_ratio_N,
                 "clip_frac_low": (ratio_N < 1.0 - config.eps_low) & (advantages_N < 0),
                 "clip_frac_high": (ratio_N > 1.0 + config.eps_high) & (advantages_N > 0),
-                "entropy": batch.entropy_N,
+                "entropy": batch.outputs["entropy"],
                 "behav_weight": behav_weight_N,
                 "behav_weight_sq": behav_weight_N.square(),
                 "behav_capped_frac": behav_weight_N < raw_N,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from arealite.api.engine import OptimizerConfig
+from arealite.api.engine_config import OptimizerConfig
 from arealite.base.errors import UserError
 
 KINDS = ("constant", "linear", "cosine")

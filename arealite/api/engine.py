@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.engine_config import OptimizerConfig
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -19,38 +19,19 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule; the learning rate itself stands beside the algorithm."""
-
-    beta1: float = opt(0.9, "AdamW")
-    beta2: float = opt(0.95, "AdamW")
-    eps: float = opt(1e-8, "AdamW")
-    weight_decay: float = opt(0.0, "AdamW, on matrices only")
-    clip_grad_norm: float = opt(1.0, "global norm; 0 leaves gradients as they are")
-    schedule: Literal["constant", "linear", "cosine"] = opt("constant", "after the warm-up")
-    warmup_steps: int = opt(10, "optimizer updates of linear warm-up")
-    min_lr_ratio: float = opt(0.0, "end of the decay, as a share of lr")
+Head = Literal["lm", "value"]
+"""What a model computes of each token: its logprob and entropy, or one number (critics, reward
+models)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
-    """Fully sharded data parallelism (FSDP2) over all ranks."""
+@dataclass(frozen=True)
+class Training:
+    """What an engine needs to train; one without it is frozen: a reference policy."""
 
-    max_tokens_per_microbatch: int = opt(
-        8192, "padded tokens of a micro-batch; one longer row is allowed"
-    )
-    dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; masters are float32")
-    gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
-    logprob_chunk_tokens: int = opt(4096, "tokens whose logits exist at one time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainEngineConfig:
-    """Which engine holds the model."""
-
-    type: str = opt("fsdp", "name in the table of engines")
-    fsdp: FSDPConfig = sub(FSDPConfig, "options of type=fsdp")
+    optimizer: OptimizerConfig
+    lr: float
+    total_updates: int
+    """At which a schedule ends."""
 
 
 @dataclass
@@ -60,7 +41,8 @@ class Sequence:
     tokens: np.ndarray
     """int32 [T]"""
     loss_mask: np.ndarray
-    """bool [T]: the tokens whose logprob enters the loss; never the first."""
+    """bool [T]: the tokens that enter the loss, never the first. What an engine computes of token t
+    comes from the tokens before it: its logprob, or the value of the state it was sampled in."""
     temperature: float
     fields: dict[str, np.ndarray] = field(default_factory=lambda: dict[str, "np.ndarray"]())
     """float32 [T] each: behav_logprobs, prox_logprobs, advantages, loss_weight, …"""
@@ -71,10 +53,9 @@ class LossInput:
     """What a loss function sees of one micro-batch; flat over its loss tokens N (loss_mask true,
     row after row)."""
 
-    logprobs_N: torch.Tensor
-    """Under the current parameters, with gradient."""
-    entropy_N: torch.Tensor
-    """Of the whole next-token distribution, with gradient."""
+    outputs: dict[str, torch.Tensor]
+    """float32 [N] each, under the current parameters, with gradient. Head lm: `logprobs` at the
+    row's temperature, `entropy` of the whole next-token distribution. Head value: `values`."""
     rows_N: torch.Tensor
     """int64: which row of the micro-batch each token is of; for sequence-level ratios."""
     fields: dict[str, torch.Tensor]
@@ -95,8 +76,9 @@ class TrainEngine(ABC):
     @abstractmethod
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return (logprobs, entropies), float32 [T] a row, 0 outside loss_mask; no gradient.
+    ) -> dict[str, list[np.ndarray]]:
+        """Return the head's outputs (see LossInput), float32 [T] a row, 0 outside loss_mask; no
+        gradient.
 
         `all_lengths[r]` are the row lengths of rank r, so that all ranks run the same number of
         micro-batches.
@@ -104,11 +86,18 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def train_batch(
-        self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: LossFn
+        self,
+        rows: list[Sequence],
+        all_lengths: list[list[int]],
+        loss_fn: LossFn,
+        *,
+        together: int = 1,
     ) -> dict[str, float]:
         """Apply one optimizer update over all rows of all ranks; return summed stats, `grad_norm`,
         `lr`.
 
+        Each `together` consecutive rows stand in one micro-batch, in their order: pairs of which
+        one is preferred.
         A non-finite gradient norm skips the update and returns `skipped_update` 1.
         """
 
@@ -143,5 +132,9 @@ class TrainEngine(ABC):
 
 
 engines: Registry[TrainEngine] = Registry(
-    "train_engine", {"fsdp": "arealite.impl.engine.fsdp:FSDPEngine"}
+    "train_engine",
+    {
+        "fsdp": "arealite.impl.engine.fsdp:FSDPEngine",
+        "ddp": "arealite.impl.engine.fsdp:DDPEngine",
+    },
 )

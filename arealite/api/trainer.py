@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arealite.api.agent import AgentConfig
-from arealite.api.engine import OptimizerConfig, TrainEngineConfig
+from arealite.api.algorithm import (
+    AdvantageConfig,
+    CriticConfig,
+    KLConfig,
+    LossConfig,
+    ShapingConfig,
+)
+from arealite.api.engine_config import OptimizerConfig, TrainEngineConfig
 from arealite.api.env import EnvConfig
 from arealite.api.fields import opt, sub
 from arealite.api.llm import LLMClientConfig, SamplingConfig
+from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.publisher import PublisherConfig
 from arealite.base.registry import Registry
 
@@ -27,32 +35,6 @@ class CollectorConfig:
     group_size: int = opt(8, "episodes a task; advantages compare them")
     concurrency: int = opt(256, "episodes one rollout worker has in flight")
     episode_timeout_s: float = opt(600.0, "an episode that runs longer fails and is offered again")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """The policy loss (decoupled PPO, arXiv 2505.24298 eq. 5)."""
-
-    eps_low: float = opt(0.2, "the ratio is clipped to 1 - eps_low …")
-    eps_high: float = opt(0.2, "… 1 + eps_high; above eps_low is DAPO's clip-higher")
-    decoupled: bool = opt(
-        True, "proximal policy recomputed by the trainer, behaviour ratio as a weight"
-    )
-    behav_weight_cap: float | None = opt(5.0, "upper bound of that weight; null leaves it")
-    dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages, c > 1")
-    reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = opt(
-        "token_mean", "how token losses add up to a batch's loss"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """Group-relative advantages."""
-
-    type: Literal["grpo", "dr_grpo"] = opt(
-        "grpo", "grpo (divide by the group's std) or dr_grpo (do not)"
-    )
-    eps: float = opt(1e-6, "added to the std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +60,11 @@ class CheckpointConfig:
 class PPOConfig:
     """One policy trained with PPO or one of its relatives."""
 
-    lr: float = opt(1e-5, "AdamW's learning rate after the warm-up")
+    lr: float = opt(1e-5, "learning rate after the warm-up")
     total_steps: int = opt(100, "batches to train")
     batch_size: int = opt(512, "episodes in a batch; a multiple of collector.group_size")
     updates: int = opt(1, "optimizer updates a batch; must divide its number of groups")
+    epochs: int = opt(1, "times these updates are made")
     max_staleness: int = opt(
         4, "eta: a token is trained at most this many versions after it was sampled"
     )
@@ -95,9 +78,12 @@ class PPOConfig:
         "retry", "what becomes of a group with failed episodes"
     )
     max_attempts: int = opt(3, "times an episode is offered before it has failed for good")
-    optimizer: OptimizerConfig = sub(OptimizerConfig, "AdamW and schedule")
-    loss: LossConfig = sub(LossConfig, "policy loss")
+    optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
+    reward: ShapingConfig = sub(ShapingConfig, "rewards, as the algorithm sees them")
     advantage: AdvantageConfig = sub(AdvantageConfig, "advantages")
+    loss: LossConfig = sub(LossConfig, "policy loss")
+    kl: KLConfig = sub(KLConfig, "distance to a reference policy")
+    critic: CriticConfig = sub(CriticConfig, "value model of advantage.type=gae")
     engine: TrainEngineConfig = sub(TrainEngineConfig, "what holds the model")
     collector: CollectorConfig = sub(CollectorConfig, "how episodes are run")
     publisher: PublisherConfig = sub(PublisherConfig, "how weights reach the servers")
@@ -114,8 +100,18 @@ class PPOConfig:
 class TrainerConfig:
     """Which trainer runs, and its options."""
 
-    type: str = opt("async_ppo", "async_ppo, or ppo (synchronous: max_staleness must be 0)")
-    ppo: PPOConfig = sub(PPOConfig, "options of both")
+    type: str = opt(
+        "async_ppo", "async_ppo; ppo (synchronous: max_staleness must be 0); sft, dpo or reward"
+    )
+    ppo: PPOConfig = sub(PPOConfig, "options of async_ppo and ppo")
+    offline: OfflineConfig = sub(OfflineConfig, "options of sft, dpo and reward alike")
+    sft: SFTConfig = sub(SFTConfig, "options of sft alone")
+    dpo: DPOConfig = sub(DPOConfig, "options of dpo alone")
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether it learns from rows that exist: without servers, workers and datapipe."""
+        return self.type in ("sft", "dpo", "reward")
 
 
 class Trainer(ABC):
@@ -131,5 +127,8 @@ trainers: Registry[Trainer] = Registry(
     {
         "ppo": "arealite.impl.trainer.ppo:PPOTrainer",
         "async_ppo": "arealite.impl.trainer.async_ppo:AsyncPPOTrainer",
+        "sft": "arealite.impl.trainer.sft:SFTTrainer",
+        "dpo": "arealite.impl.trainer.preference:DPOTrainer",
+        "reward": "arealite.impl.trainer.preference:RewardTrainer",
     },
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.engine import TrainEngineConfig, engines
+from arealite.api.engine import engines
+from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import EnvConfig, envs
 from arealite.api.llm import LLMClientConfig, clients
 from arealite.api.llm_server import LLMServerConfig, servers

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.algo.losses import effective_sample_share, make_policy_loss
+from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossInput
-from arealite.api.trainer import LossConfig
 
 
 def run(
@@ -28,7 +28,9 @@ def run(
     }
     entropy = torch.full((len(tokens),), 0.5)
     rows = torch.zeros(len(tokens), dtype=torch.int64)
-    loss, stats = make_policy_loss(config)(LossInput(logprobs, entropy, rows, fields))
+    loss, stats = make_policy_loss(config)(
+        LossInput({"logprobs": logprobs, "entropy": entropy}, rows, fields)
+    )
     loss.backward()
     assert logprobs.grad is not None
     return loss.detach(), {k: float(v) for k, v in stats.items()}, logprobs.grad

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arealite.algo.schedules import learning_rate
-from arealite.api.engine import OptimizerConfig
+from arealite.api.engine_config import OptimizerConfig
 from arealite.base.errors import UserError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import Agent, AgentConfig, agents
-from arealite.api.engine import TrainEngine, TrainEngineConfig, engines
+from arealite.api.engine import TrainEngine, engines
+from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import Env, EnvConfig, EnvFactory, envs
 from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients

@@ -21,14 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import arealite
 from arealite.algo.packing import microbatches, num_microbatches, padded_tokens
-from arealite.api.engine import (
-    FSDPConfig,
-    LossFn,
-    LossInput,
-    OptimizerConfig,
-    Sequence,
-    TrainEngine,
-)
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
+from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import UserError
 from arealite.base.log import get
 from arealite.impl.engine import checkpoint, loading, rng
@@ -51,10 +45,9 @@ class FSDPEngine(TrainEngine):
         config: FSDPConfig,
         *,
         model_path: str,
-        lr: float,
-        optimizer: OptimizerConfig,
-        total_updates: int,
         seed: int,
+        training: Training | None = None,
+        head: Head = "lm",
     ) -> None:
         if config.dtype not in DTYPES:
             raise UserError(f"Unknown dtype '{config.dtype}'. Known: {', '.join(DTYPES)}.")
@@ -65,24 +58,26 @@ class FSDPEngine(TrainEngine):
         self._source = Path(model_path).expanduser()
         torch.manual_seed(seed + dist.get_rank())
         causal_lm = loading.empty_model(self._source)
-        self._model = LogprobModel(causal_lm, chunk=config.logprob_chunk_tokens)
+        self._model = LogprobModel(causal_lm, logits_chunk=config.logits_chunk)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         shard(self._model, mesh, dtype=self.dtype, recompute=config.gradient_checkpointing)
         loading.load_weights(causal_lm, self._source, self.device)
-        self._optimizer = Optimizer(causal_lm, optimizer, lr=lr, total=total_updates)
+        assert training is not None, "a frozen engine is not there yet"
+        self._optimizer = Optimizer(causal_lm, training)
 
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    ) -> dict[str, list[np.ndarray]]:
         """See TrainEngine.forward."""
-        results = [np.empty(0)] * len(rows), [np.empty(0)] * len(rows)
+        results: dict[str, list[np.ndarray]] = {}
         with torch.no_grad():
             for indices in self._plan(rows, all_lengths):
                 part = [rows[i] for i in indices]
                 outputs = self._model(collate(part, self.device))
                 if not part:
                     continue
-                for result, values_N in zip(results, outputs, strict=True):
+                for name, values_N in outputs.items():
+                    result = results.setdefault(name, [np.empty(0)] * len(rows))
                     for i, row in zip(indices, scatter(values_N, part), strict=True):
                         result[i] = row
         # Without a backward pass nothing frees what was gathered, and a load would not reach it.
@@ -90,7 +85,12 @@ class FSDPEngine(TrainEngine):
         return results
 
     def train_batch(
-        self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: LossFn
+        self,
+        rows: list[Sequence],
+        all_lengths: list[list[int]],
+        loss_fn: LossFn,
+        *,
+        together: int = 1,
     ) -> dict[str, float]:
         """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
         plan = self._plan(rows, all_lengths)
@@ -182,11 +182,11 @@ class FSDPEngine(TrainEngine):
 
     def _backward(self, rows: list[Sequence], loss_fn: LossFn) -> dict[str, torch.Tensor]:
         batch = collate(rows, self.device)
-        logprobs_N, entropy_N = self._model(batch)
+        outputs = self._model(batch)
         if not rows:
-            (logprobs_N.sum() + entropy_N.sum()).backward()
+            torch.cat(list(outputs.values())).sum().backward()
             return {}
-        loss, stats = loss_fn(LossInput(logprobs_N, entropy_N, batch.rows_N, batch.fields))
+        loss, stats = loss_fn(LossInput(outputs, batch.rows_N, batch.fields))
         loss.backward()
         return stats
 

@@ -24,24 +24,26 @@ from arealite.impl.engine.batch import MicroBatch
 class LogprobModel(nn.Module):
     """The root: hidden states of all tokens, head only on the loss tokens."""
 
-    def __init__(self, causal_lm: Any, *, chunk: int) -> None:
+    def __init__(self, causal_lm: Any, *, logits_chunk: int) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.chunk = chunk
+        vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
+        self.chunk = max(1, logits_chunk // vocabulary)
 
-    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logprobs_N, entropy_N), float32."""
+    def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return logprobs and entropy, float32 [N]."""
         # No mask and no position ids: rows are padded on the right, so under causal attention no
         # real token sees padding and positions count from 0; SDPA then takes its causal fast path.
         decoder = self.causal_lm.get_decoder()
         hidden_BWH = decoder(input_ids=batch.input_ids_BW, use_cache=False).last_hidden_state
-        return token_logprobs(
+        logprobs_N, entropy_N = token_logprobs(
             hidden_BWH.flatten(0, 1)[batch.index_N],
             self.causal_lm.get_output_embeddings().weight,
             batch.targets_N,
             temperature_N=batch.temperature_N,
             chunk=self.chunk,
         )
+        return {"logprobs": logprobs_N, "entropy": entropy_N}
 
 
 def shard(model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool) -> None:

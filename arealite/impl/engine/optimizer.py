@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.schedules import learning_rate
-from arealite.api.engine import OptimizerConfig
+from arealite.api.engine import Training
 
 
 class Optimizer:
     """One AdamW and its schedule; `updates` counts the updates applied."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, *, lr: float, total: int) -> None:
+    def __init__(self, model: nn.Module, training: Training) -> None:
         self.updates = 0
-        self._config, self._lr, self._total = config, lr, total
+        self._training, config = training, training.optimizer
         self._named = dict(model.named_parameters())
         params = self._named.values()
         groups = [
@@ -30,7 +30,9 @@ class Optimizer:
             {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
         ]
         betas = config.beta1, config.beta2
-        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
+        self._adamw = torch.optim.AdamW(
+            groups, lr=training.lr, betas=betas, eps=config.eps, fused=True
+        )
         for param in params:
             # Made now and not at the first step: a checkpoint always finds the same tensors.
             self._adamw.state[param] = {
@@ -44,12 +46,14 @@ class Optimizer:
 
         A norm that is not finite leaves parameters, moments and schedule as they are.
         """
-        lr = learning_rate(self.updates, lr=self._lr, total=self._total, config=self._config)
+        training = self._training
+        total, config = training.total_updates, training.optimizer
+        lr = learning_rate(self.updates, lr=training.lr, total=total, config=config)
         gradients = self._gradients()
         norm = _global_norm(gradients)
         finite = math.isfinite(norm)
         if finite:
-            limit = self._config.clip_grad_norm
+            limit = config.clip_grad_norm
             if limit > 0 and norm > limit:
                 for gradient in gradients:
                     gradient.mul_(limit / norm)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.engine import TrainEngine, engines
+from arealite.api.engine import TrainEngine, Training, engines
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.base import log
@@ -72,12 +72,10 @@ def make_engine(config: ExperimentConfig) -> TrainEngine:
     ppo = config.trainer.ppo
     engine: Any = engines.get(ppo.engine.type)
     return engine(
-        getattr(ppo.engine, ppo.engine.type),
+        getattr(ppo.engine, ppo.engine.type, ppo.engine.fsdp),
         model_path=config.model.path,
-        lr=ppo.lr,
-        optimizer=ppo.optimizer,
-        total_updates=ppo.total_steps * ppo.updates,
         seed=config.seed,
+        training=Training(ppo.optimizer, ppo.lr, ppo.total_steps * ppo.updates * ppo.epochs),
     )
 
 

@@ -121,10 +121,10 @@ class PPOTrainer(Trainer):
     def recompute_proximal(self, batch: TrainBatch) -> TrainBatch:
         """Give rows the logprobs of the policy before the first update, by the trainer's maths."""
         with self.clock("time/forward_s"):
-            logprobs, entropies = self.engine.forward(batch.rows, batch.all_lengths)
-        for row, logprobs_T in zip(batch.rows, logprobs, strict=True):
+            outputs = self.engine.forward(batch.rows, batch.all_lengths)
+        for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
             row.fields["prox_logprobs"] = logprobs_T
-        return replace(batch, entropies=entropies)
+        return replace(batch, entropies=outputs.get("entropy", []))
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """Apply one optimizer update; none where no rank has a row with a gradient."""

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from arealite.algo.losses import make_policy_loss
-from arealite.api.engine import FSDPConfig, OptimizerConfig, Sequence
-from arealite.api.trainer import LossConfig
+from arealite.api.algorithm import LossConfig
+from arealite.api.engine import Sequence, Training
+from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.impl.engine.fsdp import FSDPEngine
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
@@ -42,10 +43,12 @@ def make_engine(
     return FSDPEngine(
         FSDPConfig(**config),
         model_path=str(model),
-        lr=1e-2,
-        optimizer=OptimizerConfig(**{"warmup_steps": 0, "weight_decay": 0.1} | (optimizer or {})),
-        total_updates=10,
         seed=seed,
+        training=Training(
+            OptimizerConfig(**{"warmup_steps": 0, "weight_decay": 0.1} | (optimizer or {})),
+            1e-2,
+            10,
+        ),
     )
 
 

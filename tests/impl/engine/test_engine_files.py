@@ -73,7 +73,9 @@ def test_export_loads_with_from_pretrained(
     assert list(streamed) == [name for name in state if name in streamed]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.decode(tokenizer.encode("1+2")) == "1+2"
-    assert len(make_engine(tmp_path / "export").forward(rows, lengths([rows]))[0]) == len(rows)
+    assert len(make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]) == len(
+        rows
+    )
 
 
 def test_streamed_tensors_do_not_change_under_the_reader(model: Path) -> None:

@@ -44,8 +44,8 @@ def test_forward_equals_transformers(
 ) -> None:
     path: Path = request.getfixturevalue(which)
     rows = make_rows()
-    engine = make_engine(path, max_tokens_per_microbatch=budget, logprob_chunk_tokens=13)
-    logprobs, entropies = engine.forward(rows, lengths([rows]))
+    engine = make_engine(path, max_tokens_per_microbatch=budget, logits_chunk=13 * 64)
+    logprobs, entropies = engine.forward(rows, lengths([rows])).values()
     reference = AutoModelForCausalLM.from_pretrained(path)
     for row, logprob, entropy in zip(rows, logprobs, entropies, strict=True):
         assert logprob.shape == entropy.shape == row.tokens.shape
@@ -71,7 +71,9 @@ def test_gradients_equal_autograd_on_whole_rows_at_any_budget(
         mask = row.loss_mask
         fields = {k: torch.from_numpy(v[mask]) for k, v in row.fields.items()}
         zeros = torch.zeros(int(mask.sum()), dtype=torch.int64)
-        total = total + LOSS(LossInput(logprobs, entropy, zeros, fields))[0]
+        total = (
+            total + LOSS(LossInput({"logprobs": logprobs, "entropy": entropy}, zeros, fields))[0]
+        )
     total.backward()
     loss = float(total.detach())
     expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
@@ -89,7 +91,7 @@ def test_updates_learn_and_a_fresh_forward_sees_them(model: Path) -> None:
     for row in rows:
         row.fields["advantages"][:] = 1.0
     engine = make_engine(model)
-    before, _ = engine.forward(rows, lengths([rows]))
+    before = engine.forward(rows, lengths([rows]))["logprobs"]
     for row, logprob in zip(rows, before, strict=True):
         row.fields["prox_logprobs"] = row.fields["behav_logprobs"] = logprob
     stats = engine.train_batch(rows, lengths([rows]), LOSS)
@@ -97,7 +99,7 @@ def test_updates_learn_and_a_fresh_forward_sees_them(model: Path) -> None:
     assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-5)
     assert stats["skipped_update"] == 0.0
     assert stats["lr"] == 1e-2
-    after, _ = engine.forward(rows, lengths([rows]))
+    after = engine.forward(rows, lengths([rows]))["logprobs"]
     assert sum(a.sum() for a in after) > sum(b.sum() for b in before) + 10
 
 
@@ -150,8 +152,8 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(model: Path) -> None:
     low, full = make_engine(model, dtype="bfloat16"), make_engine(model)
     for engine in (low, full):
         assert all(p.dtype == torch.float32 for p in engine._model.parameters())
-    theirs, _ = full.forward(rows, lengths([rows]))
-    ours, _ = low.forward(rows, lengths([rows]))
+    theirs = full.forward(rows, lengths([rows]))["logprobs"]
+    ours = low.forward(rows, lengths([rows]))["logprobs"]
     worst = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
     assert 0.0 < worst < 0.1
     assert low.train_batch(rows, lengths([rows]), LOSS)["skipped_update"] == 0.0
@@ -179,9 +181,9 @@ def test_rows_without_loss_tokens_and_no_rows_at_all(model: Path) -> None:
     silent = make_rows(3)
     for row in silent:
         row.loss_mask[:] = False
-    logprobs, _ = engine.forward(silent, lengths([silent]))
+    logprobs = engine.forward(silent, lengths([silent]))["logprobs"]
     assert not any(values.any() for values in logprobs)
-    assert engine.forward([], [[]]) == ([], [])
+    assert engine.forward([], [[]]) == {}
     assert engine.train_batch(silent, lengths([silent]), LOSS)["grad_norm"] == 0.0
     assert engine.train_batch([], [[]], LOSS)["grad_norm"] == 0.0
     after = weights(engine)

@@ -46,14 +46,20 @@ class ScriptedEngine(TrainEngine):
 
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    ) -> dict[str, list[np.ndarray]]:
         self.events.add("forward")
-        return [row.loss_mask * np.float32(-1.0) for row in rows], [
-            row.loss_mask * np.float32(0.5) for row in rows
-        ]
+        return {
+            "logprobs": [row.loss_mask * np.float32(-1.0) for row in rows],
+            "entropy": [row.loss_mask * np.float32(0.5) for row in rows],
+        }
 
     def train_batch(
-        self, rows: list[Sequence], all_lengths: list[list[int]], loss_fn: Any
+        self,
+        rows: list[Sequence],
+        all_lengths: list[list[int]],
+        loss_fn: Any,
+        *,
+        together: int = 1,
     ) -> dict[str, float]:
         assert all("prox_logprobs" in row.fields for row in rows)
         self.updates += 1

@@ -1,0 +1,99 @@
+"""The options of policy optimization: what an algorithm of the literature sets, and nothing else.
+
+A preset in `config/algo/` is a few of these lines. Formulas stand in `arealite/algo/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arealite.api.engine_config import OptimizerConfig
+from arealite.api.fields import opt, sub
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The policy loss: an objective of the ratio, a correction for the sampler's policy, a mean."""
+
+    objective: Literal["ppo", "cispo", "sapo", "reinforce"] = opt(
+        "ppo", "clip the ratio, clip its weight, gate it softly, or take none"
+    )
+    ratio: Literal["token", "sequence"] = opt("token", "sequence: its geometric mean (GSPO)")
+    eps_low: float = opt(0.2, "the ratio is clipped to 1 - eps_low …")
+    eps_high: float = opt(0.2, "… 1 + eps_high; above eps_low is DAPO's clip-higher")
+    dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages, c > 1")
+    sapo_tau: float = opt(1.0, "temperature of SAPO's gate for positive advantages")
+    sapo_tau_neg: float = opt(1.05, "and for negative ones")
+    decoupled: bool = opt(
+        True, "proximal policy recomputed by the trainer, behaviour ratio as a weight"
+    )
+    behav_weight: Literal["truncate", "mask"] = opt(
+        "truncate", "above the cap (TIS), or no loss outside [1/cap, cap] (MIS)"
+    )
+    behav_weight_level: Literal["token", "sequence"] = opt(
+        "token", "sequence: the geometric mean of a row"
+    )
+    behav_weight_cap: float | None = opt(5.0, "upper bound of that weight; null leaves it")
+    m2_threshold: float | None = opt(
+        None, "M2PO: the tokens farthest off policy get no loss until the mean square is below"
+    )
+    entropy_coef: float = opt(0.0, "of the entropy bonus")
+    reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = opt(
+        "token_mean", "how token losses add up to a batch's loss"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """Keeps the policy near a reference policy."""
+
+    coef: float = opt(0.0, "0 needs no reference")
+    place: Literal["loss", "reward"] = opt("loss", "a term of the loss, or of each token's reward")
+    estimator: KLEstimator = opt("k3", "of KL(policy ‖ reference) from one sample")
+    reference: str | None = opt(
+        None, "Hugging Face folder of the reference; initial: the model the run begins with"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapingConfig:
+    """What becomes of rewards before advantages; filters and `reward/*` see them as they came."""
+
+    scale: float = opt(1.0, "every reward is multiplied by this …")
+    clip: float | None = opt(None, "… clipped to ± this …")
+    bias: float = opt(0.0, "… and the last one of an episode gets this added")
+    overlong_buffer: int = opt(
+        0, "sampled tokens before max_new_tokens over which a penalty grows (DAPO); 0: none"
+    )
+    overlong_penalty: float = opt(1.0, "at its end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Advantages: relative to a group of episodes of one task, or of returns token by token."""
+
+    type: Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae"] = opt(
+        "grpo",
+        "of the group: over its std, less its mean, less the others' mean; or the discounted "
+        "return, or GAE with a critic",
+    )
+    eps: float = opt(1e-6, "added to a std")
+    gamma: float = opt(1.0, "discount a token, of reinforce and gae")
+    gae_lambda: float = opt(0.95, "of gae")
+    normalize: bool = opt(False, "to mean 0 and std 1 over the sampled tokens of the batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model of advantage.type=gae: the policy's architecture with a head of one number.
+
+    It is updated as often as the policy, on the same minibatches.
+    """
+
+    path: str | None = opt(None, "Hugging Face folder it begins with; null takes model.path")
+    lr: float = opt(1e-5, "learning rate after the warm-up")
+    value_clip: float | None = opt(0.2, "how far an update may move a value; null does not bound")
+    optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")

@@ -1,0 +1,47 @@
+"""The options of trainers that learn from rows that exist: no server, no datapipe, no worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arealite.api.engine_config import OptimizerConfig, TrainEngineConfig
+from arealite.api.fields import opt, sub
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+    """What sft, dpo and reward have in common."""
+
+    lr: float = opt(1e-5, "learning rate after the warm-up")
+    epochs: int = opt(1, "times every row is seen, in a new seeded order each")
+    max_steps: int = opt(0, "stop there even if rows are left; 0 takes all epochs")
+    batch_size: int = opt(64, "rows (pairs) of an optimizer update, over all ranks")
+    max_tokens: int = opt(4096, "a longer row is cut at its end")
+    eval_every_steps: int = opt(0, "loss on the held-out rows; 0 only at the end")
+    checkpoint_every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C")
+    checkpoint_keep: int = opt(2, "newest checkpoints kept")
+    optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
+    engine: TrainEngineConfig = sub(TrainEngineConfig, "what holds the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Cross entropy on the tokens that assistants wrote, or that environments answered."""
+
+    assistant_weight: float = opt(1.0, "of a token written by the assistant")
+    next_state_weight: float = opt(
+        0.0, "of a token written by anyone else after the first assistant's: a world model"
+    )
+    min_reward: float | None = opt(None, "leave out collected trajectories with less")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """Direct preference optimization (arXiv 2305.18290)."""
+
+    beta: float = opt(0.1, "how far the policy may leave the reference: higher is nearer")
+    loss: Literal["sigmoid", "hinge", "ipo"] = opt("sigmoid", "of the margin between the pair")
+    label_smoothing: float = opt(0.0, "share of pairs taken to be the wrong way round")
+    reference_free: bool = opt(False, "compare with a uniform policy instead of a reference")
+    reference: str | None = opt(None, "Hugging Face folder; null: the model the run begins with")
