@@ -74,10 +74,10 @@ class FSDPEngine(TrainEngine):
             for indices in self._plan(rows, all_lengths):
                 part = [rows[i] for i in indices]
                 outputs = self._model(collate(part, self.device))
-                if not part:
-                    continue
                 for name, values_N in outputs.items():
                     result = results.setdefault(name, [np.empty(0)] * len(rows))
+                    if not part:
+                        continue
                     for i, row in zip(indices, scatter(values_N, part), strict=True):
                         result[i] = row
         # Without a backward pass nothing frees what was gathered, and a load would not reach it.

@@ -122,9 +122,9 @@ class PPOTrainer(Trainer):
         """Give rows the logprobs of the policy before the first update, by the trainer's maths."""
         with self.clock("time/forward_s"):
             outputs = self.engine.forward(batch.rows, batch.all_lengths)
-        for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
+        for row, logprobs_T in zip(batch.rows, outputs["logprobs"], strict=True):
             row.fields["prox_logprobs"] = logprobs_T
-        return replace(batch, entropies=outputs.get("entropy", []))
+        return replace(batch, entropies=outputs["entropy"])
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """Apply one optimizer update; none where no rank has a row with a gradient."""
