@@ -7,50 +7,53 @@ reordered sample never mixes two prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
-from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.errors import UserError
 
-KINDS = ("grpo", "dr_grpo")
+KINDS = ("grpo", "dr_grpo", "rloo")
 
 
-def group_advantages(headers: Sequence[TrajectoryHeader], *, kind: str, eps: float) -> list[float]:
-    """Return R_i − mean_g for each trajectory; grpo divides by std_g + eps.
+def group_advantages(
+    rewards: Sequence[float], groups: Sequence[Hashable], *, kind: str, eps: float
+) -> list[float]:
+    """Compare each reward with those of its group: R_i − mean_g, which grpo divides by std_g + eps.
 
-    A group is (group_id, seat) with the size it really has; the std is the sample one (n − 1). A
-    group of one, and a group of equal rewards, gets 0. Sources: GRPO, arXiv 2402.03300; Dr.GRPO,
-    arXiv 2503.20783.
+    rloo takes the mean of the *other* members. `groups[i]` is the key of reward i's group, which
+    has the size it really has; the std is the sample one (n − 1). A group of one, and a group of
+    equal rewards, gets 0. Sources: GRPO, arXiv 2402.03300; Dr.GRPO, arXiv 2503.20783; RLOO, arXiv
+    2402.14740.
     """
     if kind not in KINDS:
         raise UserError(f"Unknown advantage type '{kind}'. Known: {', '.join(KINDS)}.")
-    advantages = [0.0] * len(headers)
-    for members in _groups(headers).values():
-        rewards = [headers[i].reward for i in members]
-        if max(rewards) == min(rewards):
+    advantages = [0.0] * len(rewards)
+    for members in _members(groups):
+        own = [rewards[i] for i in members]
+        if max(own) == min(own):
             continue
-        mean = math.fsum(rewards) / len(rewards)
+        mean, others = math.fsum(own) / len(own), len(own) - 1
         scale = 1.0
         if kind == "grpo":
-            variance = math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)
-            scale = math.sqrt(variance) + eps
-        for i, reward in zip(members, rewards, strict=True):
+            scale = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / others) + eps
+        elif kind == "rloo":  # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
+            scale = others / len(own)
+        for i, reward in zip(members, own, strict=True):
             advantages[i] = (reward - mean) / scale
     return advantages
 
 
-def group_counts(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
+def group_counts(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[str, float]:
     """Count groups, groups of one, and groups of several whose rewards are all equal."""
-    groups = [[headers[i].reward for i in members] for members in _groups(headers).values()]
+    found = [[rewards[i] for i in members] for members in _members(groups)]
     return {
-        "groups": float(len(groups)),
-        "groups_of_one": float(sum(len(g) == 1 for g in groups)),
-        "groups_zero_variance": float(sum(len(g) > 1 and max(g) == min(g) for g in groups)),
+        "groups": float(len(found)),
+        "groups_of_one": float(sum(len(g) == 1 for g in found)),
+        "groups_zero_variance": float(sum(len(g) > 1 and max(g) == min(g) for g in found)),
     }
 
 
-def _groups(headers: Sequence[TrajectoryHeader]) -> dict[tuple[str, str], list[int]]:
-    groups: dict[tuple[str, str], list[int]] = {}
-    for i, header in enumerate(headers):
-        groups.setdefault((header.group_id, header.seat), []).append(i)
-    return groups
+def _members(groups: Sequence[Hashable]) -> list[list[int]]:
+    members: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(groups):
+        members.setdefault(key, []).append(i)
+    return list(members.values())

@@ -63,7 +63,9 @@ def make_train_batch(
             f"{batch.mine}, but it owns {owned}"
         )
     kind, eps = config.advantage.type, config.advantage.eps
-    advantages = group_advantages(batch.headers, kind=kind, eps=eps)
+    rewards = [header.reward for header in batch.headers]
+    groups = [(header.group_id, header.seat) for header in batch.headers]
+    advantages = group_advantages(rewards, groups, kind=kind, eps=eps)
     weights = _token_weights(batch, config)
     rows: list[tuple[int, Sequence]] = []
     versions: list[np.ndarray] = []

@@ -52,6 +52,7 @@ class Stopwatch:
 def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dict[str, float]:
     """Describe the whole batch from its headers."""
     count = len(headers)
+    rewards, groups = [h.reward for h in headers], [(h.group_id, h.seat) for h in headers]
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for h in headers:
@@ -60,7 +61,7 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         for name, value in h.waits.items():
             parts[f"episode/wait/{name}"].append(value)
     return {
-        **spread("reward/", [h.reward for h in headers]),
+        **spread("reward/", rewards),
         **spread("length/tokens_", [h.num_tokens for h in headers]),
         **spread("length/trained_", [h.trained_tokens for h in headers]),
         **spread("staleness/", [step - h.oldest_version for h in headers]),
@@ -74,7 +75,7 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         "staleness/versions_per_trajectory_max": float(max(spans)),
         "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
         **{name: sum(values) / len(values) for name, values in sorted(parts.items())},
-        **{f"episode/{name}": value for name, value in group_counts(headers).items()},
+        **{f"episode/{name}": value for name, value in group_counts(rewards, groups).items()},
     }
 
 
