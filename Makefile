@@ -12,16 +12,19 @@ SEEDS ?= 1000
 # embedded, or sglang: a real SGLang server on the CPU, in a virtual environment of its own.
 BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
+# The peers that some tests and benchmarks compare with.
+PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-sglang sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         the tests"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
+	@echo "make test-peers   losses and gradients against TRL's, in a virtual environment of its own: $(PEERS_VENV)"
 	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
 	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
 	@echo "make soak         the demo, run after run, under random kills of every role (KILLS=1000)"
@@ -56,6 +59,15 @@ test-faults: $(VENV)/.dev
 test-sglang: $(VENV)/.dev sglang
 	$(PY) -m pytest -m sglang
 
+$(PEERS_VENV)/.dev: pyproject.toml
+	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install "$(TORCH)"
+	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -e ".[dev,peers]"
+	touch $@
+
+test-peers: $(PEERS_VENV)/.dev
+	$(PEERS_VENV)/bin/python -m pytest -m peers
+
 simulate: $(VENV)/.dev
 	$(PY) tools/simulate.py --seeds $(SEEDS)
 
@@ -78,4 +90,4 @@ bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) out runs build dist
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) out runs build dist
