@@ -57,7 +57,7 @@ class NameRegistry:
         Raises:
             UserError: the folder cannot be written.
         """
-        folder = self.root / role
+        folder, name = self.root / role, ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=folder, prefix=f".{entry_id}-")
@@ -65,6 +65,8 @@ class NameRegistry:
                 json.dump(value, file)
             os.replace(name, folder / f"{entry_id}.json")
         except OSError as error:
+            with suppress(OSError):
+                os.unlink(name)  # a heartbeat would leave one a second
             raise UserError(
                 f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}. "
                 "Set cluster.name_root to a folder that every role can write."
