@@ -74,7 +74,7 @@ class LocalLauncher(Launcher):
             doctor.cancel()
             await self._end_all()
         self.progress.poll()
-        return self._close(code)
+        return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
     def _doctor(self) -> Doctor:
         """Return who looks for roles that do nothing; a dead one of ours is no news."""

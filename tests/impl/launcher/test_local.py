@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig, LocalLauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
-from arealite.impl.launcher import supervisor
+from arealite.base.errors import UserError
+from arealite.impl.launcher import local, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
 from tests.waiting import until
@@ -133,6 +135,19 @@ def test_a_run_ends_well_when_everybody_has_left(tmp_path: Path):
     assert_nothing_survives(launcher)
     assert (launcher.paths.logs / "trainer-0.log").read_text() == "trained\n"
     assert str(launcher.paths.root) in shown
+
+
+def test_the_audit_does_not_block_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    threads: list[threading.Thread] = []
+
+    def looks(_: Path) -> None:
+        threads.append(threading.current_thread())
+        raise UserError("there is no ledger")
+
+    monkeypatch.setattr(local, "audit", looks)
+    code, shown, _ = run(tmp_path, datapipe="pass", rollout="pass", trainer="pass")
+    assert code == 0 and "no audit: there is no ledger" in shown
+    assert threads and threads[0] is not threading.main_thread()
 
 
 def test_a_role_that_does_not_leave_is_named(tmp_path: Path):
