@@ -5,6 +5,7 @@ Pure of effects, because the launcher, which heals, and `arealite why`, which te
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import tempfile
@@ -17,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from arealite.system.vitals import Vitals, Waits, process
-from arealite.system.waits import OTHER_RANKS
+from arealite.system.waits import ITSELF, OTHER_RANKS
 
 Cause = Literal["stopped", "dead", "silent", "blocked", "overdue"]
 """stopped: the kernel holds the process (SIGSTOP, a debugger). dead: its process is gone. silent:
@@ -122,7 +123,7 @@ def examine(
         found = {name: each for name, each in found.items() if name not in silent}
         found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write there: {why}")
     waitings = Waitings(roles, troubled=found)
-    for late in [*waitings.absent(), *waitings.overdue(overdue_s)]:
+    for late in [*waitings.absent(), *waitings.overdue(overdue_s), *waitings.slow()]:
         found.setdefault(late.culprit, late)
     whole = [replace(each, victims=tuple(waitings.victims(name))) for name, each in found.items()]
     kept = [f for f in whole if f.cause != "dead" or f.victims or f.since_s < FORGOTTEN_S]
@@ -163,6 +164,20 @@ class Waitings:
             begin = "it lives, but gives" if lives else "it shows no vitals, and gives"
             yield Finding(name, cause, quiet_s, f"{begin} {role.name} no answer: {wait.what}")
 
+    def slow(self) -> Iterator[Finding]:
+        """Find who computes for longer than any of the ranks ever did: not those who only meet
+        it."""
+        busy = [
+            (role, wait)
+            for role, wait, _ in self.all
+            if wait.on == ITSELF and len(role.vitals.waits) == 1  # else that is bounded or overdue
+        ]
+        if any(wait.waited_s > (wait.seconds or math.inf) for _, wait in busy):
+            alone = [each for each in busy if not each[0].vitals.counters.get("in_collective")]
+            for role, wait in alone or busy:
+                what = f"{wait.what} never took so long; the stacks of `arealite why` say where"
+                yield Finding(role.name, "overdue", wait.waited_s + role.age_s, what)
+
     def victims(self, culprit: str) -> Iterator[str]:
         """Say who waits for a role, or for somebody who does."""
         held, size = {culprit}, 0
@@ -177,7 +192,7 @@ class Waitings:
     def targets(self, role: Role, wait: Waits) -> set[str]:
         """Name whom a wait is for; who is named by the last word of whom it is for counts, too."""
         if wait.on != OTHER_RANKS:
-            return {wait.on, *ROLE.findall(wait.detail)} - {role.name}
+            return {wait.on, *ROLE.findall(wait.detail)} - {role.name, ITSELF}
         mine = role.vitals.counters
         ranks = [f"trainer-{rank}" for rank in range(int(mine.get("ranks", 0)))]
         return {

@@ -15,7 +15,7 @@ from textwrap import wrap
 
 from arealite.system.diagnosis import Finding, Role, Waitings, read
 from arealite.system.vitals import ASK, process
-from arealite.system.waits import OTHER_RANKS
+from arealite.system.waits import ITSELF, OTHER_RANKS
 
 WIDTH = 118
 ANSWER_S, SIGNAL_S = 2.0, 0.5
@@ -108,11 +108,14 @@ def _table_row(role: Role, state: str, waitings: Waitings) -> Iterator[str]:
         on = wait.on
         if on == OTHER_RANKS:
             on = ", ".join(sorted(waitings.targets(role, wait))) or on
-        text = f"{wait.what} on {on}, {wait.waited_s + role.age_s:.1f} s"
-        text = f"{wait.count} x {text}" if wait.count > 1 else text
-        yield head + text + (f" of {wait.seconds:.0f} s" if wait.seconds else "")
+        text = f"{wait.count} x {wait.what}" if wait.count > 1 else wait.what
+        text += "" if on == ITSELF else f" on {on}"
+        text += f", {wait.waited_s + role.age_s:.1f} s"
+        text += f" of {wait.seconds:.0f} s" if wait.seconds else ""
+        for line in wrap(text, WIDTH - len(head), subsequent_indent="  "):
+            yield head + line
+            head = " " * len(head)
         yield from (" " * 12 + line for line in wrap(wait.detail, WIDTH - 12))
-        head = " " * len(head)
 
 
 def _shorten(dump: str) -> list[str]:

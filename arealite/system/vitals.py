@@ -34,6 +34,8 @@ TICK_S = 0.1
 """How often a watched loop says that it runs."""
 BLOCKED_S = 1.0
 """A loop that runs nothing for this long is reported."""
+COLLECTIVES = os.path.join("torch", "distributed", "")
+"""Where the main thread is while it meets other ranks, or waits for them."""
 MAX_GROUPS = 30
 STACK_FRAMES = 12
 ASK = "ask"
@@ -155,7 +157,9 @@ class Recorder(threading.Thread):
         for each in _loops:
             each.lag_s = 0.0
         vitals.lag_max_s = lag_max_s()
-        vitals.waits, vitals.counters = _waits(), waits.counters
+        frame = _frames().get(threading.main_thread().ident or 0)
+        met = frame is not None and COLLECTIVES in frame.f_code.co_filename
+        vitals.waits, vitals.counters = _waits(), waits.counters | {"in_collective": float(met)}
         has_slept = vitals.clock - before > 2 * BEAT_S  # stopped, or held, and the loops with us
         vitals.blocked_s, vitals.blocked_stack = 0.0, ""
         if not has_slept:

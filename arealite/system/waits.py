@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 OTHER_RANKS = "the other ranks"
 """As `on`: those trainer ranks whose counter "collectives" is behind this one's."""
+ITSELF = "itself"
+"""As `on`, of a computation: by experience, it takes no longer than `seconds`."""
 
 
 @dataclass(slots=True, eq=False)

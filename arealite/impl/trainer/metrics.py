@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import numpy as np
@@ -18,6 +18,7 @@ from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.trainer.batch import TrainBatch
+from arealite.system.waits import ITSELF, waiting
 
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not means over its tokens."""
@@ -25,21 +26,40 @@ ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded
 """Stats that the engine adds."""
 
 
+FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
+"""A part is late when it takes this long the first time, or later this long and this many times
+its longest."""
+
+
 class Stopwatch:
-    """Where a step's seconds go; parts that are not named add up in `time/other_s`."""
+    """Where a step's seconds go; parts that are not named add up in `time/other_s`.
+
+    What runs is shown as a wait, so that a trainer that hangs in a computation is found.
+    """
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
         self._parts: dict[str, float] = {}
+        self._longest: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the body's seconds to the part `name`; bodies must not be nested."""
         begin = time.perf_counter()
+        longest = self._longest.get(name)
+        late_s = FIRST_S if longest is None else max(SLOW_S, SLOW * longest)
+        is_wait = name.startswith("wait/")  # what it is for has names of its own
         try:
-            yield
+            with (
+                nullcontext()
+                if is_wait
+                else waiting(name, owner="trainer", on=ITSELF, seconds=late_s)
+            ):
+                yield
         finally:
-            self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self._parts[name] = self._parts.get(name, 0.0) + seconds
+            self._longest[name] = max(self._longest.get(name, 0.0), seconds)
 
     def lap(self) -> dict[str, float]:
         """Return the seconds since the last lap, whole and by part."""
