@@ -1,4 +1,4 @@
-"""The train engine over FSDP2: one Hugging Face causal model, sharded over all ranks.
+"""The train engine over FSDP2: one Hugging Face model, sharded over the ranks.
 
 Here are the collective verbs only; model, batches, optimizer and files are in the modules beside.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,20 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import arealite
 from arealite.algo.packing import microbatches, num_microbatches, padded_tokens
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
 from arealite.api.engine_config import FSDPConfig
-from arealite.base.errors import UserError
+from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.impl.engine import checkpoint, loading, rng
 from arealite.impl.engine.batch import collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
-from arealite.impl.engine.model import LogprobModel, fsdp_modules, reshard, shard
+from arealite.impl.engine.model import LogprobModel, ValueModel, fsdp_modules, reshard, shard
 from arealite.impl.engine.optimizer import Optimizer
 
 log = get(__name__)
@@ -57,13 +58,26 @@ class FSDPEngine(TrainEngine):
         self.dtype = DTYPES[config.dtype]
         self._source = Path(model_path).expanduser()
         torch.manual_seed(seed + dist.get_rank())
-        causal_lm = loading.empty_model(self._source)
-        self._model = LogprobModel(causal_lm, logits_chunk=config.logits_chunk)
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.head: Head = head
+        self.module = loading.empty_model(self._source, head)
+        """The Hugging Face model whose parameters are trained in place."""
+        self.module.requires_grad_(training is not None)
+        self._model = (
+            ValueModel(self.module)
+            if head == "value"
+            else LogprobModel(self.module, logits_chunk=config.logits_chunk)
+        )
+        mesh = _mesh(self.device, config.shard_size)
         shard(self._model, mesh, dtype=self.dtype, recompute=config.gradient_checkpointing)
-        loading.load_weights(causal_lm, self._source, self.device)
-        assert training is not None, "a frozen engine is not there yet"
-        self._optimizer = Optimizer(causal_lm, training)
+        loading.load_weights(self.module, self._source, self.device)
+        self._optimizer = Optimizer(self.module, training) if training else None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What trains the model; InvariantError where nothing does."""
+        if self._optimizer is None:
+            raise InvariantError("an engine without `training` is frozen: forward only")
+        return self._optimizer
 
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
@@ -93,7 +107,8 @@ class FSDPEngine(TrainEngine):
         together: int = 1,
     ) -> dict[str, float]:
         """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
-        plan = self._plan(rows, all_lengths)
+        plan = self._plan(rows, all_lengths, together)
+        optimizer = self.optimizer
         root = fsdp_modules(self._model)[0]
         totals: dict[str, torch.Tensor | float] = {}
         for number, indices in enumerate(plan):
@@ -108,7 +123,7 @@ class FSDPEngine(TrainEngine):
             "tokens": float(sum(lengths)),
             "padded_tokens": float(padded_tokens(lengths, plan)),
         }
-        outcome = self._optimizer.step()
+        outcome = optimizer.step()
         if outcome["skipped_update"]:
             log.warning("update skipped", reason="gradient norm not finite")
         return _sum_over_ranks(stats) | outcome
@@ -123,7 +138,7 @@ class FSDPEngine(TrainEngine):
         (temp / f"rng-{rank}.json").write_text(json.dumps(rng.state()))
         dist.barrier()
         if rank == 0:
-            inside = {"updates": self._optimizer.updates, "extra": extra}
+            inside = {"updates": self.optimizer.updates, "extra": extra}
             (temp / "extra.json").write_text(json.dumps(inside))
             checkpoint.commit(path, self._facts() | {"step": extra.get("step", 0)})
             log.info("checkpoint written", path=str(path))
@@ -139,7 +154,7 @@ class FSDPEngine(TrainEngine):
         reshard(self._model)
         load_shards(self._state(), checkpoint_id=path / "state")
         inside = json.loads((path / "extra.json").read_text())
-        self._optimizer.updates = inside["updates"]
+        self.optimizer.updates = inside["updates"]
         states = path / f"rng-{dist.get_rank()}.json"
         if states.exists():
             rng.restore(json.loads(states.read_text()))
@@ -155,6 +170,9 @@ class FSDPEngine(TrainEngine):
             config = json.loads((temp / "config.json").read_text())
             config.pop("torch_dtype", None)
             config["dtype"] = self.config.dtype
+            if self.head == "value":
+                config["architectures"] = [type(self.module).__name__]
+                config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
             (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             write_weights(temp, weights)
             checkpoint.commit(path, self._facts())
@@ -165,7 +183,7 @@ class FSDPEngine(TrainEngine):
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """See TrainEngine.stream_weights; compute dtype, own memory, tied weights once."""
-        for name, param in self._model.causal_lm.named_parameters():
+        for name, param in self.module.named_parameters():
             full = param.detach().to(self.dtype)
             full = full.full_tensor() if isinstance(full, DTensor) else full
             if dist.get_rank() == 0:
@@ -173,12 +191,22 @@ class FSDPEngine(TrainEngine):
 
     def fingerprint(self) -> str:
         """See TrainEngine.fingerprint; over the float32 masters, as this world size cuts them."""
-        return fingerprint(dict(self._model.causal_lm.named_parameters()), self.device)
+        return fingerprint(dict(self.module.named_parameters()), self.device)
 
-    def _plan(self, rows: list[Sequence], all_lengths: list[list[int]]) -> list[list[int]]:
-        budget = self.config.max_tokens_per_microbatch
-        plan = microbatches([len(row.tokens) for row in rows], budget)
-        return plan + [[]] * (num_microbatches(all_lengths, budget) - len(plan))
+    def _plan(
+        self, rows: list[Sequence], all_lengths: list[list[int]], together: int = 1
+    ) -> list[list[int]]:
+        budget = self.config.max_tokens_per_microbatch // together
+        # Rows that stand together are planned as one, as long as their longest.
+        units = [
+            [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
+            for lengths in ([len(row.tokens) for row in rows], *all_lengths)
+        ]
+        plan = [
+            [unit * together + i for unit in part for i in range(together)]
+            for part in microbatches(units[0], budget)
+        ]
+        return plan + [[]] * (num_microbatches(units[1:], budget) - len(plan))
 
     def _backward(self, rows: list[Sequence], loss_fn: LossFn) -> dict[str, torch.Tensor]:
         batch = collate(rows, self.device)
@@ -191,8 +219,8 @@ class FSDPEngine(TrainEngine):
         return stats
 
     def _state(self) -> dict[str, Any]:
-        model = {name: p.detach() for name, p in self._model.causal_lm.named_parameters()}
-        return {"model": model, "optimizer": self._optimizer.state()}
+        model = {name: p.detach() for name, p in self.module.named_parameters()}
+        return {"model": model, "optimizer": self.optimizer.state()}
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -201,6 +229,28 @@ class FSDPEngine(TrainEngine):
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
+
+
+class DDPEngine(FSDPEngine):
+    """FSDPEngine where every rank holds the whole model."""
+
+    def __init__(self, config: FSDPConfig, **options: Any) -> None:
+        super().__init__(replace(config, shard_size=1), **options)
+
+
+def _mesh(device: torch.device, shard_size: int) -> DeviceMesh:
+    """Return the mesh of all ranks, or of copies × the shards of one."""
+    size = dist.get_world_size()
+    shard_size = shard_size or size
+    if size % shard_size:
+        raise UserError(
+            f"engine.fsdp.shard_size {shard_size} does not divide the {size} trainer ranks. "
+            f"Use a divisor of {size}, or 0 to share one copy among all."
+        )
+    if shard_size == size:
+        return init_device_mesh(device.type, (size,))
+    names = ("copies", "shards")
+    return init_device_mesh(device.type, (size // shard_size, shard_size), mesh_dim_names=names)
 
 
 def _sum_over_ranks(stats: dict[str, float]) -> dict[str, float]:

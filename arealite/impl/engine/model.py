@@ -1,4 +1,4 @@
-"""A Hugging Face causal model behind FSDP2, whose forward pass ends in logprobs of loss tokens.
+"""A Hugging Face model behind FSDP2, whose forward pass ends in numbers of the loss tokens.
 
 Here as one module, because FSDP2 gathers the head's weight only inside the root's forward: so base
 model and head both run inside one root.
@@ -22,23 +22,19 @@ from arealite.impl.engine.batch import MicroBatch
 
 
 class LogprobModel(nn.Module):
-    """The root: hidden states of all tokens, head only on the loss tokens."""
+    """A causal language model as the root: its head sees the loss tokens only."""
 
-    def __init__(self, causal_lm: Any, *, logits_chunk: int) -> None:
+    def __init__(self, module: Any, *, logits_chunk: int) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
+        self.module = module
+        vocabulary = module.get_output_embeddings().weight.shape[0]
         self.chunk = max(1, logits_chunk // vocabulary)
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return logprobs and entropy, float32 [N]."""
-        # No mask and no position ids: rows are padded on the right, so under causal attention no
-        # real token sees padding and positions count from 0; SDPA then takes its causal fast path.
-        decoder = self.causal_lm.get_decoder()
-        hidden_BWH = decoder(input_ids=batch.input_ids_BW, use_cache=False).last_hidden_state
         logprobs_N, entropy_N = token_logprobs(
-            hidden_BWH.flatten(0, 1)[batch.index_N],
-            self.causal_lm.get_output_embeddings().weight,
+            _hidden(self.module, batch),
+            self.module.get_output_embeddings().weight,
             batch.targets_N,
             temperature_N=batch.temperature_N,
             chunk=self.chunk,
@@ -46,21 +42,46 @@ class LogprobModel(nn.Module):
         return {"logprobs": logprobs_N, "entropy": entropy_N}
 
 
-def shard(model: LogprobModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool) -> None:
+class ValueModel(nn.Module):
+    """A sequence classifier of one label as the root: its float32 head scores each loss token."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return values, float32 [N]."""
+        return {"values": self.module.score(_hidden(self.module, batch).float()).sum(-1)}
+
+
+def _hidden(module: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the last hidden states [N, H] that predict the loss tokens."""
+    # No mask and no position ids: rows are padded on the right, so under causal attention no
+    # real token sees padding and positions count from 0; SDPA then takes its causal fast path.
+    output = module.get_decoder()(input_ids=batch.input_ids_BW, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)[batch.index_N]
+
+
+def shard(
+    model: LogprobModel | ValueModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool
+) -> None:
     """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
 
     Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
     `recompute`: keep only the inputs of each layer for the backward pass.
     """
-    layers = getattr(model.causal_lm.get_decoder(), "layers", None)
+    layers = getattr(model.module.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"{type(model.causal_lm).__name__} has no `layers`; FSDP shards by layer.")
+        raise UserError(f"{type(model.module).__name__} has no `layers`; FSDP shards by layer.")
     low = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     for layer in layers:
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
+    if isinstance(model, ValueModel):
+        full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(model.module.score, mesh=mesh, mp_policy=full, reshard_after_forward=False)
     # The root's inputs are ids and float32 temperatures: casting them would round.
     policy = replace(policy, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

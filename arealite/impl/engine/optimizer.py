@@ -25,6 +25,8 @@ class Optimizer:
         self._training, config = training, training.optimizer
         self._named = dict(model.named_parameters())
         params = self._named.values()
+        mesh = getattr(next(iter(params)), "device_mesh", None)
+        self._copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
         groups = [
             {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
@@ -50,7 +52,7 @@ class Optimizer:
         total, config = training.total_updates, training.optimizer
         lr = learning_rate(self.updates, lr=training.lr, total=total, config=config)
         gradients = self._gradients()
-        norm = _global_norm(gradients)
+        norm = _global_norm(gradients, copies=self._copies)
         finite = math.isfinite(norm)
         if finite:
             limit = config.clip_grad_norm
@@ -74,12 +76,14 @@ class Optimizer:
 
     def _gradients(self) -> list[torch.Tensor]:
         """List this rank's shards of the gradients."""
-        return [g.to_local() for p in self._named.values() if isinstance(g := p.grad, DTensor)]
+        found = (p.grad for p in self._named.values() if p.grad is not None)
+        return [g.to_local() if isinstance(g, DTensor) else g for g in found]
 
 
-def _global_norm(shards: list[torch.Tensor]) -> float:
+def _global_norm(shards: list[torch.Tensor], *, copies: int) -> float:
+    """Return the norm of what lies on all ranks `copies` times."""
     square = torch.stack([shard.float().square().sum() for shard in shards])
-    square = square.sum(dtype=torch.float64)
+    square = square.sum(dtype=torch.float64) / copies
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     return math.sqrt(float(square)) if torch.isfinite(square) else math.inf

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from arealite.algo.losses import make_policy_loss
 from arealite.api.algorithm import LossConfig
@@ -70,9 +71,10 @@ def gradients(
     step = engine._optimizer.step
 
     def take() -> dict[str, float]:
-        for name, param in engine._model.causal_lm.named_parameters():
+        for name, param in engine.module.named_parameters():
             assert param.grad is not None
-            found[name] = param.grad.full_tensor().clone()
+            grad = param.grad
+            found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
             param.grad = None
         return {"skipped_update": 0.0}
 

@@ -66,6 +66,6 @@ def test_the_engine_sees_one_bit_of_one_parameter(model: Path) -> None:
     engine = make_engine(model)
     before = engine.fingerprint()
     assert make_engine(model, seed=7).fingerprint() == before
-    *_, param = engine._model.causal_lm.parameters()
+    *_, param = engine.module.parameters()
     module._bits(param)[-1] ^= 1
     assert engine.fingerprint() != before

@@ -1,0 +1,126 @@
+"""Frozen engines, and engines whose head is one number a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from arealite.api.engine import LossInput, Sequence, Training
+from arealite.api.engine_config import FSDPConfig, OptimizerConfig
+from arealite.base.errors import InvariantError, UserError
+from arealite.impl.engine.fsdp import FSDPEngine
+from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def frozen(model: Path, **config: object) -> FSDPEngine:
+    return FSDPEngine(FSDPConfig(**config), model_path=str(model), seed=0)  # type: ignore[arg-type]
+
+
+def critic(model: Path, **config: object) -> FSDPEngine:
+    training = Training(OptimizerConfig(warmup_steps=0), 1e-2, 100)
+    return FSDPEngine(
+        FSDPConfig(**config),  # type: ignore[arg-type]
+        model_path=str(model),
+        seed=0,
+        training=training,
+        head="value",
+    )
+
+
+def to_target(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Half the squared distance to the field `target`."""
+    error = batch.outputs["values"] - batch.fields["target"]
+    loss = (0.5 * error.square() * batch.fields["loss_weight"]).sum()
+    return loss, {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_engine_computes_what_one_in_training_does(model: Path, dtype: str) -> None:
+    rows = make_rows()
+    engine = frozen(model, dtype=dtype)
+    got = engine.forward(rows, lengths([rows]))
+    expected = make_engine(model, dtype=dtype).forward(rows, lengths([rows]))
+    for name in ("logprobs", "entropy"):
+        assert all(np.array_equal(a, b) for a, b in zip(got[name], expected[name], strict=True))
+    assert not any(param.requires_grad for param in engine.module.parameters())
+    with pytest.raises(InvariantError, match="frozen"):
+        engine.train_batch(rows, lengths([rows]), LOSS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_begin_at_zero_and_learn(model: Path, dtype: str) -> None:
+    rows = make_rows()
+    for row in rows:
+        row.fields["target"] = row.tokens.astype(np.float32) / 32
+    engine = critic(model, dtype=dtype)
+    assert not any(values.any() for values in engine.forward(rows, lengths([rows]))["values"])
+    losses = [engine.train_batch(rows, lengths([rows]), to_target)["loss"] for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
+    values = engine.forward(rows, lengths([rows]))["values"]
+    assert all(value.dtype == np.float32 for value in values)
+    assert not any(value[~row.loss_mask].any() for value, row in zip(values, rows, strict=True))
+
+
+def test_a_value_is_that_of_the_state_before_the_token(untied: Path, tmp_path: Path) -> None:
+    engine, rows = critic(untied), make_rows()
+    for row in rows:
+        row.fields["target"] = row.fields["advantages"]
+    for _ in range(5):
+        engine.train_batch(rows, lengths([rows]), to_target)
+    engine.export(tmp_path / "export")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export")
+    assert loaded.config.num_labels == 1
+    tokens = torch.arange(3, 12)
+    with torch.no_grad():
+        expected = [float(loaded(input_ids=tokens[None, :n]).logits) for n in range(1, 9)]
+    row = Sequence(tokens.numpy().astype(np.int32), np.arange(9) > 0, 1.0)
+    (values,) = engine.forward([row], [[9]])["values"]
+    assert np.abs(values[1:]).min() > 1e-3
+    np.testing.assert_allclose(values[1:], expected, atol=1e-5)
+    (again,) = critic(tmp_path / "export").forward([row], [[9]])["values"]
+    np.testing.assert_array_equal(again, values)
+
+
+def test_a_critic_resumes_bitwise(model: Path, tmp_path: Path) -> None:
+    rows = make_rows()
+    for row in rows:
+        row.fields["target"] = row.fields["advantages"]
+    engine, other = critic(model), critic(model)
+    engine.train_batch(rows, lengths([rows]), to_target)
+    engine.save(tmp_path / "step-1", {"step": 1})
+    other.load(tmp_path / "step-1")
+    for each in (engine, other):
+        each.train_batch(rows, lengths([rows]), to_target)
+    assert engine.fingerprint() == other.fingerprint()
+    assert "score.weight" in weights(engine)
+
+
+def test_shards_must_divide_the_ranks(model: Path) -> None:
+    with pytest.raises(UserError, match="shard_size 2 does not divide the 1 trainer ranks"):
+        frozen(model, shard_size=2)
+
+
+@pytest.mark.parametrize("budget", [1, 64, 8192])
+def test_rows_that_belong_together_stay_together(model: Path, budget: int) -> None:
+    rows = make_rows(12)
+    for number, row in enumerate(rows):
+        row.fields["number"] = np.full(len(row.tokens), number, np.float32)
+    seen: list[tuple[int, int]] = []
+
+    def look(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        numbers = batch.fields["number"]
+        for row in batch.rows_N.unique().tolist():
+            seen.append((row % 2, int(numbers[batch.rows_N == row][0])))
+        return batch.outputs["logprobs"].sum(), {}
+
+    engine = make_engine(model, max_tokens_per_microbatch=budget)
+    engine.train_batch(rows, lengths([rows]), look, together=2)
+    assert sorted(number for _, number in seen) == list(range(12))
+    pairs = list(zip(seen[::2], seen[1::2], strict=True))
+    assert all(a == (0, b[1] - 1) and b == (1, a[1] + 1) for a, b in pairs)
