@@ -18,7 +18,9 @@ class OfflineConfig:
     max_steps: int = opt(0, "stop there even if rows are left; 0 takes all epochs")
     batch_size: int = opt(64, "rows (pairs) of an optimizer update, over all ranks")
     max_tokens: int = opt(4096, "a longer row is cut at its end")
-    eval_every_steps: int = opt(0, "loss on the held-out rows; 0 only at the end")
+    eval_every_steps: int = opt(
+        0, "loss on the held-out rows; 0 only before the first and after the last step"
+    )
     checkpoint_every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C")
     checkpoint_keep: int = opt(2, "newest checkpoints kept")
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
@@ -33,6 +35,7 @@ class SFTConfig:
     next_state_weight: float = opt(
         0.0, "of a token written by anyone else after the first assistant's: a world model"
     )
+    turns: Literal["all", "last"] = opt("all", "which assistant messages of a chat are learned")
     min_reward: float | None = opt(None, "leave out collected trajectories with less")
 
 

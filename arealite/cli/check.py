@@ -23,10 +23,12 @@ from arealite.api.llm import SamplingConfig, clients
 from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.task import Task
-from arealite.api.trainer import PPOConfig, trainers
+from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
+from arealite.base.model_folder import other_model
+from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.resume import check_resume
-from arealite.system.dataset import load_tasks
+from arealite.system.dataset import identity, load_tasks
 from arealite.system.name_registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
@@ -34,19 +36,33 @@ MIN_FREE_BYTES = 64 << 20
 
 def check(config: ExperimentConfig) -> None:
     """Check numbers, names, files, dataset and server of an experiment, in this order."""
-    check_names(config)
-    check_positive(config)
-    check_numbers(config.trainer.ppo, config.trainer.type)
+    check_options(config)
     model = check_model(config.model.path)
+    if config.trainer.is_offline:
+        from arealite.cli.check_rows import check_rows  # imports torch
+
+        check_run_folder(config)
+        check_resume(config, check_rows(config, model))
+        return
     tasks = load_tasks(required(config.dataset.train, "dataset.train"), "train")
     held_out = load_tasks(config.dataset.eval, "eval") if config.dataset.eval else []
     check_size(config, tasks)
     check_run_folder(config)
-    check_resume(config, tasks)
+    check_resume(config, identity(config, tasks))
     servers = find_servers(config, model)
     for server in servers:
         check_same_model(config, model, server)
     check_prompts(config, [*tasks, *held_out], servers)
+
+
+def check_options(config: ExperimentConfig) -> None:
+    """Check names and numbers, which needs no file."""
+    check_names(config)
+    check_positive(config)
+    if config.trainer.is_offline:
+        check_offline(config.trainer)
+    else:
+        check_numbers(config.trainer.ppo, config.trainer.type)
 
 
 def required(value: str | None, key: str) -> str:
@@ -67,6 +83,7 @@ def check_names(config: ExperimentConfig) -> None:
         (trainers, config.trainer.type),
         (launchers, config.launcher.type),
         (engines, ppo.engine.type),
+        (engines, config.trainer.offline.engine.type),
         (publishers, ppo.publisher.type),
         (clients, collector.client.type),
         (agents, collector.agent.type),
@@ -84,9 +101,12 @@ def check_positive(config: ExperimentConfig) -> None:
         "trainer.ppo.collector.group_size": ppo.collector.group_size,
         "trainer.ppo.collector.concurrency": ppo.collector.concurrency,
         "trainer.ppo.updates": ppo.updates,
+        "trainer.ppo.epochs": ppo.epochs,
         "trainer.ppo.total_steps": ppo.total_steps,
         "trainer.ppo.max_attempts": ppo.max_attempts,
         "trainer.ppo.eval.samples": ppo.eval.samples,
+        "trainer.ppo.checkpoint.keep": ppo.checkpoint.keep,
+        "trainer.ppo.publisher.bucket_mb": ppo.publisher.bucket_mb,
         "launcher.local.trainer_ranks": local.trainer_ranks,
         "launcher.local.rollout_workers": local.rollout_workers,
         "launcher.local.trainer_threads": local.trainer_threads,
@@ -99,7 +119,19 @@ def check_positive(config: ExperimentConfig) -> None:
         "cluster.heartbeat_s": config.cluster.heartbeat_s,
         "datapipe.lease_ttl_s": config.datapipe.lease_ttl_s,
         "datapipe.stall_timeout_s": config.datapipe.stall_timeout_s,
+        "launcher.local.silent_s": local.silent_s,
+        "launcher.local.blocked_s": local.blocked_s,
+        "launcher.local.drain_timeout_s": local.drain_timeout_s,
     }
+    not_negative = {
+        "trainer.ppo.checkpoint.every_steps": ppo.checkpoint.every_steps,
+        "trainer.ppo.eval.every_steps": ppo.eval.every_steps,
+        "trainer.ppo.publisher.verify_every": ppo.publisher.verify_every,
+        "launcher.local.max_restarts": local.max_restarts,
+    }
+    for key, value in not_negative.items():
+        if value < 0:
+            raise UserError(f"{key}={value} must not be negative.")
     for key, value in counts.items():
         if value < 1:
             raise UserError(f"{key}={value} must be at least 1.")
@@ -121,8 +153,7 @@ def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
             f"updates {ppo.updates} does not divide the {size // group} groups of a batch "
             f"(batch_size {size} / group_size {group}). Use a divisor of {size // group}."
         )
-    if group == 1:
-        raise UserError("group_size 1 has no other member to compare with. Use at least 2.")
+    check_algorithm(ppo)
     if trainer_type == "ppo" and ppo.max_staleness != 0:
         raise UserError(
             f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}. "
@@ -134,6 +165,39 @@ def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
     check_sampling(ppo.eval.sampling, "eval.sampling")
     if ppo.collector.sampling.temperature <= 0:
         raise UserError("collector.sampling.temperature must be above 0: greedy cannot explore.")
+
+
+def check_offline(trainer: TrainerConfig) -> None:
+    """Check the numbers of sft, dpo and reward."""
+    offline, sft, dpo = trainer.offline, trainer.sft, trainer.dpo
+    rules = {
+        f"trainer.offline.lr={offline.lr} must be a number above 0.": 0 < offline.lr < math.inf,
+        f"trainer.offline.epochs={offline.epochs} must be at least 1.": offline.epochs >= 1,
+        f"trainer.offline.batch_size={offline.batch_size} must be at least 1.": (
+            offline.batch_size >= 1
+        ),
+        f"trainer.offline.max_tokens={offline.max_tokens} must be at least 2.": (
+            offline.max_tokens >= 2
+        ),
+        "trainer.offline.max_steps, eval_every_steps and checkpoint_every_steps must not be "
+        "negative.": (
+            min(offline.max_steps, offline.eval_every_steps, offline.checkpoint_every_steps) >= 0
+        ),
+        "trainer.sft.assistant_weight and next_state_weight must not be negative, nor both 0.": (
+            min(sft.assistant_weight, sft.next_state_weight) >= 0
+            and sft.assistant_weight + sft.next_state_weight > 0
+        ),
+        "trainer.sft.turns=last learns no next states: use turns=all, or next_state_weight=0.": (
+            sft.turns == "all" or not sft.next_state_weight
+        ),
+        f"trainer.dpo.beta={dpo.beta} must be a number above 0.": 0 < dpo.beta < math.inf,
+        f"trainer.dpo.label_smoothing={dpo.label_smoothing} must be from 0 to below 0.5.": (
+            0 <= dpo.label_smoothing < 0.5
+        ),
+    }
+    for text, holds in rules.items():
+        if not holds:
+            raise UserError(text)
 
 
 def check_sampling(sampling: SamplingConfig, where: str) -> None:
@@ -197,6 +261,8 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
         from arealite.impl.server import external  # imports aiohttp
 
         return [*external.examine(config, model), *names.list("llm_server")]
+    if not names.list("llm_server"):
+        print(f"waiting up to {config.server_wait_s:g} s for a language-model server", flush=True)
     wait = names.wait("llm_server", seconds=config.server_wait_s, owner="train.py")
     try:
         return asyncio.run(wait)
@@ -211,14 +277,11 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
 
 def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: Entry) -> None:
     """Check that the server holds the architecture that will be trained."""
-    for key in ("architectures", "model_type", "vocab_size"):
-        ours, theirs = model.get(key), server.value.get(key)
-        if theirs is not None and ours != theirs:
-            raise UserError(
-                f"the server at {server.value['address']} serves another model: its {key} is "
-                f"{theirs}, {config.model.path} has {ours}. Start it with "
-                f"model.path={config.model.path}, or use another trial_name."
-            )
+    if difference := other_model(server.value, model):
+        raise UserError(
+            f"the server at {server.value['address']}: {difference} Start it with "
+            f"model.path={config.model.path}, or use another trial_name."
+        )
 
 
 def check_prompts(

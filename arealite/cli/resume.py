@@ -6,26 +6,28 @@ begins anew in silence is worse than one that does not start. Nothing is deleted
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.task import Task
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.dataset import identity
 from arealite.system.ledger import SCHEMA_VERSION, connect
 
 
-def check_resume(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
-    """Refuse what `resume` cannot do, or must not do unasked, with what is there."""
+def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
+    """Refuse what `resume` cannot do, or must not do unasked, with what is there.
+
+    `identity` is what must not change within a trial, by name.
+    """
     wanted, paths = config.resume, run_paths(config)
     if not re.fullmatch(r"auto|must|never|step-\d+", wanted):
         raise UserError(f"resume={wanted}: use auto, must, never, or a checkpoint: step-000040.")
@@ -38,12 +40,13 @@ def check_resume(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
         raise UserError(f"resume={wanted} is no good checkpoint. {listed} {anew}.")
     if wanted == "must" and not good:
         raise UserError(f"resume=must, but {paths.root} holds no run to go on with. {listed}")
-    held, named = read_facts(paths.ledger)
+    is_offline, newest = config.trainer.is_offline, paths.checkpoints / (good or [""])[-1]
+    held, named = read_identity(newest) if is_offline else read_facts(paths.ledger)
     if not held:
         if good:
             raise UserError(f"{paths.ledger} is gone. {listed} Put the ledger back; or {anew}.")
         return
-    for key, now in {"schema": SCHEMA_VERSION, **identity(config, tasks)}.items():
+    for key, now in {"schema": SCHEMA_VERSION, **identity}.items():
         if (before := held.get(key)) != now:
             raise UserError(
                 f"{paths.root} was begun with {key}={before}, now it is {now}. Put {before} back, "
@@ -71,6 +74,15 @@ def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
         raise UserError(f"{ledger} cannot be read as a ledger: {error}. Restore it.") from error
 
 
+def read_identity(path: Path) -> tuple[dict[str, str], int]:
+    """Return the same of an offline trial, from a checkpoint; ({}, 0): there is none."""
+    if not (path / "extra.json").exists():
+        return {}, 0
+    extra = json.loads((path / "extra.json").read_text())["extra"]
+    begun = extra.get("identity", {"trainer.type": "one with a ledger"})
+    return {"schema": SCHEMA_VERSION, **begun}, extra["step"]
+
+
 def begin_anew(config: ExperimentConfig) -> None:
     """Move a used folder aside as a whole, where `resume=never` asks for it."""
     paths = run_paths(config)
@@ -86,6 +98,8 @@ def settle(config: ExperimentConfig) -> ExperimentConfig:
     config = replace(config, resume="auto")
     newest = checkpoint.latest(paths.checkpoints)
     begin = step_of(newest.name) if newest else 0
+    if newest:
+        print(f"going on after step {begin} of {config.trainer.ppo.total_steps}", flush=True)
     for file in paths.configs.glob("*.yaml"):
         if int(file.stem) > begin:
             file.unlink()
@@ -109,6 +123,8 @@ def _go_back(paths: RunPaths, step: int) -> None:
         for path in newer:
             path.rename(aside / path.name)
         print(f"newer checkpoints are now in {aside}")
+    if not paths.ledger.exists():
+        return  # an offline trial
     with closing(connect(paths.ledger)) as db:
         db.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
 

@@ -22,7 +22,7 @@ from arealite.base.registry import unknown
 
 _encode = msgspec.msgpack.Encoder().encode
 COLUMNS = ("prompt", "ground_truth", "extra_info")
-"""Columns read; `prompt` is required, others in the file are ignored."""
+"""Of a task; `prompt` is required, others in the file are ignored."""
 
 
 def load_tasks(path: str, split: str) -> list[Task]:
@@ -31,22 +31,33 @@ def load_tasks(path: str, split: str) -> list[Task]:
     Raises:
         UserError: the file is missing, empty or of another kind, or a row of it cannot be used.
     """
+    rows = enumerate(read_rows(path, split, COLUMNS))
+    tasks = [_task(row, f"{split}-{index}", where) for index, (where, row) in rows]
+    if not tasks:
+        raise UserError(f"dataset file {path} has no rows. Write at least one with a `prompt`.")
+    return tasks
+
+
+def read_rows(
+    path: str, split: str, columns: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row) of a JSONL or Parquet file; a Parquet file with some of `columns` gives
+    only these.
+
+    Raises:
+        UserError: the file is missing or of another kind, or not readable.
+    """
     if not path:
         hint = f"Set dataset.{split}=<file.jsonl or .parquet>."
         raise UserError(f"no dataset for split '{split}'. {hint}")
     file = Path(path).expanduser()
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    reader = readers.get(file.suffix)
-    if reader is None:
-        raise UserError(unknown("dataset suffix", file.suffix, sorted(readers)) + f" File: {file}.")
+    suffixes = (".jsonl", ".parquet")
+    if file.suffix not in suffixes:
+        raise UserError(unknown("dataset suffix", file.suffix, suffixes) + f" File: {file}.")
     if not file.is_file():
         hint = f"Set dataset.{split} to an existing file."
         raise UserError(f"dataset file {file} does not exist. {hint}")
-    rows = enumerate(reader(file))
-    tasks = [_task(row, f"{split}-{index}", where) for index, (where, row) in rows]
-    if not tasks:
-        raise UserError(f"dataset file {file} has no rows. Write at least one with a `prompt`.")
-    return tasks
+    yield from _jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
 
 
 def identity(config: ExperimentConfig, tasks: Sequence[Task]) -> dict[str, str]:
@@ -75,19 +86,17 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             hint = 'Write one object a line: {"prompt": …, "ground_truth": …}.'
             raise UserError(f"{where}: not a JSON object: {error}. {hint}") from error
-        _require_prompt(list(row), where)
         yield where, row
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, row), rows counted from 0."""
     # Untyped on purpose: pyarrow ships no types, and it is loaded only for Parquet.
     pyarrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
         names: list[str] = parquet.read_schema(file).names
-        _require_prompt(names, str(file))
-        table = parquet.read_table(file, columns=[n for n in COLUMNS if n in names])
+        table = parquet.read_table(file, columns=[n for n in columns if n in names] or None)
     except (pyarrow.ArrowException, OSError) as error:
         line = " ".join(str(error).split())
         raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error
@@ -105,7 +114,8 @@ def _require_prompt(names: Sequence[str], where: str) -> None:
 
 
 def _task(row: dict[str, Any], task_id: str, where: str) -> Task:
-    prompt = _prompt(row["prompt"], where)
+    _require_prompt(list(row), where)
+    prompt = check_prompt(row["prompt"], where)
     truth, extra = row.get("ground_truth"), row.get("extra_info")
     if truth is not None and not isinstance(truth, str):
         what = f"`ground_truth` is {type(truth).__name__}, must be a string or null"
@@ -116,13 +126,14 @@ def _task(row: dict[str, Any], task_id: str, where: str) -> Task:
     return Task(task_id, prompt, truth, cast(dict[str, Any], extra or {}))
 
 
-def _prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
+def check_prompt(prompt: Any, where: str, column: str = "prompt") -> str | list[dict[str, str]]:
+    """Return what a column holds, if it is a text or a list of messages, and refuse it else."""
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[Any], prompt))):
         return cast(list[dict[str, str]], prompt)
     raise UserError(
-        f"{where}: `prompt` must be a text that is not empty, or a list of messages. "
+        f"{where}: `{column}` must be a text that is not empty, or a list of messages. "
         'Write "…" or [{"role": "user", "content": "…"}].'
     )
 

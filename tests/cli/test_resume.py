@@ -48,7 +48,8 @@ def used(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def check(config: ExperimentConfig, **changes: Any) -> None:
-    resume.check_resume(replace(config, **changes), ROWS)
+    changed = replace(config, **changes)
+    resume.check_resume(changed, identity(changed, ROWS))
 
 
 def aside(paths: RunPaths) -> Path:
@@ -128,10 +129,11 @@ def test_another_dataset_seed_or_group_size(used: ExperimentConfig) -> None:
     with pytest.raises(UserError, match="begun with group_size=2, now it is 4"):
         check(used, trainer=replace(used.trainer, ppo=groups))
     with pytest.raises(UserError, match="begun with dataset_rows=5, now it is 6"):
-        resume.check_resume(used, tasks(6))
+        resume.check_resume(used, identity(used, tasks(6)))
     with pytest.raises(UserError, match="begun with dataset_digest="):
-        resume.check_resume(used, [*ROWS[1:], ROWS[0]])
-    resume.check_resume(replace(used, seed=2, resume="never"), tasks(6))
+        resume.check_resume(used, identity(used, [*ROWS[1:], ROWS[0]]))
+    anew = replace(used, seed=2, resume="never")
+    resume.check_resume(anew, identity(anew, tasks(6)))
 
 
 def test_never_moves_the_whole_run_aside(

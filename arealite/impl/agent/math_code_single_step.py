@@ -6,18 +6,12 @@ completion overrides only that one.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
-from arealite.base.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from arealite.system.chats import tokenize
 
 
 class MathCodeSingleStepAgent(Agent):
@@ -41,33 +35,3 @@ class MathCodeSingleStepAgent(Agent):
     def parse(self, response: LLMResponse) -> str:
         """Return what the completion says to the environment."""
         return str(self.tokenizer.decode(response.output_ids, skip_special_tokens=True))
-
-
-_encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Turn a prompt into token ids; chat messages go through the chat template.
-
-    The episodes of a group share one prompt, so the ids are cached by the prompt's content. The
-    list is shared: nobody may change it.
-
-    Raises:
-        UserError: chat messages, and the tokenizer has no chat template.
-    """
-    return _tokenize(tokenizer, _encode(prompt))
-
-
-@lru_cache(maxsize=4096)
-def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
-    prompt = msgspec.json.decode(encoded)
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "The prompt is a list of chat messages, but the model's tokenizer has no chat "
-            "template. Use a chat model, or write the dataset's prompts as plain text."
-        )
-    return tokenizer.apply_chat_template(  # type: ignore[return-value]
-        prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-    )

@@ -45,7 +45,8 @@ class LocalLauncher(Launcher):
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
         self.trainer = self._role(*ranks, leads=True)
-        self.roles = [self.datapipe, *rollouts, self.trainer]
+        is_offline = config.trainer.is_offline
+        self.roles = [self.trainer] if is_offline else [self.datapipe, *rollouts, self.trainer]
         self.over = asyncio.Event()
         """Set when processes may leave: all is trained and evaluated, or a person stops the run."""
         self._stops = 0
@@ -232,12 +233,17 @@ class LocalLauncher(Launcher):
             await role.clear()
 
     def _close(self, code: int) -> int:
+        if not self.config.trainer.is_offline:
+            code = self._audit(code)
+        self.progress.say(f"run folder: {self.paths.root}")
+        return code
+
+    def _audit(self, code: int) -> int:
+        """Show the ledger's balance; one that is off makes a good end a bad one."""
         try:
             report = audit(self.paths.ledger)
         except UserError as error:  # the run ended before there was a ledger to hold it against
             self.progress.say(f"no audit: {error}")
-        else:
-            self.progress.say(report.table())
-            code = code or (0 if report.ok else 1)
-        self.progress.say(f"run folder: {self.paths.root}")
-        return code
+            return code
+        self.progress.say(report.table())
+        return code or (0 if report.ok else 1)

@@ -19,6 +19,8 @@ COLUMNS = (
     ("tok/s", "throughput/trained_tokens_per_s", "{:,.0f}"),
     ("interrupted", "rollout/interrupted_generations", "{:.0f}"),
     ("loss", "loss/policy", "{:+.4f}"),
+    ("loss", "train/loss", "{:.4f}"),
+    ("accuracy", "train/accuracy", "{:.3f}"),
 )
 """What is shown: label, metric, format."""
 
@@ -65,12 +67,14 @@ class Progress:
     def show(self, metrics: dict[str, float]) -> None:
         """Show one line of metrics."""
         step = int(metrics["step"])
-        if "eval/accuracy" in metrics:
-            self._evaluated, accuracy = step, metrics["eval/accuracy"]
-            self._console.print(f"eval at step {step}: held-out accuracy {accuracy:.3f}")
-        if "reward/mean" not in metrics:
+        if held_out := [key for key in ("eval/loss", "eval/accuracy") if key in metrics]:
+            self._evaluated = step
+            told = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in held_out)
+            self._console.print(f"eval at step {step}: held-out {told}")
+        if not metrics.keys() & {"reward/mean", "train/epoch"}:
             return
         self.newest = max(self.newest, step)
+        self._total = int(metrics.get("train/total_steps", self._total))
         done = step + 1
         parts = [f"step {done}/{self._total}"]
         parts += [

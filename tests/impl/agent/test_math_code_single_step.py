@@ -8,7 +8,6 @@ from arealite.api.agent import AgentConfig, AgentFactory, MathCodeSingleStepConf
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMClientConfig
 from arealite.base.errors import UserError
-from arealite.impl.agent import math_code_single_step as module
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 from tests.models import tiny_tokenizer
@@ -55,17 +54,3 @@ async def test_messages_without_a_template_are_the_users_error() -> None:
     plain.chat_template = None
     with pytest.raises(UserError, match="chat template"):
         await agent(plain).act(CHAT)
-
-
-def test_prompts_are_tokenised_once_by_content(monkeypatch) -> None:
-    tok = tiny_tokenizer()
-    calls = []
-    monkeypatch.setattr(
-        type(tok), "__call__", lambda self, text: calls.append(text) or {"input_ids": [len(text)]}
-    )
-    first = module.tokenize(tok, "abc")
-    assert module.tokenize(tok, "abc") is first
-    assert module.tokenize(tok, "abcd") == [4]
-    assert calls == ["abc", "abcd"]
-    assert module.tokenize(tiny_tokenizer(), "abc") is not first
-    assert module._tokenize.cache_info().maxsize == 4096

@@ -1,0 +1,95 @@
+"""Losses of pairs, of which the first answer is preferred: DPO and its variants, Bradley–Terry.
+
+Here as pure functions, so that they can be checked against hand-made numbers. N = loss tokens of a
+micro-batch, R = its rows (chosen, rejected, chosen, …), P = its pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from arealite.api.engine import LossFn, LossInput
+from arealite.api.offline import DPOConfig
+
+
+def dpo_terms(margins: torch.Tensor, config: DPOConfig) -> torch.Tensor:
+    """Return the loss of each margin h = log (π/π_ref)(chosen) − log (π/π_ref)(rejected).
+
+    sigmoid: −log σ(βh) (arXiv 2305.18290 eq. 7). hinge: max(0, 1 − βh) (SLiC, arXiv 2305.10425,
+    as a loss of βh). ipo: (h − 1/(2β))² (arXiv 2310.12036 eq. 17). With label smoothing ε each is
+    (1 − ε) l(h) + ε l(−h): a pair is the wrong way round with probability ε.
+    """
+    beta, smoothing = config.beta, config.label_smoothing
+
+    def term(h: torch.Tensor) -> torch.Tensor:
+        if config.loss == "sigmoid":
+            return -logsigmoid(beta * h)
+        if config.loss == "hinge":
+            return torch.relu(1.0 - beta * h)
+        return (h - 1.0 / (2.0 * beta)).square()
+
+    straight = term(margins)
+    return straight if not smoothing else torch.lerp(straight, term(-margins), smoothing)
+
+
+def make_dpo_loss(config: DPOConfig) -> LossFn:
+    """Return the loss of `dpo_terms`, summed with `loss_weight`, which is one number a row.
+
+    Reads `ref_logprobs` unless `reference_free` (then π_ref is uniform and falls out of h up to a
+    length, as in TRL). Log-ratios are sums over a row's tokens; means for ipo, so that long
+    answers do not weigh more (as in TRL, by advice of the paper's authors).
+    """
+
+    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio_N = batch.outputs["logprobs"]
+        if not config.reference_free:
+            ratio_N = ratio_N - batch.fields["ref_logprobs"]
+        ratio_R = _row_sums(batch, ratio_N)
+        if config.loss == "ipo":
+            ratio_R = ratio_R / _row_sums(batch, torch.ones_like(ratio_N))
+        return _finish(batch, ratio_R, config.beta, lambda h_P: dpo_terms(h_P, config))
+
+    return loss_fn
+
+
+def bradley_terry(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return −log σ(r_chosen − r_rejected), summed with `loss_weight`; r is a row's only value.
+
+    P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley & Terry 1952; arXiv 2203.02155 eq. 1).
+    """
+    return _finish(
+        batch, _row_sums(batch, batch.outputs["values"]), 1.0, lambda h_P: -logsigmoid(h_P)
+    )
+
+
+def _row_sums(batch: LossInput, values_N: torch.Tensor) -> torch.Tensor:
+    """Add up the tokens of each row."""
+    rows = int(batch.rows_N[-1]) + 1
+    return values_N.new_zeros(rows).index_add(0, batch.rows_N, values_N)
+
+
+def _finish(
+    batch: LossInput,
+    scores_R: torch.Tensor,
+    scale: float,
+    terms: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Weigh the terms of margins, and describe the pairs; `scale` makes scores rewards."""
+    weight_R = torch.zeros_like(scores_R)
+    weight_R[batch.rows_N] = batch.fields["loss_weight"]
+    weight_P = weight_R[::2]
+    chosen_P, rejected_P = scores_R[::2], scores_R[1::2]
+    margins_P = chosen_P - rejected_P
+    loss = (weight_P * terms(margins_P)).sum()
+    with torch.no_grad():
+        values = {
+            "accuracy": (margins_P > 0).float(),
+            "margin": scale * margins_P,
+            "chosen": scale * chosen_P,
+            "rejected": scale * rejected_P,
+        }
+        stats = {name: (weight_P * value_P).sum() for name, value_P in values.items()}
+    return loss, {"loss": loss.detach(), **stats}

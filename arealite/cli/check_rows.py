@@ -1,0 +1,45 @@
+"""What can be found wrong with an offline run's rows, found before it starts: each is encoded once.
+
+Apart from the other checks, because rows need the tokenizer and no server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import ExperimentConfig
+from arealite.base.errors import UserError
+from arealite.system.chats import Row, identity_of_rows, make_encoder, read_dataset
+
+
+def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str]:
+    """Check that every row can be used, and return what must not change within the trial.
+
+    A row whose context leaves no room for its answer within `max_tokens` is only counted.
+    """
+    train, held_out = read_dataset(config)
+    encode = make_encoder(config, load_tokenizer(config.model.path))
+    vocabulary = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
+
+    def is_learned(row: Row) -> bool:
+        examples = encode(row)
+        for example in examples:
+            top, bottom = int(example.tokens.max(initial=0)), int(example.tokens.min(initial=0))
+            if bottom < 0 or (vocabulary and top >= vocabulary):
+                raise UserError(
+                    f"{row[0]}: token {top if bottom >= 0 else bottom} is not among the model's "
+                    f"{vocabulary}. Were the rows made with another model's tokenizer?"
+                )
+        return all(example.kinds[1:].any() for example in examples)
+
+    empty = [where for where, row in train if not is_learned((where, row))]
+    empty += [where for where, row in held_out if not is_learned((where, row))]
+    if len(empty) == len(train) + len(held_out):
+        limit = config.trainer.offline.max_tokens
+        raise UserError(
+            f"no row has a token to learn within trainer.offline.max_tokens={limit}. Raise it."
+        )
+    if empty:
+        print(f"{len(empty)} rows have nothing to learn and are left out; the first: {empty[0]}")
+    return identity_of_rows(config, train)

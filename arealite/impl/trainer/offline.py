@@ -1,0 +1,285 @@
+"""Training on rows that exist: the loop that sft, dpo and reward share.
+
+Which rows a step sees is a pure function of the step, so the step is all that a checkpoint has to
+know of the data, and a resumed run is the run that was not interrupted, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from arealite.algo.partition import balance
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training, engines
+from arealite.api.logger import MetricLogger, loggers
+from arealite.api.trainer import Trainer
+from arealite.base import log
+from arealite.impl.engine import checkpoint
+from arealite.impl.trainer.metrics import ENGINE, Stopwatch
+from arealite.impl.trainer.parts import StopRequest, find_checkpoint
+from arealite.impl.trainer.world import World
+from arealite.system.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
+from arealite.system.datapipe_group import permutation
+
+logger = log.get(__name__)
+
+Unit = list[Sequence]
+"""Rows that stand together: one, or a preferred one and another."""
+
+
+@dataclass
+class Rows:
+    """What an update, or an evaluation, needs of this rank."""
+
+    rows: list[Sequence]
+    all_lengths: list[list[int]]
+    examples: int
+    """Rows (pairs) of all ranks with something to learn."""
+
+
+@dataclass
+class OfflineParts:
+    """What the loop is wired from."""
+
+    world: World
+    engine: TrainEngine
+    train: list[Row]
+    held_out: list[Row]
+    loggers: list[MetricLogger] = field(default_factory=list)
+    """[] except on rank 0."""
+
+
+class OfflineTrainer(Trainer):
+    """One rank of a supervised run; subclasses make rows and a loss of examples."""
+
+    head: Head = "lm"
+    together = 1
+    stats: tuple[str, ...]
+    """What the loss tells of a batch: means over its tokens or pairs."""
+
+    def __init__(self, config: ExperimentConfig, parts: OfflineParts | None = None) -> None:
+        self.config, self.offline = config, config.trainer.offline
+        self.stop = StopRequest()
+        self.parts = parts or self.assemble()
+        self.world, self.engine = self.parts.world, self.parts.engine
+        self.encode = make_encoder(config, load_tokenizer(config.model.path))
+        self.identity = identity_of_rows(config, self.parts.train)
+        self.total_steps = count_steps(config, len(self.parts.train))
+        self.loss_fn = self.make_loss()
+        self.clock = Stopwatch()
+        self.saved_step: int | None = None
+
+    @abstractmethod
+    def make_loss(self) -> LossFn:
+        """Return the loss."""
+
+    @abstractmethod
+    def make_units(self, examples: list[list[Example]]) -> list[Unit]:
+        """Return training rows, weighted as shares of all of them; one without loss is left out."""
+
+    def prepare(self, batch: Rows) -> None:
+        """Give this rank's rows what only a model can; nothing here."""
+
+    def train(self) -> None:
+        """Train to the last step, or until asked to stop; leave a checkpoint."""
+        try:
+            step = self.begin()
+            while not self.is_over(step):
+                batch = self.next_batch(step)
+                stats = self.update(batch)
+                self.log(step, batch, stats)
+                step += 1
+                self.keep(step)
+            self.end(step)
+        finally:
+            self.close()
+
+    # ------------------------------------------------------------ the verbs of a step
+
+    def is_over(self, step: int) -> bool:
+        """Say whether training ends before `step`, on every rank alike."""
+        return step >= self.total_steps or self.world.any(self.stop.asked)
+
+    def next_batch(self, step: int) -> Rows:
+        """Make batch `step`: the next rows of its epoch's seeded order; an epoch's last batch may
+        be smaller."""
+        train, size = self.parts.train, self.offline.batch_size
+        epoch, place = divmod(step, count_batches(len(train), size))
+        order: Seq[int] = range(len(train))
+        if self.config.dataset.shuffle:
+            order = permutation(self.config.seed, epoch, len(train))
+        with self.clock("time/rows_s"):
+            return self.deal([train[i] for i in order[place * size : (place + 1) * size]])
+
+    def deal(self, rows: list[Row]) -> Rows:
+        """Encode rows, weigh them as one batch, and give each rank about equal tokens."""
+        units = self.make_units([self.encode(row) for row in rows])
+        lengths = [[len(row.tokens) for row in unit] for unit in units]
+        owners = balance([sum(each) for each in lengths], ranks=self.world.size)
+        mine, all_lengths = list[Sequence](), [list[int]() for _ in range(self.world.size)]
+        for unit, owner, each in zip(units, owners, lengths, strict=True):
+            all_lengths[owner] += each
+            mine += unit if owner == self.world.rank else []
+        return Rows(mine, all_lengths, len(units))
+
+    def update(self, batch: Rows) -> dict[str, float]:
+        """Apply one optimizer update; none where no row has anything to learn."""
+        if not batch.examples:
+            return {"skipped_update": 1.0}
+        with self.clock("time/update_s"):
+            self.prepare(batch)
+            rows, lengths = batch.rows, batch.all_lengths
+            return self.engine.train_batch(rows, lengths, self.loss_fn, together=self.together)
+
+    def keep(self, step: int) -> None:
+        """Evaluate and checkpoint where they are due."""
+        every = self.offline.checkpoint_every_steps
+        if self.is_evaluation_due(step):
+            self.evaluate(step)
+        if every and step % every == 0:
+            self.checkpoint(step)
+
+    def log(self, step: int, batch: Rows, stats: dict[str, float]) -> None:
+        """Write the step's line."""
+        line = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
+        line |= self.clock.lap()
+        tokens = float(sum(map(sum, batch.all_lengths)))
+        line |= {
+            "train/examples": float(batch.examples),
+            "train/epoch": float(
+                step // count_batches(len(self.parts.train), self.offline.batch_size)
+            ),
+            "train/total_steps": float(self.total_steps),
+            "throughput/trained_tokens_per_s": tokens / line["time/step_s"],
+        }
+        for sink in self.parts.loggers:
+            sink.log(step, line)
+        logger.info("step trained", step=step, loss=stats.get("loss"), seconds=line["time/step_s"])
+
+    # ------------------------------------------------------------ begin and end
+
+    def begin(self) -> int:
+        """Resume or start; return the step."""
+        step, path = 0, find_checkpoint(self.config)
+        if path is not None:
+            step = self.saved_step = int(self.engine.load(path)["step"])
+        logger.info("training starts", step=step, of=self.total_steps, checkpoint=str(path))
+        for sink in self.parts.loggers:
+            sink.rewind(step)
+        if self.is_evaluation_due(step):
+            self.evaluate(step)
+        self.clock.lap()
+        return step
+
+    def end(self, step: int) -> None:
+        """Leave a checkpoint; after the last step also an evaluation and the exported model."""
+        finished = step >= self.total_steps
+        if finished and self.parts.held_out:
+            self.evaluate(step)
+        if self.saved_step != step:
+            self.checkpoint(step)
+        if finished:
+            self.engine.export(run_paths(self.config).export)
+        logger.info("training ends", step=step, finished=finished)
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint of the steps below `step`, and remove old ones."""
+        folder = run_paths(self.config).checkpoints
+        with self.clock("time/checkpoint_s"):
+            extra = {"step": step, "identity": self.identity}
+            self.engine.save(folder / f"step-{step:06d}", extra)
+            self.saved_step = step
+            if self.world.lead:
+                checkpoint.prune(folder, self.offline.checkpoint_keep)
+
+    def close(self) -> None:
+        """Let go of files, the process group and signals."""
+        for sink in self.parts.loggers:
+            sink.close()
+        self.world.leave()
+        self.stop.restore()
+
+    # ------------------------------------------------------------ held-out rows
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Whether the model before `step` is evaluated; the last one is left to the end."""
+        every = self.offline.eval_every_steps
+        due = step == 0 or (every > 0 and step % every == 0)
+        return bool(self.parts.held_out) and due and step < self.total_steps
+
+    def evaluate(self, step: int) -> None:
+        """Write the loss of the held-out rows, taken as one batch, as a line of its own."""
+        with self.clock("time/eval_s"):
+            batch = self.deal(self.parts.held_out)
+            self.prepare(batch)
+            outputs = self.engine.forward(batch.rows, batch.all_lengths)
+            stats = self.loss_fn(flatten(batch.rows, outputs))[1] if batch.rows else {}
+            sums = self.world.sum({name: float(stats.get(name, 0.0)) for name in self.stats})
+        named = {f"eval/{name}": value for name, value in sums.items()}
+        logger.info("evaluated", step=step, **named)
+        for sink in self.parts.loggers:
+            sink.log(step, named)
+
+    # ------------------------------------------------------------ parts
+
+    def assemble(self) -> OfflineParts:
+        """Join the other ranks, read the rows, and load the model."""
+        config = self.config
+        world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
+        train, held_out = read_dataset(config)
+        training = Training(
+            self.offline.optimizer, self.offline.lr, count_steps(config, len(train))
+        )
+        engine = self.make_engine(config.model.path, training)
+        parts = OfflineParts(world, engine, train, held_out)
+        if world.lead:
+            names = dict.fromkeys(["jsonl", *config.logger.types])
+            parts.loggers = [loggers.get(name)(run_paths(config).root) for name in names]
+        return parts
+
+    def make_engine(self, model_path: str, training: Training | None) -> TrainEngine:
+        """Load a model as this rank's shard; None: to be asked, not trained."""
+        options, engine = self.offline.engine, engines.get(self.offline.engine.type)
+        make: Any = engine
+        return make(
+            getattr(options, options.type, options.fsdp),
+            model_path=model_path,
+            seed=self.config.seed,
+            training=training,
+            head=self.head,
+        )
+
+
+def count_batches(rows: int, batch_size: int) -> int:
+    """Return how many batches an epoch has."""
+    return -(-rows // batch_size)
+
+
+def count_steps(config: ExperimentConfig, rows: int) -> int:
+    """Return the steps of a run over `rows` rows."""
+    offline = config.trainer.offline
+    steps = offline.epochs * count_batches(rows, offline.batch_size)
+    return min(steps, offline.max_steps or steps)
+
+
+def flatten(rows: Seq[Sequence], outputs: dict[str, list[np.ndarray]]) -> LossInput:
+    """Lay rows and their outputs out as a loss function sees one micro-batch."""
+    masks = [row.loss_mask for row in rows]
+
+    def flat(arrays: Seq[np.ndarray]) -> torch.Tensor:
+        parts = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32))
+
+    counts = torch.tensor([int(mask.sum()) for mask in masks])
+    return LossInput(
+        {name: flat(arrays) for name, arrays in outputs.items()},
+        torch.repeat_interleave(torch.arange(len(rows)), counts),
+        {name: flat([row.fields[name] for row in rows]) for name in rows[0].fields},
+    )

@@ -1,0 +1,74 @@
+"""Learning from pairs of answers: DPO trains the policy itself, `reward` a model that scores."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from arealite.algo.preference import bradley_terry, make_dpo_loss
+from arealite.api.config import ExperimentConfig
+from arealite.api.engine import LossFn, Sequence
+from arealite.impl.trainer.offline import OfflineParts, OfflineTrainer, Rows, Unit
+from arealite.system.chats import ASSISTANT, Example
+
+PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
+
+
+class DPOTrainer(OfflineTrainer):
+    """Direct preference optimization; the reference is a second engine, which is frozen."""
+
+    together, stats = 2, PAIR_STATS
+
+    def __init__(self, config: ExperimentConfig, parts: OfflineParts | None = None) -> None:
+        super().__init__(config, parts)
+        dpo, self.reference = config.trainer.dpo, None
+        if not dpo.reference_free:
+            self.reference = self.make_engine(dpo.reference or config.model.path, None)
+
+    def make_loss(self) -> LossFn:
+        return make_dpo_loss(self.config.trainer.dpo)
+
+    def make_units(self, examples: list[list[Example]]) -> list[Unit]:
+        """Every pair weighs the same; one whose prompt leaves no room for an answer is left out."""
+        whole = [pair for pair in examples if all(is_learned(each).any() for each in pair)]
+        return [[self._row(each, 1.0 / len(whole)) for each in pair] for pair in whole]
+
+    def prepare(self, batch: Rows) -> None:
+        """Ask the reference for its logprobs."""
+        if self.reference is None:
+            return
+        outputs = self.reference.forward(batch.rows, batch.all_lengths)
+        for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
+            row.fields["ref_logprobs"] = logprobs_T
+
+    @staticmethod
+    def _row(example: Example, weight: float) -> Sequence:
+        fields = {"loss_weight": np.full(len(example.tokens), weight, np.float32)}
+        return Sequence(example.tokens, is_learned(example), 1.0, fields)
+
+
+class RewardTrainer(OfflineTrainer):
+    """A Bradley–Terry reward model: its score of a text is the value after the last token."""
+
+    together, head, stats = 2, "value", PAIR_STATS
+
+    def make_loss(self) -> LossFn:
+        return bradley_terry
+
+    def make_units(self, examples: list[list[Example]]) -> list[Unit]:
+        """Every pair weighs the same."""
+        return [[self._row(each, 1.0 / len(examples)) for each in pair] for pair in examples]
+
+    @staticmethod
+    def _row(example: Example, weight: float) -> Sequence:
+        # A value belongs to the token that comes next; any token stands for the one that would.
+        tokens_T = np.append(example.tokens, example.tokens[-1:])
+        mask_T = np.arange(len(tokens_T)) == len(tokens_T) - 1
+        fields = {"loss_weight": np.full(len(tokens_T), weight, np.float32)}
+        return Sequence(tokens_T, mask_T, 1.0, fields)
+
+
+def is_learned(example: Example) -> np.ndarray:
+    """Return where an answer's tokens are, bool [T]; never the first token."""
+    mask_T = example.kinds == ASSISTANT
+    mask_T[:1] = False
+    return mask_T
