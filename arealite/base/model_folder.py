@@ -18,6 +18,28 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     return {}
 
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+def other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Say in what a server's model, as far as it is told, differs from our config.json, if it
+    does."""
+    theirs, ours = ({**each, "vocab_size": vocab_size(each)} for each in (theirs, ours))
+    for key in ("architectures", "model_type", *SIZES):
+        if theirs.get(key) not in (None, []) and theirs[key] != ours.get(key):
+            had = f"its {key} is {theirs[key]}, model.path has {ours.get(key)}"
+            return f"it serves another model: {had}."
+    return None
+
+
 def vocab_size(config: dict[str, Any]) -> int | None:
     """Return how many token ids a config.json allows: its text part's, where it has one."""
     text: dict[str, Any] = config.get("text_config") or {}

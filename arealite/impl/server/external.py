@@ -21,7 +21,7 @@ import aiohttp
 
 from arealite.api.config import ExperimentConfig, name_dir
 from arealite.api.llm_server import UNTRUSTED
-from arealite.base import log
+from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.system.deadlines import deadline
@@ -32,15 +32,6 @@ logger = log.get(__name__)
 ANSWER_S = 10.0
 """For a server to say all about itself; a loaded one may need seconds."""
 SILENT = (aiohttp.ClientError, OSError, RoleError)
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-)
 
 
 class ExternalServers:
@@ -250,11 +241,8 @@ def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
     folder = Path(str(entry["model_path"]))
     theirs = read_json(folder) if folder.is_absolute() else {}
     theirs |= {key: entry[key] for key in ("architectures", "model_type") if entry[key]}
-    for key in ("architectures", "model_type", *SIZES):
-        if key in theirs and theirs[key] != model.get(key):
-            return f"it serves another model: its {key} is {theirs[key]}, model.path has " + (
-                f"{model.get(key)}. Correct the address, or restart it with this model."
-            )
+    if difference := model_folder.other_model(theirs, model):
+        return f"{difference} Correct the address, or restart it with this model."
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     longest = (model.get("max_position_embeddings") or math.inf) * (rope.get("factor") or 1)
     if (context := entry["context_length"] or 0) > longest:

@@ -1,0 +1,78 @@
+"""What a run is refused for before it starts, and what it says while it looks for a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.config import ClusterConfig, ExperimentConfig
+from arealite.base.errors import UserError
+from arealite.base.model_folder import other_model
+from arealite.cli import check, main
+from arealite.cli.configs import load
+from arealite.system.name_registry import NameRegistry
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 320}
+NESTED = {"architectures": ["X"], "model_type": "x", "text_config": {"vocab_size": 9}}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        (QWEN, QWEN, None),
+        (QWEN | {"vocab_size": 64}, QWEN, "its vocab_size is 64, model.path has 320"),
+        (QWEN | {"model_type": "llama"}, QWEN, "its model_type is llama"),
+        # A server tells its text part's vocabulary; one that does not tell is not suspected.
+        ({"vocab_size": 9, "model_type": "x", "architectures": ["X"]}, NESTED, None),
+        ({"vocab_size": 8, "model_type": "x", "architectures": ["X"]}, NESTED, "vocab_size is 8"),
+        ({"architectures": [], "model_type": None}, QWEN, None),
+        ({"tie_word_embeddings": False}, QWEN | {"tie_word_embeddings": True}, "is False"),
+    ],
+)
+def test_another_model_is_told_by_what_is_known_of_it(
+    theirs: dict[str, Any], ours: dict[str, Any], says: str | None
+) -> None:
+    said = other_model(theirs, ours)
+    assert said is None if says is None else says in str(said)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("launcher.local.max_restarts", -1),
+        ("launcher.local.silent_s", 0),
+        ("trainer.ppo.checkpoint.every_steps", -5),
+        ("trainer.ppo.checkpoint.keep", 0),
+        ("trainer.ppo.publisher.verify_every", -1),
+    ],
+)
+def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    config = load(ExperimentConfig, tmp_path / "empty.yaml", [f"{key}={value}"])
+    with pytest.raises(UserError, match=rf"{key}={value}"):
+        check.check_positive(config)
+
+
+def test_it_says_that_it_waits_for_a_server_only_where_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ExperimentConfig(cluster=ClusterConfig(name_root=str(tmp_path)), server_wait_s=0.2)
+    with pytest.raises(UserError, match="Start one"):
+        check.find_servers(config, {})
+    assert "waiting up to 0.2 s for a language-model server" in capsys.readouterr().out
+    NameRegistry.of(config).put("llm_server", "a", {"address": "http://a"})
+    assert [entry.id for entry in check.find_servers(config, {})] == ["a"]
+    assert capsys.readouterr().out == ""
+
+
+def test_why_needs_no_module_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from arealite.base import config as base_config
+
+    cluster = ClusterConfig(name_root=str(tmp_path))
+    config = replace(ExperimentConfig(cluster=cluster), imports=["module_of_another_folder"])
+    base_config.save(config, tmp_path / "config.yaml")
+    assert main.main(["why", str(tmp_path)]) == 0
+    assert "is not running" in capsys.readouterr().out
