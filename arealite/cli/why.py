@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from arealite.api.config import ExperimentConfig, name_dir
+from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.cli import configs
 from arealite.system.diagnosis import examine
 from arealite.system.explain import explain
 
@@ -23,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
     paths = RunPaths(parser.parse_args(argv).run)
     if not paths.config.exists():
         raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    folder = name_dir(configs.load(ExperimentConfig, paths.config, [])) / "vitals"
+    # As it stands: what `imports` names may not be found from here.
+    folder = name_dir(cast(ExperimentConfig, base_config.read(paths.config))) / "vitals"
     findings = examine(folder)
     print(explain(folder, findings, logs=paths.logs))
     return 1 if findings else 0
