@@ -86,6 +86,8 @@ class EmbeddedServer(LLMServer):
 
     async def _listen(self, runner: web.AppRunner) -> None:
         server = self.config.llm_server
+        if not 0 <= server.port < 2**16:  # uvloop would take another one
+            raise UserError(f"llm_server.port={server.port}: no such port. 0 takes a free one.")
         try:
             await web.TCPSite(runner, server.host, server.port).start()
         except OSError as error:

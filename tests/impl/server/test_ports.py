@@ -1,0 +1,20 @@
+"""A port that does not exist is refused: uvloop would listen on another one without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from arealite.api.config import ServerConfig
+from arealite.api.llm_server import LLMServerConfig
+from arealite.base.errors import UserError
+from arealite.impl.server.embedded import EmbeddedServer
+
+
+@pytest.mark.parametrize("port", [-1, 2**16, 99999])
+async def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
+    server = EmbeddedServer(ServerConfig(llm_server=LLMServerConfig(port=port)))
+    nothing: Any = None
+    with pytest.raises(UserError, match=rf"port={port}"):
+        await server._listen(nothing)
