@@ -80,7 +80,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     with closing(connect(paths.ledger, read_only=True)) as db:
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
     rows = rows[:to]
-    if not rows:
+    if not rows or (to is not None and to < 1):
         raise UserError(f"{paths.root} has no trained step to replay.")
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         raise UserError(
@@ -145,7 +145,7 @@ def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -
         nonlocal told
         if (now := time.monotonic()) - told > PROGRESS_S:
             told = now
-            print(f"{step + 1} steps are equal", flush=True)
+            print(f"equal up to step {step + 1}", flush=True)
 
     try:
         replay(
