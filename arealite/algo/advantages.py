@@ -1,14 +1,19 @@
-"""Group-relative advantages, one number a trajectory.
+"""From rewards to advantages: shaping, groups, discounted returns, GAE.
 
-Here, without torch, because they need only headers. Groups are found by id, so that a missing or
-reordered sample never mixes two prompts.
+Here without torch, as they are a few numbers a token at most. Groups are found by key, so that a
+missing or reordered sample never mixes two prompts. N = the sampled tokens of one trajectory, in
+their order, the tokens of observations skipped.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 
+import numpy as np
+
+from arealite.api.algorithm import ShapingConfig
 from arealite.base.errors import UserError
 
 KINDS = ("grpo", "dr_grpo", "rloo")
@@ -57,3 +62,60 @@ def _members(groups: Sequence[Hashable]) -> list[list[int]]:
     for i, key in enumerate(groups):
         members.setdefault(key, []).append(i)
     return list(members.values())
+
+
+def shape_rewards(rewards_N: np.ndarray, config: ShapingConfig) -> np.ndarray:
+    """Scale, then clip each reward of one episode, then add the bias to its last; float64 [N]."""
+    shaped_N = rewards_N.astype(np.float64) * config.scale
+    if config.clip is not None:
+        shaped_N = shaped_N.clip(-config.clip, config.clip)
+    shaped_N[-1:] += config.bias
+    return shaped_N
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) -> float:
+    """Return what is taken off the reward of an answer of `length` tokens, in [0, penalty].
+
+    Nothing up to limit − buffer, from there it grows linearly, to the penalty at the limit (DAPO,
+    arXiv 2503.14476 eq. 13). No buffer, no penalty.
+    """
+    excess = length - (limit - buffer)
+    return penalty * min(max(excess / buffer, 0.0), 1.0) if buffer > 0 else 0.0
+
+
+def discounted_returns(rewards_N: np.ndarray, *, gamma: float) -> np.ndarray:
+    """Return G_t = r_t + gamma · G_{t+1} of each token, float64 [N]."""
+    backwards: list[float] = rewards_N[::-1].tolist()
+    returns = accumulate(backwards, lambda later, reward: reward + gamma * later)
+    return np.fromiter(returns, np.float64, len(rewards_N))[::-1]
+
+
+def gae(
+    rewards_N: np.ndarray, values_N: np.ndarray, *, bootstrap: float, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (advantages, returns) by generalized advantage estimation, float64 [N] each.
+
+    A_t = δ_t + gamma · lam · A_{t+1}, δ_t = r_t + gamma · V_{t+1} − V_t (arXiv 1506.02438 eq. 16);
+    the return is A_t + V_t. `values_N[t]` is of the state token t was sampled in, `bootstrap` of
+    the state after the last one: 0 where the episode had finished.
+    """
+    values_N = values_N.astype(np.float64)
+    deltas_N = rewards_N + gamma * np.append(values_N[1:], bootstrap) - values_N
+    advantages_N = discounted_returns(deltas_N, gamma=gamma * lam)
+    return advantages_N, advantages_N + values_N
+
+
+def m2_threshold(squares: np.ndarray, threshold: float) -> float:
+    """Return the largest square that M2PO keeps; tokens above it are masked.
+
+    `squares` are (log π_prox − log π_behav)² of all tokens of all ranks. The largest go, equal ones
+    together, until the mean of the others is at most `threshold` (arXiv 2510.01161). inf: none has
+    to go; −inf: all.
+    """
+    ordered = np.sort(squares.astype(np.float64))
+    # The mean of the smallest grows with their number.
+    fits = np.cumsum(ordered) <= threshold * np.arange(1, len(ordered) + 1)
+    if fits.all():
+        return math.inf
+    below = ordered[ordered < ordered[int(fits.sum())]]
+    return float(below[-1]) if len(below) else -math.inf

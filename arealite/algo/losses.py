@@ -1,63 +1,137 @@
-"""The policy loss: decoupled PPO with its clips, as a weighted sum over loss tokens.
+"""The policy's and the critic's loss, as weighted sums over loss tokens.
 
-Here as a pure function, so that it can be checked against hand-made tables. N = loss tokens.
+Here as pure functions, so that they can be checked against hand-made tables. N = loss tokens.
 """
 
 from __future__ import annotations
 
 import torch
 
-from arealite.api.algorithm import LossConfig
+from arealite.algo.kl import MAX_LOG_RATIO, kl_estimate
+from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossFn, LossInput
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here: exp of more is inf, and inf · 0 would make a gradient NaN."""
+Stats = dict[str, torch.Tensor]
 
 
-def make_policy_loss(config: LossConfig) -> LossFn:
-    """Return −w · min(uA, clip(u, 1 − eps_low, 1 + eps_high) A), summed with `loss_weight`.
+def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
+    """Return Σ loss_weight · (w · objective − entropy_coef · H + kl.coef · KL).
 
-    Decoupled (arXiv 2505.24298 eq. 5): u = π_θ/π_prox, w = min(π_prox/π_behav, cap), no gradient
-    through w. Coupled (arXiv 1707.06347): u = π_θ/π_behav, w = 1. Dual clip (arXiv 1912.09729):
-    for A < 0 the term is at most c·|A|. Reads the fields behav_logprobs, prox_logprobs, advantages
-    and loss_weight, each float32 [N].
+    Decoupled (arXiv 2505.24298 eq. 5): u = π_θ/π_prox, and w is made of π_prox/π_behav, without a
+    gradient (see _behav_weight). Coupled (arXiv 1707.06347): u = π_θ/π_behav, w = 1. With
+    `ratio=sequence` u is one number a row (GSPO, arXiv 2507.18071). Objectives: see _objective.
+
+    Reads the fields advantages, loss_weight, behav_logprobs; decoupled also prox_logprobs; with a
+    KL in the loss ref_logprobs; and keep, where there is one (M2PO: 0 takes a token out of every
+    term, 1 leaves it), each float32 [N]. Stats are sums weighted by loss_weight, over all tokens.
     """
+    kl_coef = kl.coef if kl is not None and kl.place == "loss" else 0.0
 
-    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        weight_N = batch.fields["loss_weight"]
-        advantages_N = batch.fields["advantages"]
-        prox_N, behav_N = batch.fields["prox_logprobs"], batch.fields["behav_logprobs"]
-        old_N = prox_N if config.decoupled else behav_N
-        log_ratio_N = (batch.outputs["logprobs"] - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
+        fields, logprobs_N = batch.fields, batch.outputs["logprobs"]
+        old_N = fields["prox_logprobs" if config.decoupled else "behav_logprobs"]
+        log_ratio_N = _log_ratio(logprobs_N - old_N, batch.rows_N, config.ratio)
         ratio_N = log_ratio_N.exp()
-        clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
-        terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-        if config.dual_clip is not None:
-            bounded_N = torch.minimum(terms_N, -config.dual_clip * advantages_N)
-            terms_N = torch.where(advantages_N < 0, bounded_N, terms_N)
-        # Coupled, the proximal policy is the behaviour policy: a ratio of exp(0).
-        raw_N = (old_N - behav_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        cap = config.behav_weight_cap if config.decoupled else None
-        behav_weight_N = raw_N if cap is None else raw_N.clamp(max=cap)
-        loss = (weight_N * behav_weight_N * terms_N).sum()
-        with torch.no_grad():
-            values = {
-                "ratio": ratio_N,
-                "approx_kl": ratio_N - 1.0 - log_ratio_N,
-                "clip_frac_low": (ratio_N < 1.0 - config.eps_low) & (advantages_N < 0),
-                "clip_frac_high": (ratio_N > 1.0 + config.eps_high) & (advantages_N > 0),
-                "entropy": batch.outputs["entropy"],
-                "behav_weight": behav_weight_N,
-                "behav_weight_sq": behav_weight_N.square(),
-                "behav_capped_frac": behav_weight_N < raw_N,
-                "prox_behav_abs_diff": (prox_N - behav_N).abs(),
-            }
-            stats = {name: (weight_N * value_N).sum() for name, value_N in values.items()}
-            stats["loss"] = loss.detach()
-            stats["weight"] = weight_N.sum()
-        return loss, stats
+        terms_N = _objective(config, ratio_N, logprobs_N, fields["advantages"])
+        stats = _ratio_stats(config, ratio_N.detach(), log_ratio_N.detach(), fields["advantages"])
+        weight_N = kept_N = fields["loss_weight"]
+        if config.decoupled:
+            w_N, mask_N = _behav_weight(config, fields, batch.rows_N, stats)
+            terms_N = w_N * terms_N
+            kept_N = weight_N if mask_N is None else weight_N * mask_N
+        if (keep_N := fields.get("keep")) is not None:
+            stats["m2_masked_frac"] = 1.0 - keep_N
+            kept_N = kept_N * keep_N
+        stats["entropy"] = batch.outputs["entropy"].detach()
+        if config.entropy_coef:
+            terms_N = terms_N - config.entropy_coef * batch.outputs["entropy"]
+        if kl is not None and kl_coef:
+            kl_N = kl_estimate(logprobs_N - fields["ref_logprobs"], kl.estimator)
+            stats["kl_ref"] = kl_N.detach()
+            terms_N = terms_N + kl_coef * kl_N
+        loss = (kept_N * terms_N).sum()
+        return loss, _sums(stats, weight_N, loss)
 
     return loss_fn
+
+
+def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> torch.Tensor:
+    """Return the log of a token's ratio, or of the geometric mean of its row's, clamped."""
+    if level == "sequence":
+        index_N = (rows_N.diff(prepend=rows_N[:1]) != 0).cumsum(0)  # rows numbered without gaps
+        means_N = torch.zeros_like(log_ratio_N).scatter_reduce(
+            0, index_N, log_ratio_N, "mean", include_self=False
+        )
+        log_ratio_N = means_N[index_N]
+    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _objective(
+    config: LossConfig, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
+) -> torch.Tensor:
+    """Return what is to be made small of each token, of its ratio u and its advantage A.
+
+    ppo: −min(uA, clip(u, 1 − eps_low, 1 + eps_high)·A); dual clip (arXiv 1912.09729): for A < 0 at
+    most c·|A|. cispo (arXiv 2506.13585 eq. 4): −clip(u)·A·log π without a gradient through clip(u).
+    sapo (arXiv 2511.20347): −4/τ·σ(τ(u − 1))·A. reinforce: −A·log π.
+    """
+    if config.objective == "reinforce":
+        return -advantages_N * logprobs_N
+    if config.objective == "sapo":
+        taus = config.sapo_tau, config.sapo_tau_neg
+        tau_N = torch.where(advantages_N > 0, taus[0], taus[1])
+        return -(4.0 / tau_N) * torch.sigmoid(tau_N * (ratio_N - 1.0)) * advantages_N
+    clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
+    if config.objective == "cispo":
+        return -clipped_N.detach() * advantages_N * logprobs_N
+    terms_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    if config.dual_clip is None:
+        return terms_N
+    bounded_N = torch.minimum(terms_N, -config.dual_clip * advantages_N)
+    return torch.where(advantages_N < 0, bounded_N, terms_N)
+
+
+def _behav_weight(
+    config: LossConfig, fields: dict[str, torch.Tensor], rows_N: torch.Tensor, stats: Stats
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return w of π_prox/π_behav and which tokens stay (None: all); tell `stats` about them.
+
+    truncate: w = min(·, cap) (TIS). mask: w = ·, and a token outside [1/cap, cap] gets no loss
+    (MIS). `behav_weight_level=sequence` takes the geometric mean of the row.
+    """
+    diff_N = fields["prox_logprobs"] - fields["behav_logprobs"]
+    raw_N = _log_ratio(diff_N, rows_N, config.behav_weight_level).exp()
+    w_N, mask_N, cap = raw_N, None, config.behav_weight_cap
+    masks = config.behav_weight == "mask"
+    if cap is not None and masks:
+        mask_N = ((raw_N <= cap) & (raw_N >= 1.0 / cap)).to(raw_N.dtype)
+        w_N = raw_N * mask_N
+    elif cap is not None:
+        w_N = raw_N.clamp(max=cap)
+    stats["behav_masked_frac" if masks else "behav_capped_frac"] = w_N != raw_N
+    stats |= {"behav_weight": w_N, "behav_weight_sq": w_N.square()}
+    stats["prox_behav_abs_diff"] = diff_N.abs()
+    return w_N, mask_N
+
+
+def _ratio_stats(
+    config: LossConfig, ratio_N: torch.Tensor, log_ratio_N: torch.Tensor, advantages_N: torch.Tensor
+) -> Stats:
+    """Describe the ratio; `clip_frac_*` are tokens whose gradient a clip changed."""
+    stats = {"ratio": ratio_N, "approx_kl": ratio_N - 1.0 - log_ratio_N}
+    if config.objective in ("ppo", "cispo"):
+        low_N, high_N = ratio_N < 1.0 - config.eps_low, ratio_N > 1.0 + config.eps_high
+        if config.objective == "ppo":
+            low_N, high_N = low_N & (advantages_N < 0), high_N & (advantages_N > 0)
+        stats |= {"clip_frac_low": low_N, "clip_frac_high": high_N}
+    return stats
+
+
+def _sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> Stats:
+    """Sum each stat with the tokens' weights, in one product; add `loss` and `weight`."""
+    stacked_KN = torch.stack([value_N.to(weight_N.dtype) for value_N in stats.values()])
+    sums = dict(zip(stats, (stacked_KN @ weight_N).unbind(), strict=True))
+    return sums | {"loss": loss.detach(), "weight": weight_N.sum()}
 
 
 def effective_sample_share(stats: dict[str, float]) -> float:
@@ -67,3 +141,47 @@ def effective_sample_share(stats: dict[str, float]) -> float:
     """
     square = stats["weight"] * stats["behav_weight_sq"]
     return stats["behav_weight"] ** 2 / square if square > 0 else 1.0
+
+
+def value_loss(config: CriticConfig) -> LossFn:
+    """Return Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
+
+    V is the head's output; reads the fields values (V_old, of the critic before its first update),
+    returns (R) and loss_weight, each float32 [N]. Source: arXiv 2005.12729, section 3.
+    """
+
+    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
+        values_N, old_N = batch.outputs["values"], batch.fields["values"]
+        returns_N, weight_N = batch.fields["returns"], batch.fields["loss_weight"]
+        squares_N = (values_N - returns_N).square()
+        error_N = returns_N - old_N
+        stats = {
+            "values": old_N,
+            "returns": returns_N,
+            "returns_sq": returns_N.square(),
+            "error": error_N,
+            "error_sq": error_N.square(),
+        }
+        if (bound := config.value_clip) is not None:
+            near_N = old_N + (values_N - old_N).clamp(-bound, bound)
+            bounded_N = (near_N - returns_N).square()
+            stats["value_clip_frac"] = bounded_N.detach() > squares_N.detach()
+            squares_N = torch.maximum(squares_N, bounded_N)
+        loss = 0.5 * (weight_N * squares_N).sum()
+        return loss, _sums(stats, weight_N, loss)
+
+    return loss_fn
+
+
+def explained_variance(stats: dict[str, float]) -> float:
+    """Return 1 − Var(R − V_old)/Var(R) from summed stats of a value_loss function; at most 1.
+
+    Of returns that are all equal it says 0.
+    """
+    total = stats["weight"] or 1.0
+
+    def variance(name: str) -> float:
+        return stats[f"{name}_sq"] / total - (stats[name] / total) ** 2
+
+    spread = variance("returns")
+    return 1.0 - variance("error") / spread if spread > 1e-12 else 0.0
