@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -85,9 +84,11 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) ->
 
 def discounted_returns(rewards_N: np.ndarray, *, gamma: float) -> np.ndarray:
     """Return G_t = r_t + gamma · G_{t+1} of each token, float64 [N]."""
-    backwards: list[float] = rewards_N[::-1].tolist()
-    returns = accumulate(backwards, lambda later, reward: reward + gamma * later)
-    return np.fromiter(returns, np.float64, len(rewards_N))[::-1]
+    later, returns = 0.0, list[float]()
+    for reward in rewards_N[::-1].tolist():
+        later = reward + gamma * later
+        returns.append(later)
+    return np.array(returns[::-1], np.float64)
 
 
 def gae(
