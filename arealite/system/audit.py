@@ -112,21 +112,34 @@ def audit(ledger_path: Path) -> AuditReport:
     try:
         with closing(connect(ledger_path, read_only=True)) as db:
             db.execute("BEGIN")  # one snapshot for all that follows
-            return _audit(db, _max_staleness(RunPaths(ledger_path.parent)))
+            return _audit(db, Promises.of(RunPaths(ledger_path.parent)))
     except sqlite3.Error as error:
         raise UserError(f"{ledger_path} cannot be read as a ledger: {error}.") from error
 
 
-def _max_staleness(paths: RunPaths) -> float:
-    """Return the largest bound the run was ever given; infinity where tokens may be older."""
-    files = [file for file in (paths.config, *paths.configs.glob("*.yaml")) if file.exists()]
-    found = [base_config.read(file).trainer.ppo for file in files]
-    if not found or any(ppo.staleness_policy == "mask" for ppo in found):
-        return math.inf
-    return max(ppo.max_staleness for ppo in found)
+@dataclass(frozen=True)
+class Promises:
+    """What holds for a run, by the configs it was started with."""
+
+    max_staleness: float = math.inf
+    """The largest it was given; infinity where tokens may be older."""
+    attempts: int = 1
+    """Failures after which a group may go without a member; 0: it may not."""
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> Promises:
+        """Read the configs; without any, promise what each run keeps."""
+        files = [file for file in (paths.config, *paths.configs.glob("*.yaml")) if file.exists()]
+        found = [base_config.read(file).trainer.ppo for file in files]
+        if not found:
+            return cls()
+        is_masked = any(ppo.staleness_policy == "mask" for ppo in found)
+        partial = [ppo.max_attempts for ppo in found if ppo.get("partial_group") == "min_size"]
+        oldest = math.inf if is_masked else max(ppo.max_staleness for ppo in found)
+        return cls(oldest, min(partial, default=0))
 
 
-def _audit(db: sqlite3.Connection, max_staleness: float) -> AuditReport:
+def _audit(db: sqlite3.Connection, promises: Promises) -> AuditReport:
     def one(sql: str) -> int:
         return int(db.execute(sql).fetchone()[0] or 0)
 
@@ -156,13 +169,13 @@ def _audit(db: sqlite3.Connection, max_staleness: float) -> AuditReport:
         interrupted=one(f"SELECT SUM(t.interruptions) {trained}"),
         weight_versions=one(f"SELECT COUNT(*) FROM ({versions})"),
         max_staleness=one(f"SELECT MAX(g.step - t.oldest) {trained}"),
-        lost=_lost(db),
+        lost=_lost(db, promises.attempts),
         repeated=_repeated(db),
-        broken=_broken(db, max_staleness),
+        broken=_broken(db, promises.max_staleness),
     )
 
 
-def _lost(db: sqlite3.Connection) -> list[str]:
+def _lost(db: sqlite3.Connection, attempts: int) -> list[str]:
     found: list[str] = []
     cursor, top = db.execute("SELECT COUNT(*), COALESCE(MAX(seq), -1) + 1 FROM groups").fetchone()
     if cursor != top:
@@ -171,19 +184,20 @@ def _lost(db: sqlite3.Connection) -> list[str]:
         "SELECT trajectory_id FROM trajectories WHERE group_id NOT IN (SELECT group_id FROM groups)"
     )
     found += _named("trajectories without a group", [row[0] for row in orphans])
-    return found + _named("groups with missing members", _short_groups(db)) + _holes(db)
+    return found + _named("groups with missing members", _short_groups(db, attempts)) + _holes(db)
 
 
-def _short_groups(db: sqlite3.Connection) -> list[str]:
-    """Groups past completion that have a member neither finished nor failed."""
+def _short_groups(db: sqlite3.Connection, attempts: int) -> list[str]:
+    """Groups past completion that have a member neither finished nor failed for good."""
     (size,) = db.execute("SELECT value FROM meta WHERE key = 'group_size'").fetchone()
     rows = db.execute(
         """SELECT g.group_id FROM groups g
            WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
              SELECT COUNT(*) FROM (
                SELECT member FROM trajectories t WHERE t.group_id = g.group_id
-               UNION SELECT member FROM failures f WHERE f.group_id = g.group_id)) < ?""",
-        (int(size),),
+               UNION SELECT member FROM failures f WHERE f.group_id = g.group_id AND ?1
+               GROUP BY member HAVING COUNT(*) >= ?1)) < ?2""",
+        (attempts, int(size)),
     )
     return [row[0] for row in rows]
 
