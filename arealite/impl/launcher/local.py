@@ -47,8 +47,9 @@ class LocalLauncher(Launcher):
         self.trainer = self._role(*ranks, leads=True)
         is_offline = config.trainer.is_offline
         self.roles = [self.trainer] if is_offline else [self.datapipe, *rollouts, self.trainer]
-        self.over = asyncio.Event()
-        """Set when processes may leave: all is trained and evaluated, or a person stops the run."""
+        self.trained, self.over = asyncio.Event(), asyncio.Event()
+        """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
+        or a person stops the run."""
         self._stops = 0
 
     def _role(self, *names: str, leads: bool = False) -> Role:
@@ -122,7 +123,7 @@ class LocalLauncher(Launcher):
             await self._start(role)
             if again:
                 self.progress.say(again)
-            dead = await role.end(self.over)
+            dead = await role.end(self.trained if role.leads else self.over)
             await role.clear()
             if dead is None or (pause := self._judge(role, dead)) is None:
                 break
@@ -192,6 +193,8 @@ class LocalLauncher(Launcher):
             for task in done:
                 task.result()
             self.progress.poll()
+            if self.progress.trained:
+                self.trained.set()
             if self.progress.finished:
                 self.over.set()
             # After its last step the trainer lets the others go, so any of them may end first.
@@ -213,6 +216,7 @@ class LocalLauncher(Launcher):
 
     def _on_signal(self) -> None:
         self._stops += 1
+        self.trained.set()
         self.over.set()
         if self._stops == 1:
             self.progress.say("stopping after this step, with a checkpoint (again: stop now)")

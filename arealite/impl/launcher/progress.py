@@ -43,9 +43,14 @@ class Progress:
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     @property
+    def trained(self) -> bool:
+        """Whether the last step is trained; only one rank is needed for what comes then."""
+        return self.newest + 1 >= self._total
+
+    @property
     def finished(self) -> bool:
         """Whether the last step is trained and, where the run `evaluates`, evaluated."""
-        return (self._evaluated if self._evaluates else self.newest + 1) >= self._total
+        return self._evaluated >= self._total if self._evaluates else self.trained
 
     def poll(self) -> None:
         """Show what was written since the last call."""

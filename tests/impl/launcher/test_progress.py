@@ -61,6 +61,6 @@ def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Pat
         progress.show({"step": 1, "time": 0.0, "eval/accuracy": 0.25})
         assert not progress.finished
         progress.show(json.loads(line(2, at=0.0)))
-    assert plain.finished and not evaluates.finished
+    assert plain.finished and evaluates.trained and not evaluates.finished
     evaluates.show({"step": 3, "time": 0.0, "eval/accuracy": 0.5})
     assert evaluates.finished
