@@ -22,7 +22,7 @@ def main() -> int:
         b for file in [*package, *sorted((ROOT / "tools").glob("*.py"))] for b in module(file)
     ]
     breaches += [
-        b for file in sorted((ROOT / "config").glob("*.yaml")) for b in lines(file, YAML_LINES)
+        b for file in sorted((ROOT / "config").rglob("*.yaml")) for b in lines(file, YAML_LINES)
     ]
     breaches += [
         b for file in sorted((ROOT / "arealite/api").glob("*.py")) for b in lines(file, API_LINES)

@@ -1,0 +1,67 @@
+"""Presets of `config/algo/`: each fits any run, and says nothing that the defaults say already."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from arealite.api.config import ExperimentConfig
+from arealite.base import config as base_config
+from arealite.cli.check_algorithm import check_algorithm
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "config/algo").glob("*.yaml"))
+ALGORITHMS = [
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "m2po",
+    "tis",
+    "mis",
+]
+OF_AN_ALGORITHM = re.compile(
+    r"trainer\.ppo\.(advantage|loss|kl|reward|critic)\..+|trainer\.ppo\.filter_zero_variance"
+)
+
+
+def leaves(node: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {
+        path: value
+        for key, child in node.items()
+        for path, value in leaves(child, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def test_each_algorithm_has_a_preset() -> None:
+    assert {file.stem for file in PRESETS} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("base", ["async_ppo", "ppo"])
+def test_it_fits_a_run(file: Path, base: str) -> None:
+    files = [ROOT / f"config/{base}.yaml", file]
+    config = base_config.load(ExperimentConfig, files, [], {})
+    check_algorithm(config.trainer.ppo)
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+def test_it_sets_only_what_the_algorithm_needs(file: Path) -> None:
+    defaults = {key: value for key, value, _ in base_config.keys(ExperimentConfig)}
+    settings = leaves(yaml.safe_load(file.read_text()))
+    assert settings
+    for key, value in settings.items():
+        assert OF_AN_ALGORITHM.fullmatch(key), key
+        assert value != defaults[key], f"{key} is {value} by default"
+    assert len(file.read_text().splitlines()) <= 20
