@@ -26,7 +26,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], device: torch.device) -> st
     changes it; sums, names and ranks are then hashed in order.
     """
     sums = [
-        chunk.long().mul_(_weights(device)[: len(chunk)]).sum()
+        chunk.to(device).long().mul_(_weights(device)[: len(chunk)]).sum()
         for _, tensor in sorted(tensors.items())
         for chunk in _bits(tensor).split(CHUNK)
     ]

@@ -26,11 +26,18 @@ from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, 
 from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
-from arealite.impl.engine import checkpoint, loading, rng
+from arealite.impl.engine import checkpoint, loading, lora, rng
 from arealite.impl.engine.batch import collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
-from arealite.impl.engine.model import LogprobModel, ValueModel, fsdp_modules, reshard, shard
+from arealite.impl.engine.model import (
+    LogprobModel,
+    ValueModel,
+    fsdp_modules,
+    recompute,
+    reshard,
+    shard,
+)
 from arealite.impl.engine.optimizer import Optimizer
 
 log = get(__name__)
@@ -62,15 +69,28 @@ class FSDPEngine(TrainEngine):
         self.module = loading.empty_model(self._source, head)
         """The Hugging Face model whose parameters are trained in place."""
         self.module.requires_grad_(training is not None)
+        has_adapter = training is not None and config.lora.rank > 0
+        self._adapter = lora.inject(self.module, config.lora, head) if has_adapter else None
+        plain = self._set_dtypes() and dist.get_world_size() == 1 and not config.cpu_offload
         self._model = (
             ValueModel(self.module)
             if head == "value"
             else LogprobModel(self.module, logits_chunk=config.logits_chunk)
         )
+        if config.gradient_checkpointing:
+            recompute(self.module)
         mesh = _mesh(self.device, config.shard_size)
-        shard(self._model, mesh, dtype=self.dtype, recompute=config.gradient_checkpointing)
-        loading.load_weights(self.module, self._source, self.device)
+        if not plain:
+            shard(self._model, mesh, dtype=self.dtype, offload=config.cpu_offload)
+        loading.load_weights(
+            self.module, self._source, self.device, offload=config.cpu_offload, seed=seed
+        )
         self._optimizer = Optimizer(self.module, training) if training else None
+
+    def without_adapter(self) -> FSDPEngine:
+        """Return a frozen engine on the same parameters that leaves the adapters out: the policy
+        that training began with, as a reference that costs no memory."""
+        return _Base(self)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -109,12 +129,13 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
         plan = self._plan(rows, all_lengths, together)
         optimizer = self.optimizer
-        root = fsdp_modules(self._model)[0]
+        roots = fsdp_modules(self._model)[:1]
         totals: dict[str, torch.Tensor | float] = {}
         for number, indices in enumerate(plan):
             last = number == len(plan) - 1
-            root.set_requires_gradient_sync(last)
-            root.set_is_last_backward(last)
+            for root in roots:
+                root.set_requires_gradient_sync(last)
+                root.set_is_last_backward(last)
             for name, value in self._backward([rows[i] for i in indices], loss_fn).items():
                 totals[name] = totals.get(name, 0.0) + value
         lengths = [len(row.tokens) for row in rows]
@@ -162,7 +183,7 @@ class FSDPEngine(TrainEngine):
         return inside["extra"]
 
     def export(self, path: Path) -> None:
-        """See TrainEngine.export; weights in the compute dtype."""
+        """See TrainEngine.export; in the compute dtype, merged, and `adapter/` as peft knows it."""
         weights = self.stream_weights()
         if dist.get_rank() == 0:
             temp = checkpoint.begin(path)
@@ -175,23 +196,39 @@ class FSDPEngine(TrainEngine):
                 config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
             (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             write_weights(temp, weights)
+            self._write_adapter(temp / "adapter")
             checkpoint.commit(path, self._facts())
             log.info("model exported", path=str(path))
         else:
-            list(weights)
+            for _ in weights:
+                pass
+            self._write_adapter(None)
         dist.barrier()
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TrainEngine.stream_weights; compute dtype, own memory, tied weights once."""
-        for name, param in self.module.named_parameters():
-            full = param.detach().to(self.dtype)
-            full = full.full_tensor() if isinstance(full, DTensor) else full
+        """See TrainEngine.stream_weights; compute dtype, tied weights once, adapters merged."""
+        for name, full in lora.merged(self.module, self._full, self.dtype):
             if dist.get_rank() == 0:
                 yield name, full if on_device else full.to("cpu", copy=True)
 
     def fingerprint(self) -> str:
         """See TrainEngine.fingerprint; over the float32 masters, as this world size cuts them."""
         return fingerprint(dict(self.module.named_parameters()), self.device)
+
+    def _set_dtypes(self) -> bool:
+        """Keep parameters without training in the compute dtype; say whether all have it now."""
+        for name, param in self.module.named_parameters():
+            if not param.requires_grad and name != loading.SCORE:
+                param.data = param.data.to(self.dtype)
+        return all(param.dtype == self.dtype for param in self.module.parameters())
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(self.device)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def _write_adapter(self, folder: Path | None) -> None:
+        if self._adapter is not None:
+            lora.write(self.module, self._full, self._adapter, folder, base=self._source)
 
     def _plan(
         self, rows: list[Sequence], all_lengths: list[list[int]], together: int = 1
@@ -219,7 +256,7 @@ class FSDPEngine(TrainEngine):
         return stats
 
     def _state(self) -> dict[str, Any]:
-        model = {name: p.detach() for name, p in self.module.named_parameters()}
+        model = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
         return {"model": model, "optimizer": self.optimizer.state()}
 
     def _facts(self) -> dict[str, Any]:
@@ -236,6 +273,17 @@ class DDPEngine(FSDPEngine):
 
     def __init__(self, config: FSDPConfig, **options: Any) -> None:
         super().__init__(replace(config, shard_size=1), **options)
+
+
+class _Base(FSDPEngine):
+    def __init__(self, trained: FSDPEngine) -> None:
+        vars(self).update(vars(trained), _optimizer=None)
+
+    def forward(
+        self, rows: list[Sequence], all_lengths: list[list[int]]
+    ) -> dict[str, list[np.ndarray]]:
+        with lora.switched_off(self.module):
+            return super().forward(rows, all_lengths)
 
 
 def _mesh(device: torch.device, shard_size: int) -> DeviceMesh:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
+from arealite.impl.engine.lora import ADAPTER, file_name, first_value
 
 LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
 """Config fields by which some models (Gemma, Cohere, Granite, Falcon-H1, …) change their logits."""
@@ -57,33 +58,53 @@ def empty_model(path: Path, head: Head = "lm") -> Any:
     return model.eval()
 
 
-def load_weights(model: Any, path: Path, device: torch.device) -> None:
-    """Materialise the sharded `model` on `device` and fill it from the folder's safetensors.
+def load_weights(
+    model: Any, path: Path, device: torch.device, *, offload: bool = False, seed: int = 0
+) -> None:
+    """Materialise `model` and fill it from the folder's safetensors: buffers on `device`, its
+    parameters, whole or shards, there too or with `offload` on the CPU.
 
-    A head for values that the folder does not have begins as zeros.
+    A head for values that the folder lacks begins as zeros, adapters by `seed`: alike on all ranks.
     """
-    read = _reader(path, {name for name, _ in model.named_parameters()})
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
+    read = _reader(path, {name for name, _ in model.named_parameters() if ADAPTER not in name})
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=torch.device("cpu") if offload else device)
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        model.tie_weights()  # to_empty keeps shared parameters shared under FSDP only
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
         for name, param in model.named_parameters():
-            if (full := read(name)) is None:
-                param.zero_()
-                continue
+            full = read(file_name(name))
+            full = first_value(name, param.shape, generator) if full is None else full
             full = full.to(device=device, dtype=param.dtype)
-            # src_data_rank=None: every rank cuts its own shard, nothing is sent.
-            mesh, placements = param.device_mesh, param.placements
-            param.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))
+            if isinstance(param, DTensor):
+                # src_data_rank=None: every rank cuts its own shard, nothing is sent.
+                mesh, placements = param.device_mesh, param.placements
+                full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+                param.to_local().copy_(full)
+            else:
+                param.copy_(full)
 
 
 def _reader(path: Path, names: set[str]) -> Callable[[str], torch.Tensor | None]:
     """Return a function that reads one full parameter, if need be through the whole model."""
-    files = [safe_open(file, framework="pt") for file in sorted(path.glob("*.safetensors"))]
-    where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-    if names - {SCORE} <= where.keys():
-        return lambda name: where[name].get_tensor(name) if name in where else None
+    where = dict[str, Path]()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+
+    def read(name: str) -> torch.Tensor | None:
+        if name not in where:
+            return None
+        # Opened for each one: pages of an open file count as this process's memory.
+        with safe_open(where[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    if {file_name(name) for name in names} - {SCORE} <= where.keys():
+        return read
     state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     return state.get
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 
 from arealite.algo.logprobs import token_logprobs
@@ -62,29 +68,40 @@ def _hidden(module: Any, batch: MicroBatch) -> torch.Tensor:
     return output.last_hidden_state.flatten(0, 1)[batch.index_N]
 
 
+def layers_of(module: Any) -> nn.ModuleList:
+    """Return the transformer layers of a Hugging Face model; UserError where it has none."""
+    layers = getattr(module.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"{type(module).__name__} has no `layers`: not supported.")
+    return layers
+
+
+def recompute(module: Any) -> None:
+    """Keep only the inputs of each layer for the backward pass."""
+    for layer in layers_of(module):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 def shard(
-    model: LogprobModel | ValueModel, mesh: DeviceMesh, *, dtype: torch.dtype, recompute: bool
+    model: LogprobModel | ValueModel, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool
 ) -> None:
     """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
 
     Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
-    `recompute`: keep only the inputs of each layer for the backward pass.
+    `offload`: shards and their gradients stay in the host's memory.
     """
-    layers = getattr(model.module.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"{type(model.module).__name__} has no `layers`; FSDP shards by layer.")
     low = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    for layer in layers:
-        if recompute:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=mesh.size() > 1)
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    split = partial(fully_shard, mesh=mesh, offload_policy=home)
+    for layer in layers_of(model.module):
+        split(layer, mp_policy=policy, reshard_after_forward=mesh.size() > 1 or offload)
     if isinstance(model, ValueModel):
         full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(model.module.score, mesh=mesh, mp_policy=full, reshard_after_forward=False)
+        split(model.module.score, mp_policy=full, reshard_after_forward=False)
     # The root's inputs are ids and float32 temperatures: casting them would round.
     policy = replace(policy, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    split(model, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Loss weights are shares of the global minibatch already; gloo has no averaging reduction.
         module.set_gradient_divide_factor(1.0)
@@ -92,7 +109,7 @@ def shard(
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """List the sharded units, root first."""
+    """List the sharded units, root first; none where one rank holds plain parameters."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

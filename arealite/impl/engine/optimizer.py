@@ -1,4 +1,4 @@
-"""AdamW over sharded float32 parameters, with a global-norm clip that refuses non-finite gradients.
+"""AdamW or SGD over what is trained, with a global-norm clip that refuses non-finite gradients.
 
 Here so that every rank decides alike: the norm is reduced over all ranks before anyone looks at it.
 """
@@ -18,29 +18,35 @@ from arealite.api.engine import Training
 
 
 class Optimizer:
-    """One AdamW and its schedule; `updates` counts the updates applied."""
+    """One optimizer and its schedule; `updates` counts the updates applied."""
 
     def __init__(self, model: nn.Module, training: Training) -> None:
         self.updates = 0
         self._training, config = training, training.optimizer
-        self._named = dict(model.named_parameters())
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         params = self._named.values()
         mesh = getattr(next(iter(params)), "device_mesh", None)
         self._copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
-        groups = [
-            {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        betas = config.beta1, config.beta2
-        self._adamw = torch.optim.AdamW(
-            groups, lr=training.lr, betas=betas, eps=config.eps, fused=True
-        )
+        # Weight decay is not left to torch, whose SGD would put it into the momentum.
+        self._matrices = [p for p in params if p.ndim > 1]
+        if config.type == "sgd":
+            self._torch: Any = torch.optim.SGD(
+                params, lr=training.lr, momentum=config.beta1, fused=True
+            )
+            moments = ["momentum_buffer"] if config.beta1 else []
+        else:
+            betas = config.beta1, config.beta2
+            self._torch = torch.optim.AdamW(
+                params, lr=training.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=True
+            )
+            moments = ["step", "exp_avg", "exp_avg_sq"]
         for param in params:
             # Made now and not at the first step: a checkpoint always finds the same tensors.
-            self._adamw.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
+            self._torch.state[param] = {
+                key: torch.zeros((), dtype=torch.float32, device=param.device)
+                if key == "step"
+                else torch.zeros_like(param)
+                for key in moments
             }
 
     def step(self) -> dict[str, float]:
@@ -59,11 +65,14 @@ class Optimizer:
             if limit > 0 and norm > limit:
                 for gradient in gradients:
                     gradient.mul_(limit / norm)
-            for group in self._adamw.param_groups:
+            for group in self._torch.param_groups:
                 group["lr"] = lr
-            self._adamw.step()
+            if config.weight_decay and lr:
+                for matrix in self._matrices:
+                    _local(matrix.detach()).mul_(1.0 - lr * config.weight_decay)
+            self._torch.step()
             self.updates += 1
-        self._adamw.zero_grad(set_to_none=True)
+        self._torch.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
     def state(self) -> dict[str, Any]:
@@ -71,13 +80,16 @@ class Optimizer:
         return {
             f"{name}.{key}": tensor
             for name, param in self._named.items()
-            for key, tensor in self._adamw.state[param].items()
+            for key, tensor in self._torch.state[param].items()
         }
 
     def _gradients(self) -> list[torch.Tensor]:
         """List this rank's shards of the gradients."""
-        found = (p.grad for p in self._named.values() if p.grad is not None)
-        return [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        return [_local(p.grad) for p in self._named.values() if p.grad is not None]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _global_norm(shards: list[torch.Tensor], *, copies: int) -> float:

@@ -1,0 +1,110 @@
+"""Low-rank adapters by peft: put into a model, merged into its weights, and written as a folder.
+
+Here so that all others see one model with the names of the Hugging Face folder: servers and exports
+know nothing of adapters, and peft is imported only where one is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from arealite.api.engine import Head
+from arealite.api.engine_config import LoRAConfig
+from arealite.base.errors import UserError
+
+BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
+Full = Callable[[torch.Tensor], torch.Tensor]
+"""Gathers a parameter's shards, on all ranks."""
+
+
+def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
+    """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
+
+    They are float32, and on the meta device. Of a head for values, the head is trained as well.
+
+    Raises:
+        UserError: peft is not installed, or no module has one of these names.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("LoRA needs peft. Install it: pip install 'arealite[lora]'") from error
+    made = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        target_modules=list(config.targets),
+        task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
+    )
+    try:
+        peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise UserError(f"engine.fsdp.lora.targets {config.targets}: {error}") from error
+    if head == "value":
+        module.score.requires_grad_(True)
+    return made
+
+
+def file_name(name: str) -> str:
+    """Return the name of a parameter in files of the model."""
+    return name.replace(BASE, ".")
+
+
+def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Return what a parameter of no file begins with.
+
+    Matrices A as in peft, uniform in ±1/√inputs; the rest 0, so that nothing is added at first.
+    """
+    if ".lora_A." not in name:
+        return torch.zeros(shape)
+    return torch.empty(shape).uniform_(-1, 1, generator=generator) / math.sqrt(shape[-1])
+
+
+def merged(module: Any, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
+    has an adapter: added in float32, then rounded to `dtype`."""
+    for name, param in module.named_parameters():
+        owner, _, leaf = name.rpartition(BASE)
+        if ADAPTER in name:
+            continue
+        if not owner or leaf != "weight":
+            yield file_name(name), full(param.detach().to(dtype))
+            continue
+        layer = module.get_submodule(owner)
+        up, down = (full(part[NAME].weight.detach()) for part in (layer.lora_B, layer.lora_A))
+        weight = full(param.detach()).float()
+        yield file_name(name), weight.addmm(up, down, alpha=layer.scaling[NAME]).to(dtype)
+
+
+def write(module: Any, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
+    """Write what is trained as an adapter of `base` for peft; without `folder` only take part."""
+    tensors = {
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": full(param.detach()).cpu()
+        for name, param in module.named_parameters()
+        if param.requires_grad
+    }
+    if folder:
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.base_model_name_or_path = str(base)
+        config.save_pretrained(folder)
+
+
+@contextmanager
+def switched_off(module: Any) -> Iterator[None]:
+    """Make `module` compute what it did before it had adapters."""
+    layers = [layer for layer in module.modules() if hasattr(layer, "lora_A")]
+    scaling = [layer.scaling[NAME] for layer in layers]
+    for layer in layers:
+        layer.scaling[NAME] = 0.0
+    try:
+        yield
+    finally:
+        for layer, before in zip(layers, scaling, strict=True):
+            layer.scaling[NAME] = before
