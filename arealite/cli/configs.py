@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import EnvConfig, envs
@@ -20,7 +22,9 @@ from arealite.api.publisher import PublisherConfig, publishers
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
+from arealite.base.errors import UserError
 from arealite.base.registry import import_plugins
+from arealite.cli.options import Layers
 
 C = TypeVar("C")
 
@@ -28,16 +32,45 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """The YAML files, in a checkout (through a link) and in an installed wheel."""
 
 
-def load(schema: type[C], file: Path, overrides: Sequence[str]) -> C:
-    """Import plugins, then load `file` and the overrides as `schema`.
+def load(schema: type[C], files: Path | Sequence[Path], overrides: Sequence[str]) -> C:
+    """Import plugins, then load the files and the overrides, later ones winning, as `schema`.
 
     Raises:
         UserError: see base.config.load; or a plugin cannot be imported.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    import_plugins(_imports(file, overrides))
-    return base_config.load(schema, [file], overrides, parts())
+    files = [files] if isinstance(files, Path) else files
+    import_plugins(_imports(files, overrides))
+    return base_config.load(schema, files, overrides, parts())
+
+
+def load_stages(stages: Sequence[Layers]) -> list[ExperimentConfig]:
+    """Load the configs of stages that follow each other; see options.THEN for what they share.
+
+    Raises:
+        UserError: see load; or a stage exports no model, and the next has no model.path of its own.
+    """
+    made = list[ExperimentConfig]()
+    for number, own in enumerate(stages, start=1):
+        shared = stages[0].overrides if number > 1 else []
+        config = load(ExperimentConfig, own.files, [*shared, *own.overrides])
+        policies = [earlier for earlier in made if earlier.trainer.type != "reward"]
+        named = [layer.model.path for layer in _layers(own) if "path" in layer.get("model", {})]
+        if policies and not named:
+            named = [str(run_paths(policies[-1]).export)]
+            trainer = policies[-1].trainer
+            if not trainer.is_offline and not trainer.ppo.checkpoint.export:
+                raise UserError(
+                    f"stage {number} has no model: trainer.ppo.checkpoint.export is false in the "
+                    "stage before. Set it there, or model.path after --then."
+                )
+        if named:
+            config = replace(config, model=replace(config.model, path=named[0]))
+        if number < len(stages):
+            config = replace(config, trial_name=f"{config.trial_name}-stage{number}")
+        made.append(config)
+    return made
 
 
 def parts() -> base_config.Parts:
@@ -55,9 +88,15 @@ def parts() -> base_config.Parts:
     return {config: table.configs for config, table in tables.items()}
 
 
-def _imports(file: Path, overrides: Sequence[str]) -> list[str]:
+def _layers(layers: Layers) -> list[Any]:
+    """Read files and overrides as they are, the strongest first."""
+    files = [base_config.read(file) for file in reversed(layers.files)]
+    return [base_config.dotlist(layers.overrides), *files]
+
+
+def _imports(files: Sequence[Path], overrides: Sequence[str]) -> list[str]:
     """Find `imports` before the schema can be known: it decides the schema."""
-    for layer in (base_config.dotlist(overrides), base_config.read(file)):
+    for layer in _layers(Layers([*files], [*overrides])):
         if layer.get("imports") is not None:
             return [str(name) for name in layer.imports]
     return []

@@ -1,29 +1,69 @@
 """The part of the command line that `train` and `serve-llm` share: --config, dotted overrides,
---help with all keys."""
+--help with all keys; and the stages of `train`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from arealite.base import config as base_config
 
+THEN = """\
+stages: train.py --config config/sft.yaml model.path=M dataset.train=chats.jsonl \\
+            --then config/async_ppo.yaml dataset.train=tasks.jsonl
+  Each --then begins a stage, which runs when the one before has ended well, with the model that
+  the last policy before it exported, unless its own model.path is set. Overrides before the first
+  --then hold for every stage, others for theirs. The last stage has the trial's name; the others
+  add -stage1, -stage2, … The same command goes on where it was stopped.
+"""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What one config is made of; later ones win, overrides win over files."""
+
+    files: list[Path]
+    overrides: list[str]
+
 
 def parse(
-    argv: Sequence[str], *, command: str, about: str, schema: type, default: Path
-) -> tuple[Path, list[str]]:
-    """Return (config file, overrides). `--help` prints every key of `schema` with its default."""
+    argv: Sequence[str], *, command: str, about: str, schema: type, default: Path, more: str = ""
+) -> Layers:
+    """Read a command line. `--help` prints every key of `schema` with its default."""
     parser = argparse.ArgumentParser(
         prog=command,
         description=about,
-        epilog=_keys(schema),
+        epilog=more + _keys(schema),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, default=default, help=f"YAML file ({default.name})")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help=f"YAML file ({default.name}); may be given several times, later ones win",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
-    options = parser.parse_args(argv)
-    return options.config, options.overrides
+    options = parser.parse_intermixed_args(argv)
+    return Layers(options.config or [default], options.overrides)
+
+
+def parse_stages(
+    argv: Sequence[str], *, command: str, about: str, schema: type, default: Path
+) -> list[Layers]:
+    """Read a command line with `--then FILE`; one Layers a stage, with its own words only."""
+    glued = [word.split("=", 1) if word.startswith("--then=") else [word] for word in argv]
+    words = [word for pieces in glued for word in pieces]
+    cuts = [i for i, word in enumerate(words) if word == "--then"]
+    parts = [words[a:b] for a, b in pairwise([0, *cuts, len(words)])]
+    lines = [parts[0], *(["--config", *part[1:]] for part in parts[1:])]
+    read = partial(parse, command=command, about=about, schema=schema, default=default)
+    return [read(line, more=f"{THEN}\n") for line in lines]
 
 
 def _keys(schema: type) -> str:

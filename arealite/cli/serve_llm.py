@@ -25,14 +25,14 @@ SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
-    file, overrides = options.parse(
+    layers = options.parse(
         argv,
         command="launch_llm_server.py",
         about="Start a language-model server that speaks SGLang's protocol.",
         schema=ServerConfig,
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
-    config = configs.load(ServerConfig, file, overrides)
+    config = configs.load(ServerConfig, layers.files, layers.overrides)
     is_kept = die_with_parent()
     if config.llm_server.type in KEPT and not is_kept:
         return keep(config, [sys.executable, str(SCRIPT), *argv])

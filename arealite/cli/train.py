@@ -8,26 +8,44 @@ from collections.abc import Sequence
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
+from arealite.base.errors import UserError
 from arealite.cli import configs, options
 from arealite.system import vitals
 from arealite.system.locks import held
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the experiment, then run it to its end."""
-    file, overrides = options.parse(
+    """Check the experiment, then run it to its end; its stages one after the other."""
+    layers = options.parse_stages(
         argv,
         command="train.py",
         about="Train an agent: datapipe, rollout workers and trainer ranks on this machine.",
         schema=ExperimentConfig,
         default=configs.CONFIG_DIR / "async_ppo.yaml",
     )
-    config = configs.load(ExperimentConfig, file, overrides)
+    stages = configs.load_stages(layers)
     if "RANK" in os.environ:
         from arealite.cli import role
 
-        return role.run("trainer", int(os.environ["RANK"]), config)
+        if len(stages) > 1:
+            raise UserError("a trainer rank runs one stage: without --then, a command for each.")
+        return role.run("trainer", int(os.environ["RANK"]), stages[0])
 
+    from arealite.cli.check import check_options
+
+    for config in stages:
+        check_options(config)
+    for number, config in enumerate(stages, start=1):
+        if len(stages) > 1:
+            what = f"{config.trainer.type}, {run_paths(config).root}"
+            print(f"stage {number} of {len(stages)}: {what}", flush=True)
+        if code := run(config):
+            return code
+    return 0
+
+
+def run(config: ExperimentConfig) -> int:
+    """Run one experiment to its end; return its exit code."""
     from arealite.cli import resume
     from arealite.cli.check import check
 

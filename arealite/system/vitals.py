@@ -229,9 +229,12 @@ _recorder: Recorder | None = None
 def start(name: str, folder: Path) -> None:
     """Begin to write this process's vitals to `folder`/`name`.json, about once a second.
 
-    They are removed when the process ends by itself: what is left behind tells of a death.
+    They are removed when the process ends by itself: what is left behind tells of a death. A second
+    start ends the first: the process has gone on to another run.
     """
     global _recorder
+    if _recorder is not None:
+        _recorder.close()
     try:
         _recorder = Recorder(name, folder)
     except OSError as error:
