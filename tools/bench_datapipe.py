@@ -33,6 +33,7 @@ from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.system.datapipe_group import Group
 from arealite.system.dataset import identity
 from arealite.system.ledger import Ledger, connect, read_payloads
 from arealite.system.name_registry import NameRegistry
@@ -141,29 +142,43 @@ def through_datapipe(folder: Path, count: int, size: int) -> tuple[float, float]
 # ---------------------------------------------------------------- the ledger alone
 
 
+def lease_one(seq: int) -> Group:
+    """A group that one worker runs."""
+    group = Group(seq, f"g{seq}", TASKS[seq % 1000], GROUP, *divmod(seq, 1000))
+    version, members = seq // GROUP // BATCH, list(range(GROUP))
+    lease = Lease(f"{group.group_id}.1.1", group.group_id, "train", group.task, members, version)
+    group.state, group.leases, group.owners = (
+        "leased",
+        {lease.lease_id: lease},
+        {lease.lease_id: "w"},
+    )
+    return group
+
+
 def fill(path: Path, count: int) -> dict[str, float]:
     """Write a trial of `count` trajectories, all but the last thousand durable."""
     ledger = Ledger(path, fingerprint=identity(ExperimentConfig(), TASKS))
+    groups: list[Group] = []
     payload, log = os.urandom(RECORD_BYTES), path.with_name(path.name + "-wal")
-    task, commits, log_bytes = Task("train-0", "x", None, {}), [], 0
+    commits, log_bytes = [], 0
     steps = (count - OPEN) // GROUP // BATCH
     begin = time.perf_counter()
     for seq in range(count // GROUP):
-        group_id = f"g{seq}"
-        members = list(range(GROUP))
-        lease = Lease(f"{group_id}.1.1", group_id, "train", task, members, seq // GROUP // BATCH)
-        ledger.offer(seq, group_id, task_id="train-0", row=seq % 1000, epoch=seq // 1000)
-        ledger.lease(lease, worker_id="w")
-        for member in lease.members:
-            ledger.add_trajectory(make_header(group_id, member), payload)
+        group = lease_one(seq)
+        groups.append(group)
+        ledger.put_group(group)
+        for member in range(GROUP):
+            ledger.add_trajectory(make_header(group.group_id, member), payload)
         step, place = divmod(seq, BATCH)
         if seq % 3 or step < steps:  # of the open ones, every third group waits for a member
-            ledger.end_lease(lease.lease_id)
-            ledger.set_state(group_id, "complete")
+            group.leases.clear()
+            group.state = "complete"
         if place == BATCH - 1 and step < steps:
-            ids = [f"g{step * BATCH + n}" for n in range(BATCH)]
-            ledger.batch(step, ids)
-            said = [f"{group_id}/{member}/agent" for group_id in ids for member in range(GROUP)]
+            for number, each in enumerate(groups):
+                each.state, each.step, each.place = "batched", step, number
+                ledger.put_group(each)
+            said = [f"{g.group_id}/{member}/agent" for g in groups for member in range(GROUP)]
+            groups.clear()
             ledger.train(StepReport(step, said, {"reward/mean": 0.5}))
         if step and place == BATCH - 1 and step % 20 == 0:
             ledger.checkpoint(min(step, steps), f"/checkpoints/{step}")

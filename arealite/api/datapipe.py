@@ -18,7 +18,7 @@ class DatapipeConfig:
         15.0, "a worker silent for this long loses its leases; they are offered again"
     )
     commit_interval_s: float = opt(
-        0.005, "results are gathered this long for one ledger transaction"
+        0.05, "ledger transactions are this far apart; after a quiet time the first comes at once"
     )
     max_failed_share: float = opt(
         0.5, "share of failed episodes, over the last 256, that stops the run"

@@ -36,8 +36,8 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class TurnHeader(msgspec.Struct, frozen=True):
-    """One generation of an unfinished episode, whole or so far. Filled by the worker; its payload
-    (`episode.encode_turn`) follows as a frame."""
+    """One generation of an unfinished episode, whole or so far; a longer version replaces a shorter
+    one. Filled by the worker; its payload (`episode.encode_turn`) follows as a frame."""
 
     member: int
     seat: str
@@ -45,10 +45,6 @@ class TurnHeader(msgspec.Struct, frozen=True):
     """Which of the seat's generations in this episode, from 0."""
     oldest_version: int
     """Of its tokens."""
-    tokens: int
-    """Sampled so far; a longer version of the same turn replaces a shorter one."""
-    is_whole: bool
-    """False: an interrupted generation, to be continued."""
 
 
 # ---------------------------------------------------------------- worker → datapipe

@@ -30,7 +30,8 @@ from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import OutOfStep, TrainerDesk
 from arealite.system.datapipe_workers import Held, Worker, Workers
 from arealite.system.dataset import identity
-from arealite.system.ledger import Ledger, LedgerWriter, read_payloads, read_turns
+from arealite.system.ledger import Ledger, read_payloads, read_turns
+from arealite.system.ledger_writer import LedgerWriter
 from arealite.system.name_registry import NameRegistry
 
 logger = log.get(__name__)
@@ -134,11 +135,10 @@ class Datapipe:
 
     def _restore(self) -> None:
         """Give leases from before a restart back to their workers, which may still run them."""
-        owners = dict(self.ledger.connection.execute("SELECT lease_id, worker_id FROM leases"))
         for group in self.book.groups.values():
             for lease in list(group.leases.values()):
                 if due := group.due(lease):
-                    held = self.workers.give(owners[lease.lease_id], lease, due)
+                    held = self.workers.give(group.owners[lease.lease_id], lease, due)
                     held.sent = held.given
                 else:
                     self.book.end(lease)
@@ -176,7 +176,7 @@ class Datapipe:
                     self._take_state(route, message)
                 case Progress():
                     self.book.keep(message, frames[2:])
-                    self.writer.after_commit(_nothing)
+                    self.writer.want_commit()
                 case _:
                     self._take_request(route, message)
             self._pump()
@@ -333,7 +333,3 @@ class Datapipe:
         if self.desk.finish.reason == wire.STOP_WAITING:
             return now - self._stopped_at > SAVE_S
         return not self.book.trained or now - self.desk.heard > FAREWELL_S
-
-
-def _nothing() -> None:
-    """Nobody waits for a commit: it is only wanted."""

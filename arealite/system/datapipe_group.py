@@ -32,11 +32,16 @@ class Group:
     group_id: str
     task: Task
     size: int
+    epoch: int
+    row: int
+    """Of the dataset, where the task is from."""
     finished: dict[int, list[TrajectoryHeader]] = field(
         default_factory=dict[int, list[TrajectoryHeader]]
     )
     leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
     """Live ones; their `members` that are neither finished nor failed are still due."""
+    owners: dict[str, str] = field(default_factory=dict[str, str])
+    """By lease id: the worker."""
     failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
     """(member, lease id, class) of each failed attempt."""
     turns: dict[int, dict[tuple[str, int], TurnHeader]] = field(
@@ -46,8 +51,12 @@ class Group:
     rests_until: dict[int, float] = field(default_factory=dict[int, float])
     """When (monotonic) members that have failed may be offered again."""
     state: str = "offered"
+    reason: str | None = None
+    """Why it was filtered."""
     step: int | None = None
     """Of the batch that holds it, or held it before a roll-back."""
+    place: int | None = None
+    """In that batch."""
 
     @property
     def headers(self) -> list[TrajectoryHeader]:

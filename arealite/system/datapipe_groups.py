@@ -6,7 +6,6 @@ ledger that each change is written to.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, Tur
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
 from arealite.system.datapipe_group import LOST, Group, can_be_made, permutation
-from arealite.system.ledger import Ledger, decode_header, decode_turn
+from arealite.system.ledger import Ledger, decode_turn
 
 FAILURE_WINDOW = 256
 
@@ -56,11 +55,7 @@ class GroupBook:
             group = self._wanting[seq]
             if group.state not in ("offered", "leased") or not group.missing(attempts):
                 del self._wanting[seq]
-            elif group.missing(attempts, now) and (
-                ((start := group.start) is not None and start <= self.version)
-                or self._fits(group, self.version)  # it gets no older, after a roll-back, than fits
-                or not (start is None or self._fits(group, start))  # the batch is smaller: nor now
-            ):
+            elif group.missing(attempts, now) and not self._spoils(group, self.version):
                 return group
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         outstanding = self.next_step * size
@@ -79,15 +74,15 @@ class GroupBook:
         about = (group.group_id, "train", group.task)
         lease = Lease(lease_id, *about, members, version, turns)
         group.leases[lease.lease_id] = lease
-        self.ledger.lease(lease, worker_id=worker_id)
-        self._move(group, "leased", write=False)
+        group.owners[lease.lease_id] = worker_id
+        self._move(group, "leased")
         return lease
 
     def end(self, lease: Lease) -> None:
         """Expect nothing more of a lease; members that it did not bring are offered again."""
         group = self.groups.get(lease.group_id)
         if group is not None and group.leases.pop(lease.lease_id, None) is not None:
-            self.ledger.end_lease(lease.lease_id)
+            self.ledger.put_group(group)
             self._wanting[group.seq] = group
 
     def _kept(self, group: Group, members: Sequence[int]) -> list[TurnHeader]:
@@ -118,6 +113,16 @@ class GroupBook:
             self._fail(group, member, lease.lease_id, failure)
         self.end(lease)
         self._settle(group)
+
+    def _spoils(self, group: Group, version: int) -> bool:
+        """Say whether a lease of `version` would make a group too old that is not so already.
+
+        Only after a roll-back, when it is older than what the group has.
+        """
+        start = group.start
+        if start is not None and start <= version:
+            return False
+        return not self._fits(group, version) and (start is None or self._fits(group, start))
 
     def _fits(self, group: Group, version: int) -> bool:
         """Say whether a group with tokens of `version` can be trained in time, beside all others
@@ -237,10 +242,9 @@ class GroupBook:
         chosen = self._planned.pop(step, None) or self._choose(step)
         if chosen is None:
             return None
-        self.ledger.batch(step, [group.group_id for group in chosen])
-        for group in chosen:
-            group.step = step
-            self._move(group, "batched", write=False)
+        for place, group in enumerate(chosen):
+            group.step, group.place = step, place
+            self._move(group, "batched")
             del self.groups[group.group_id]
         self.batches[step] = chosen
         self.next_step = step + 1
@@ -271,9 +275,12 @@ class GroupBook:
 
     def mark_trained(self, step: int) -> None:
         """Note that the optimizer has applied a batch."""
-        for group in self.batches[step]:
-            self._move(group, "trained", write=False)
-        self.trained[step] = len(self.batches[step])
+        groups = self.batches[step]
+        for group in groups:
+            group.state = "trained"
+        self.counts["batched"] -= len(groups)
+        self.counts["trained"] += len(groups)
+        self.trained[step] = len(groups)
         for done in [s for s in self.batches if s < step]:
             del self.batches[done]
 
@@ -307,32 +314,33 @@ class GroupBook:
 
     def _offer(self) -> Group:
         seq = self.offered
-        epoch, row = self.task_of(seq)
-        group = Group(seq, f"g{seq}", self.train[row], self.ppo.collector.group_size)
+        group = self._make(seq, *self.task_of(seq))
         self.offered += 1
         self.groups[group.group_id] = self._wanting[seq] = group
         self.counts["offered"] += 1
-        self.ledger.offer(seq, group.group_id, task_id=group.task.task_id, row=row, epoch=epoch)
+        self.ledger.put_group(group)
         return group
+
+    def _make(self, seq: int, epoch: int, row: int) -> Group:
+        size = self.ppo.collector.group_size
+        return Group(seq, f"g{seq}", self.train[row], size, epoch, row)
 
     def _filter(self, group: Group, reason: str) -> None:
         for lease in list(group.leases.values()):
             self.end(lease)
-        self._move(group, "filtered", reason)
+        group.reason = reason
+        self._move(group, "filtered")
         self.counts[f"filtered:{reason}"] += 1
         del self.groups[group.group_id]
 
-    def _move(
-        self, group: Group, state: str, reason: str | None = None, *, write: bool = True
-    ) -> None:
+    def _move(self, group: Group, state: str) -> None:
         if state in ("complete", "filtered"):
             for member in list(group.turns):
                 self._forget(group, member)
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
-        if write:
-            self.ledger.set_state(group.group_id, state, reason)
+        self.ledger.put_group(group)
 
     def _load(self) -> None:
         """Read back what the ledger knows: after a start, and after a roll-back."""
@@ -362,11 +370,12 @@ class GroupBook:
         trained = "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step"
         self.trained: dict[int, int] = dict(db.execute(trained).fetchall())
         """Groups of each step that is trained and in no checkpoint yet."""
-        for row in db.execute(
-            "SELECT seq, row, state, step FROM groups "
-            "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY place, seq"
-        ).fetchall():
-            self._load_group(*row)
+        for group in self.ledger.open_groups(self._make):
+            if group.state != "batched":
+                self.groups[group.group_id] = self._wanting[group.seq] = group
+            if group.step is not None:
+                among = self.batches if group.state == "batched" else self._planned
+                among.setdefault(group.step, []).append(group)
         for group_id, blob in db.execute("SELECT group_id, header FROM turns").fetchall():
             turn, group = decode_turn(blob), self.groups[group_id]
             group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
@@ -374,27 +383,4 @@ class GroupBook:
             self._planned = {}  # the batch size was changed, or η made less
             self.ledger.forget_plans()
             for group in self.groups.values():
-                group.step = None
-
-    def _load_group(self, seq: int, row: int, state: str, step: int | None) -> None:
-        group = Group(seq, f"g{seq}", self.train[row], self.ppo.collector.group_size)
-        group.state, group.step = state, step
-        self._load_parts(group)
-        if state != "batched":
-            self.groups[group.group_id] = self._wanting[seq] = group
-        if step is not None:
-            among = self.batches if state == "batched" else self._planned
-            among.setdefault(step, []).append(group)
-
-    def _load_parts(self, group: Group) -> None:
-        db, key = self.ledger.connection, (group.group_id,)
-        sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
-        for (blob,) in db.execute(sql, key):
-            header = decode_header(blob)
-            group.finished.setdefault(header.member, []).append(header)
-        sql = "SELECT member, lease_id, class FROM failures WHERE group_id = ?"
-        group.failures = db.execute(sql, key).fetchall()
-        sql = "SELECT lease_id, members, version FROM leases WHERE group_id = ? AND ended = 0"
-        for lease_id, members, version in db.execute(sql, key):
-            about = (group.group_id, "train", group.task)
-            group.leases[lease_id] = Lease(lease_id, *about, json.loads(members), version)
+                group.step = group.place = None

@@ -25,7 +25,7 @@ from arealite.base.errors import InvariantError
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_workers import Workers
-from arealite.system.ledger import LedgerWriter
+from arealite.system.ledger_writer import LedgerWriter
 from arealite.system.wire import STOP_WAITING, request_name
 
 logger = log.get(__name__)

@@ -7,19 +7,20 @@ and viewers, audits and replay read it with nothing of ours running.
 
 Groups are offered in order: `seq` counts them, so the dataset's cursor is the number of rows in
 `groups`. A batched group keeps its `step` and `place` when it is rolled back to complete: that step
-is then filled by the same groups in the same order. Writes are queued in memory, in order, and
-become durable by `execute`, one transaction for all; so the file always holds a prefix of them.
+is then filled by the same groups in the same order. Writes are queued in memory and become durable
+by `execute`, one transaction for all; so the file is always as memory was at one moment. A group is
+written once a transaction, however often it changed, and many rows are one statement: sqlite3 gives
+the interpreter's lock away at each.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import sqlite3
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
+from arealite.system.datapipe_group import Group
 
 logger = log.get(__name__)
 
@@ -39,20 +41,15 @@ READERS_MS, MAX_READERS_MS = 200, 2000
 """How long a commit waits for them then: at first; longer the larger they have made the log."""
 BUSY_MS = 10_000
 """How long a connection waits for a lock."""
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
--- one row a group ever offered for training; seq is its place in the order of the dataset
+-- one row a group ever offered for training; seq is its place in the order of the dataset; leases =
+-- JSON list of those that something is expected of: (lease id, worker id, members, version)
 CREATE TABLE groups (
   seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
-  state TEXT, reason TEXT, step INTEGER, place INTEGER);
-CREATE INDEX groups_by_state ON groups (state);
-CREATE INDEX groups_by_step ON groups (step);
--- one row a lease; ended = 1 when its members are all in, or it was lost
-CREATE TABLE leases (
-  lease_id TEXT PRIMARY KEY, group_id TEXT, worker_id TEXT, members TEXT, version INTEGER,
-  ended INTEGER) WITHOUT ROWID;
-CREATE INDEX leases_by_group ON leases (group_id);
+  state TEXT, reason TEXT, step INTEGER, place INTEGER, leases TEXT);
+CREATE INDEX groups_by_step ON groups (step) WHERE step NOTNULL;
 -- header and payload as they came (msgpack); the other columns repeat the header for queries
 CREATE TABLE trajectories (
   trajectory_id TEXT UNIQUE, group_id TEXT, member INTEGER, seat TEXT, reward REAL,
@@ -73,11 +70,13 @@ CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
 CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
 """
 
-COLUMNS = 12
-"""Of the table of trajectories."""
-TRAJECTORY_ROW = f"({', '.join('?' * COLUMNS)})"
-AT_ONCE = 32 * COLUMNS
-"""Values of trajectories in one statement."""
+ROWS = 32
+"""Of one statement."""
+PUT_GROUPS = (
+    "INSERT INTO groups VALUES {} ON CONFLICT (seq) DO UPDATE SET state = excluded.state, reason = "
+    "excluded.reason, step = excluded.step, place = excluded.place, leases = excluded.leases"
+)
+PUT_TRAJECTORIES = "INSERT OR IGNORE INTO trajectories VALUES {}"
 _encode = msgspec.msgpack.Encoder().encode
 decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
 decode_turn = msgspec.msgpack.Decoder(TurnHeader).decode
@@ -97,8 +96,9 @@ class Ledger:
         """
         self.path = path
         self._queue: list[Statement] = []
-        self._trajectories: list[Any] = []
-        """Values of the rows to be inserted, one row after the other."""
+        self._groups: dict[int, Group] = {}
+        """By seq: those that changed."""
+        self._trajectories: list[tuple[Any, ...]] = []
         self._log_limit = LOG_BYTES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,28 @@ class Ledger:
         self.set_meta("boot", str(self.boot))
         self.commit()
 
+    def open_groups(self, make: Callable[[int, int, int], Group]) -> Iterator[Group]:
+        """Yield the groups that are not trained yet, those of a batch in its order; `make` is
+        called with seq, epoch and row."""
+        db = self.connection
+        for seq, epoch, row, leases, *rest in db.execute(
+            "SELECT seq, epoch, row, leases, state, step, place FROM groups "
+            "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY place, seq"
+        ).fetchall():
+            group = make(seq, epoch, row)
+            group.state, group.step, group.place = rest
+            key, about = (group.group_id,), (group.group_id, "train", group.task)
+            for lease_id, worker_id, members, version in json.loads(leases):
+                group.leases[lease_id] = Lease(lease_id, *about, members, version)
+                group.owners[lease_id] = worker_id
+            sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
+            for (blob,) in db.execute(sql, key):
+                header = decode_header(blob)
+                group.finished.setdefault(header.member, []).append(header)
+            sql = "SELECT member, lease_id, class FROM failures WHERE group_id = ?"
+            group.failures = db.execute(sql, key).fetchall()
+            yield group
+
     # ------------------------------------------------------------ writing
 
     def _put(self, sql: str, *values: Any) -> None:
@@ -140,31 +162,16 @@ class Ledger:
         """Let go of what is under a key."""
         self._put("DELETE FROM meta WHERE key = ?", key)
 
-    def offer(self, seq: int, group_id: str, *, task_id: str, row: int, epoch: int) -> None:
-        """Add the next group of the dataset's order."""
-        columns = "seq, group_id, task_id, row, epoch, state"
-        sql = f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, 'offered')"
-        self._put(sql, seq, group_id, task_id, row, epoch)
-
-    def lease(self, lease: Lease, *, worker_id: str) -> None:
-        """Note who runs which members of a group."""
-        members, version = json.dumps(lease.members), lease.version
-        sql = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)"
-        self._put(sql, lease.lease_id, lease.group_id, worker_id, members, version)
-        self._put("UPDATE groups SET state = 'leased' WHERE group_id = ?", lease.group_id)
-
-    def end_lease(self, lease_id: str) -> None:
-        """Note that nothing more is expected of a lease."""
-        self._put("UPDATE leases SET ended = 1 WHERE lease_id = ?", lease_id)
+    def put_group(self, group: Group) -> None:
+        """Keep a group, as it will be when the writes are taken."""
+        self._groups[group.seq] = group
 
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Keep a trajectory; the second one of an id is ignored."""
         h = header
-        self._trajectories += (
-            *(h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens),
-            *(h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions),
-            *(_encode(h), payload),
-        )
+        about = (h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens)
+        versions = (h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
+        self._trajectories.append((*about, *versions, _encode(h), payload))
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
         """Keep a turn of an unfinished episode; a longer version replaces a shorter one."""
@@ -183,17 +190,6 @@ class Ledger:
         """Keep a failed attempt at an episode; the second one of a lease is ignored."""
         sql = "INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?)"
         self._put(sql, group_id, member, lease_id, failure.failure_class, failure.detail)
-
-    def set_state(self, group_id: str, state: str, reason: str | None = None) -> None:
-        """Move a group to complete, or to filtered with a reason."""
-        sql = "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?"
-        self._put(sql, state, reason, group_id)
-
-    def batch(self, step: int, group_ids: Sequence[str]) -> None:
-        """Fix the groups of batch `step`, in this order."""
-        sql = "UPDATE groups SET state = 'batched', step = ?, place = ? WHERE group_id = ?"
-        for place, group_id in enumerate(group_ids):
-            self._put(sql, step, place, group_id)
 
     def train(self, report: StepReport) -> None:
         """Note that the optimizer has applied a batch."""
@@ -228,17 +224,12 @@ class Ledger:
         self._put("INSERT OR REPLACE INTO evals VALUES (?, ?)", eval_id, json.dumps(metrics))
 
     def take(self) -> list[Statement]:
-        """Return the queued writes, for `execute`, and begin a new queue.
-
-        Many trajectories are one statement: sqlite3 gives the interpreter's lock away at each.
-        """
+        """Return the queued writes, for `execute`, and begin a new queue."""
         queue, self._queue = self._queue, []
-        values, self._trajectories = self._trajectories, []
-        for first in range(0, len(values), AT_ONCE):
-            some = values[first : first + AT_ONCE]
-            rows = ", ".join([TRAJECTORY_ROW] * (len(some) // COLUMNS))
-            queue.append((f"INSERT OR IGNORE INTO trajectories VALUES {rows}", tuple(some)))
-        return queue
+        groups, self._groups = self._groups, {}
+        trajectories, self._trajectories = self._trajectories, []
+        rows = [_row(group) for group in groups.values()]
+        return [*_many(PUT_GROUPS, rows), *_many(PUT_TRAJECTORIES, trajectories), *queue]
 
     def execute(self, statements: Iterable[Statement]) -> None:
         """Make writes durable in one transaction.
@@ -264,7 +255,7 @@ class Ledger:
     def _bound_log(self) -> None:
         """Empty the log if it has grown large: SQLite by itself begins it anew only in a moment
         without readers, and readers that overlap leave none."""
-        size = self.path.with_name(self.path.name + "-wal").stat().st_size
+        size = os.stat(f"{self.path}-wal").st_size
         if size < self._log_limit:
             return
         patience_ms = min(READERS_MS * size // LOG_BYTES, MAX_READERS_MS)
@@ -284,62 +275,17 @@ class Ledger:
         self.connection.close()
 
 
-class LedgerWriter:
-    """Commits from the event loop: one transaction for all of a few milliseconds, in a thread.
+def _row(group: Group) -> tuple[Any, ...]:
+    leases = [(key, group.owners[key], x.members, x.version) for key, x in group.leases.items()]
+    about = (group.seq, group.group_id, group.task.task_id, group.row, group.epoch)
+    return (*about, group.state, group.reason, group.step, group.place, json.dumps(leases))
 
-    While `run` runs, nobody else may write, except in a callback.
-    """
 
-    def __init__(self, ledger: Ledger, *, interval_s: float) -> None:
-        self.ledger = ledger
-        self.interval_s = interval_s
-        self._callbacks: list[Callable[[], None]] = []
-        self._wanted = asyncio.Event()
-        self._is_closing = False
-        self._busy_s = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
-
-    def after_commit(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the loop once everything queued so far is durable."""
-        self._callbacks.append(callback)
-        self._wanted.set()
-
-    async def run(self) -> None:
-        """Commit whenever asked, until `close`.
-
-        Raises:
-            InvariantError: the file cannot be written any more.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            while not (self._is_closing and not self._callbacks):
-                await self._wanted.wait()
-                if not self._is_closing:
-                    await asyncio.sleep(self.interval_s)  # gather company for the transaction
-                self._wanted.clear()
-                callbacks, self._callbacks = self._callbacks, []
-                statements = self.ledger.take()
-                seconds = await loop.run_in_executor(self._thread, self._execute, statements)
-                self._busy_s += seconds
-                for callback in callbacks:
-                    callback()
-        finally:
-            self._thread.shutdown(wait=True)
-
-    def _execute(self, statements: list[Statement]) -> float:
-        begin = time.perf_counter()
-        self.ledger.execute(statements)
-        return time.perf_counter() - begin
-
-    def take_busy_s(self) -> float:
-        """Return the seconds that the thread was in transactions since the last call."""
-        taken, self._busy_s = self._busy_s, 0.0
-        return taken
-
-    def close(self) -> None:
-        """Let `run` write what is queued and return."""
-        self._is_closing = True
-        self._wanted.set()
+def _many(sql: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[Statement]:
+    for first in range(0, len(rows), ROWS):
+        some = rows[first : first + ROWS]
+        row = f"({', '.join('?' * len(some[0]))})"
+        yield sql.format(", ".join([row] * len(some))), tuple(chain.from_iterable(some))
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -348,7 +294,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     db = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_MS / 1000,
-        cached_statements=64,
+        cached_statements=128,
     )  # fmt: skip
     if not read_only:  # NORMAL: safe against kill; a commit costs no fsync
         for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"):

@@ -13,7 +13,7 @@ from arealite.algo import staleness
 from arealite.api.rollout_messages import Ack
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_workers import Workers
-from arealite.system.ledger import LedgerWriter
+from arealite.system.ledger_writer import LedgerWriter
 from tests.simulation.simulation import simulate
 
 SEEDS = 200
@@ -27,14 +27,11 @@ def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
     def at_once(writer: LedgerWriter, callback: Any) -> None:
         if any(isinstance(arg, Ack) for arg in getattr(callback, "args", ())):
             callback()
-            callback = _nothing
-        after_commit(writer, callback)
+            writer.want_commit()
+        else:
+            after_commit(writer, callback)
 
     patch.setattr(LedgerWriter, "after_commit", at_once)
-
-
-def _nothing() -> None:
-    """In place of an acknowledgement that was sent already."""
 
 
 def not_restored(name: str, empty: Callable[[], Any]) -> Plant:

@@ -470,7 +470,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     def progress(anew: bool) -> Iterator[Turns]:
         told.append(anew)
         if dying.leases and (anew or told.count(True) == 1):
-            turns = [TurnHeader(1, "agent", n, 0, 4, True) for n in range(told.count(True))]
+            turns = [TurnHeader(1, "agent", n, 0) for n in range(told.count(True))]
             yield dying.leases[0], turns, [f"turn {t.index}".encode() for t in turns]
 
     dying.link.progress = progress

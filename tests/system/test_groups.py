@@ -51,8 +51,8 @@ def publish(book: GroupBook, version: int) -> None:
     book.ledger.set_meta("version", str(version))
 
 
-def turn(index: int, *, member: int = 0, version: int = 0, tokens: int = 4, seat: str = "agent"):
-    return TurnHeader(member, seat, index, version, tokens, is_whole=True)
+def turn(index: int, *, member: int = 0, version: int = 0, seat: str = "agent"):
+    return TurnHeader(member, seat, index, version)
 
 
 def tell(book: GroupBook, lease: Lease, *turns: TurnHeader) -> None:
@@ -256,7 +256,7 @@ def test_progress_that_is_late_too_old_or_of_nobody_is_not_kept(make: Make) -> N
     book.lose(lost)
     publish(book, 1)
     again = lease_next(book)
-    tell(book, lost, turn(1), turn(0, tokens=9), turn(0, member=1))  # its worker lives after all
+    tell(book, lost, turn(1), turn(0), turn(0, member=1))  # its worker lives after all
     assert stored(book, again) == [b"g0.1.1 agent 0"]
     book.add(episode(again, 1), [b""])
     tell(book, again, turn(0, member=1))  # of an episode that has ended
@@ -275,10 +275,10 @@ def test_a_turn_replaces_all_that_is_known_from_there_on(make: Make) -> None:
     tell(book, lost, turn(0), turn(1), turn(2), turn(2, seat="judge"))
     book.lose(lost)
     other = lease_next(book)
-    tell(book, other, turn(1, tokens=7))
+    tell(book, other, turn(1))
     book.lose(other)
     last = lease_next(book)
-    assert last.turns == [turn(0), turn(1, tokens=7), turn(2, seat="judge")]
+    assert last.turns == [turn(0), turn(1), turn(2, seat="judge")]
     assert stored(book, last) == [b"g0.1.1 agent 0", b"g0.1.2 agent 1", b"g0.1.1 judge 2"]
 
 

@@ -68,10 +68,8 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     process = await start(config, tmp_path)
     link = TrainerLink(resolve, rank=0, world_size=1, silence_s=15.0)
     training = asyncio.create_task(in_thread(lambda: train(link, steps=steps, on_step=on_step)))
-    workers = [
-        asyncio.create_task(FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script).run())
-        for n in range(2)
-    ]
+    workers = [FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script) for n in range(2)]
+    working = [asyncio.create_task(worker.run()) for worker in workers]
     for event in reached.values():
         waiting = asyncio.create_task(event.wait())
         await asyncio.wait([training, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +78,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
         await process.wait()
         process = await start(config, tmp_path)
     seen = await training
-    await asyncio.gather(*workers)
+    await asyncio.gather(*working)
     assert await process.wait() == 0
 
     report = audit(run_paths(config).ledger)
@@ -90,15 +88,5 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     assert report.max_staleness <= 2
     assert report.filtered_by_reason["zero_variance"] > 0
     assert report.trained_trajectories == sum(len(ids) for ids in seen)
-    boots = {key.split(".")[1] for key in _lease_ids(run_paths(config).ledger)}
+    boots = {lease.lease_id.split(".")[1] for worker in workers for lease in worker.leases}
     assert len(boots) == 4, "the kills did not happen in mid-stream"
-
-
-def _lease_ids(ledger: Path) -> list[str]:
-    from arealite.system.ledger import connect
-
-    db = connect(ledger, read_only=True)
-    try:
-        return [row[0] for row in db.execute("SELECT lease_id FROM leases")]
-    finally:
-        db.close()

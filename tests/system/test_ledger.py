@@ -40,8 +40,10 @@ def picture(book: GroupBook) -> dict[str, object]:
         "version": book.version,
         "counts": {k: v for k, v in book.counts.items() if v},
         "groups": {
-            key: (g.task.task_id, g.state, g.step, g.start, [h.trajectory_id for h in g.headers],
-                  sorted(g.leases), sorted(g.failures), g.missing(book.ppo.max_attempts),
+            key: (g.task.task_id, g.epoch, g.row, g.state, g.step, g.place, g.start,
+                  [h.trajectory_id for h in g.headers], sorted(g.failures),
+                  [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
+                  g.missing(book.ppo.max_attempts),
                   {member: turns for member, turns in g.turns.items() if turns})
             for key, g in book.groups.items()
         },
@@ -87,7 +89,7 @@ class Random:
         self.book.ledger.commit()
         headers, payloads = read_turns(self.book.ledger.path, lease)
         assert headers == lease.turns
-        assert payloads == [f"{t.seat} {t.index} {t.tokens}".encode() for t in headers]
+        assert payloads == [f"{t.seat} {t.index} {t.oldest_version}".encode() for t in headers]
         assert lease.version == min([self.version, *(t.oldest_version for t in headers)])
 
     def tell(self) -> None:
@@ -96,10 +98,9 @@ class Random:
             turn = TurnHeader(
                 member, self.data.draw(st.sampled_from("ab")), self.some(0, 2),
                 self.some(max(0, lease.version - 1), max(self.version, lease.version)),
-                self.some(1, 9), True,
             )  # fmt: skip
             told = Progress("w", lease.lease_id, lease.group_id, [turn])
-            self.book.keep(told, [f"{turn.seat} {turn.index} {turn.tokens}".encode()])
+            self.book.keep(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
 
     def pick(self):
         leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]

@@ -116,7 +116,7 @@ class Chaos(Trial):
                 self.book.add(made, [] if is_failed else [pack(made.headers[0])])
 
     def tell(self, run: Running) -> None:
-        turn = TurnHeader(run.member, "agent", run.turns, run.oldest, 3, is_whole=True)
+        turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
         run.turns += 1
         told = Progress("w", run.lease.lease_id, run.lease.group_id, [turn])
         self.book.keep(told, [b"turn"])

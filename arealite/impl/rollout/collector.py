@@ -189,10 +189,8 @@ def fresh(agent: Agent, *, anew: bool) -> list[Turn]:
 
 def turn_header(lease: Lease, member: int, seat: str, turn: Turn) -> TurnHeader:
     """Describe a turn of an episode under way."""
-    response = turn.response
-    oldest = min(response.versions, default=lease.version)
-    tokens, is_whole = len(response.output_ids), bool(response.stop_reason)
-    return TurnHeader(member, seat, turn.index, oldest, tokens, is_whole)
+    oldest = min(turn.response.versions, default=lease.version)
+    return TurnHeader(member, seat, turn.index, oldest)
 
 
 def cause(error: BaseException) -> BaseException:

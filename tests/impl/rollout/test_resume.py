@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir, run_paths
 from arealite.api.env import EnvConfig
+from arealite.api.episode import decode_turn
 from arealite.api.llm import SamplingConfig
 from arealite.api.task import Task
 from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig
@@ -24,6 +26,7 @@ from arealite.base.config import save
 from arealite.system import datapipe_workers
 from arealite.system.audit import audit
 from arealite.system.datapipe import Datapipe
+from arealite.system.ledger import connect
 from arealite.system.name_registry import NameRegistry
 from arealite.system.trainer_link import TrainerLink
 from tests.fakes.sglang import FakeSGLang
@@ -109,8 +112,9 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
     names = NameRegistry(name_dir(config), ttl_s=600.0)
 
     def kept() -> dict[int, int]:
-        turns = pipe.book.groups["g0"].turns.get(0, {})
-        return {index: turn.tokens for (_, index), turn in turns.items()}
+        with closing(connect(pipe.book.ledger.path, read_only=True)) as db:
+            rows = db.execute("SELECT idx, payload FROM turns WHERE group_id = 'g0'").fetchall()
+        return {index: len(decode_turn(blob).response().output_ids) for index, blob in rows}
 
     async with asyncio.timeout(80), server, asyncio.TaskGroup() as roles:
         names.put("llm_server", "fake", server.entry())

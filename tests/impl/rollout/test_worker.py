@@ -148,7 +148,7 @@ async def test_what_was_had_from_the_record_is_told_only_to_a_new_datapipe() -> 
     async with running("counter") as (_, link, client, _task):
         client.gate.clear()
         turn = Turn([3, 4], response([10, 11]), 1.0)
-        header = TurnHeader(0, "agent", 0, 1, 2, is_whole=True)
+        header = TurnHeader(0, "agent", 0, 1)
         work = msgspec.structs.replace(lease(1, prompt="01"), turns=[header])
         link.turns[work.lease_id] = [encode_turn(turn)]
         link.leases.put_nowait(work)
