@@ -85,6 +85,11 @@ class AdvantageConfig:
     gae_lambda: float = opt(0.95, "of gae")
     normalize: bool = opt(False, "to mean 0 and std 1 over the sampled tokens of the batch")
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether an episode is compared with the others of its task, as a whole."""
+        return self.type in ("grpo", "dr_grpo", "rloo")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:

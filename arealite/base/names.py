@@ -46,6 +46,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def critic(self) -> Path:
+        """The critic's part of each checkpoint, under the same name."""
+        return self.root / "critic"
+
+    @property
     def export(self) -> Path:
         """The final model as a Hugging Face folder."""
         return self.root / "export"

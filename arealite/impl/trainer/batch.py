@@ -1,18 +1,19 @@
-"""Turns a Batch and this rank's payloads into training rows, grouped by optimizer update.
+"""Turns a Batch and this rank's payloads into training rows, and rows into minibatches.
 
 Here meet the contracts on which training rests: exact tokens, the staleness bound, and weights of
 the global batch. Everything that all ranks must agree on comes from the headers, which every rank
-has, so no communication is needed. Shape letters: T = tokens of one row.
+has, so no communication is needed. Shape letters: T = tokens of one row, N = tokens that the policy
+sampled in one trajectory, over all its rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from arealite.algo.advantages import group_advantages
 from arealite.algo.reduction import token_weights
 from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
@@ -26,26 +27,122 @@ class Minibatch:
     """What one optimizer update needs of this rank."""
 
     rows: list[Sequence]
-    """Rows with a gradient: a trajectory whose advantage is 0 is left out on all ranks."""
     all_lengths: list[list[int]]
     """Lengths of the rows of every rank."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class Owned:
+    """A trajectory whose payload is here: a row for each of its segments, in their order."""
+
+    index: int
+    """In the batch's headers."""
+    rows: list[Sequence]
+    sampled: list[np.ndarray]
+    """bool [T] a row: tokens of the policy. The loss mask is that, less what is too old."""
+    versions: list[np.ndarray]
+    """int32 [T] a row; which policy version sampled each token, -1 elsewhere."""
+    rewards: list[np.ndarray]
+    """float32 [T] a row, as they were received."""
+    bootstrap: float = 0.0
+    """The critic's value of the state after a truncated episode."""
+
+    def pick(self, name: str) -> np.ndarray:
+        """Return a field of the sampled tokens, float64 [N]."""
+        arrays = [row.fields[name][mask] for row, mask in zip(self.rows, self.sampled, strict=True)]
+        return np.concatenate(arrays).astype(np.float64)
+
+    def lay(self, name: str, values_N: np.ndarray) -> None:
+        """Make `values_N` of the sampled tokens a field of the rows."""
+        ends = np.cumsum([np.count_nonzero(mask) for mask in self.sampled])[:-1]
+        parts = zip(self.rows, self.sampled, np.split(values_N, ends), strict=True)
+        for row, mask, values in parts:
+            row.fields[name] = np.zeros(len(mask), np.float32)
+            row.fields[name][mask] = values
+
+    @property
+    def rewards_N(self) -> np.ndarray:
+        """Return what each sampled token received, float64; a turn's without tokens goes before."""
+        mask = np.concatenate(self.sampled)
+        place = np.maximum(np.cumsum(mask) - 1, 0)
+        return np.bincount(place, np.concatenate(self.rewards), np.count_nonzero(mask))
+
+    @property
+    def trained_N(self) -> np.ndarray:
+        """Which sampled tokens are in the loss."""
+        parts = zip(self.rows, self.sampled, strict=True)
+        return np.concatenate([row.loss_mask[mask] for row, mask in parts])
+
+    def turns(self) -> list[tuple[int, int]]:
+        """List (index of its last token in N, length) of each run of sampled tokens."""
+        found, before = list[tuple[int, int]](), 0
+        for mask in self.sampled:
+            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+            for length in (edges[1::2] - edges[::2]).tolist():
+                before += length
+                found.append((before - 1, length))
+        return found
+
+
+@dataclass
 class TrainBatch:
     """Batch `step` as this rank trains it."""
 
-    step: int
-    headers: list[TrajectoryHeader]
-    rows: list[Sequence]
-    """All of this rank's segments, in the headers' order."""
-    versions: list[np.ndarray]
-    """int32 [T] a row; which policy version sampled each token, -1 elsewhere."""
-    all_lengths: list[list[int]]
-    minibatches: list[Minibatch]
-    waits: dict[str, float]
-    entropies: list[np.ndarray]
-    """float32 [T] a row, from the proximal pass; [] before it."""
+    plan: Batch
+    owned: list[Owned]
+    """In the headers' order."""
+    world_size: int
+    entropies: list[np.ndarray] = field(default_factory=list)
+    """float32 [T] a row, from the proximal pass."""
+    scores: list[float] = field(default_factory=list)
+    """Shaped reward of each owned trajectory; [] where rewards count as they came."""
+
+    @property
+    def step(self) -> int:
+        """Also the version that is trained."""
+        return self.plan.step
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        """Of the whole batch."""
+        return self.plan.headers
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """All rows of this rank."""
+        return [row for own in self.owned for row in own.rows]
+
+    @property
+    def all_lengths(self) -> list[list[int]]:
+        """Lengths of all rows of every rank."""
+        return self.lengths(range(len(self.headers)))
+
+    def lengths(self, wanted: Collection[int], *, longer: Collection[int] = ()) -> list[list[int]]:
+        """Return row lengths of the `wanted` trajectories of every rank.
+
+        The last rows of the `longer` ones count one token more.
+        """
+        lengths: list[list[int]] = [[] for _ in range(self.world_size)]
+        for i in wanted:
+            mine = lengths[self.plan.ranks[i]]
+            mine.extend(self.headers[i].segment_lengths)
+            mine[-1] += i in longer
+        return lengths
+
+    def fill(self, name: str, arrays: Seq[np.ndarray]) -> None:
+        """Make an engine's output a field of the rows."""
+        for row, values_T in zip(self.rows, arrays, strict=True):
+            row.fields[name] = values_T
+
+    def minibatches(self, moving: Collection[int]) -> list[Minibatch]:
+        """Cut the batch into its updates, of the `moving` trajectories alone."""
+        found = list[Minibatch]()
+        for update in sorted(set(self.plan.minibatches)):
+            owners = enumerate(self.plan.minibatches)
+            trained = {i: None for i, owner in owners if owner == update and i in moving}
+            rows = [row for own in self.owned if own.index in trained for row in own.rows]
+            found.append(Minibatch(rows, self.lengths(trained)))
+        return found
 
 
 def make_train_batch(
@@ -62,36 +159,19 @@ def make_train_batch(
             f"batch {batch.step} brought rank {rank} the {len(payloads)} payloads of trajectories "
             f"{batch.mine}, but it owns {owned}"
         )
-    kind, eps = config.advantage.type, config.advantage.eps
-    rewards = [header.reward for header in batch.headers]
-    groups = [(header.group_id, header.seat) for header in batch.headers]
-    advantages = group_advantages(rewards, groups, kind=kind, eps=eps)
     weights = _token_weights(batch, config)
-    rows: list[tuple[int, Sequence]] = []
-    versions: list[np.ndarray] = []
+    made = TrainBatch(batch, [], world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
-        header = batch.headers[index]
+        header, own = batch.headers[index], Owned(index, [], [], [], [])
         for segment in _segments(header, payload):
-            row = _row(segment, header, advantage=advantages[index], weight=weights[index])
-            versions.append(np.frombuffer(segment.versions, "<i4"))
-            _bound_staleness(row, versions[-1], header, step=batch.step, config=config)
-            rows.append((index, row))
-    minibatches: list[Minibatch] = []
-    for update in sorted(set(batch.minibatches)):
-        owners = enumerate(batch.minibatches)
-        trained = {i for i, owner in owners if owner == update and advantages[i] != 0.0}
-        lengths = _all_lengths(batch, trained, world_size)
-        minibatches.append(Minibatch([row for i, row in rows if i in trained], lengths))
-    return TrainBatch(
-        step=batch.step,
-        headers=batch.headers,
-        rows=[row for _, row in rows],
-        versions=versions,
-        all_lengths=_all_lengths(batch, set(range(len(batch.headers))), world_size),
-        minibatches=minibatches,
-        waits=batch.waits,
-        entropies=[],
-    )
+            row = _row(segment, header, weight=weights[index])
+            own.rows.append(row)
+            own.sampled.append(row.loss_mask)
+            own.versions.append(np.frombuffer(segment.versions, "<i4"))
+            own.rewards.append(np.frombuffer(segment.rewards, "<f4"))
+            _bound_staleness(row, own.versions[-1], header, step=batch.step, config=config)
+        made.owned.append(own)
+    return made
 
 
 def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
@@ -107,14 +187,6 @@ def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
     return weights
 
 
-def _all_lengths(batch: Batch, wanted: set[int], world_size: int) -> list[list[int]]:
-    lengths: list[list[int]] = [[] for _ in range(world_size)]
-    for i, header in enumerate(batch.headers):
-        if i in wanted:
-            lengths[batch.ranks[i]].extend(header.segment_lengths)
-    return lengths
-
-
 def _segments(header: TrajectoryHeader, payload: bytes) -> list[Segment]:
     segments = decode_segments(payload)
     lengths = [len(segment.tokens) // 4 for segment in segments]
@@ -128,23 +200,19 @@ def _segments(header: TrajectoryHeader, payload: bytes) -> list[Segment]:
     return segments
 
 
-def _row(
-    segment: Segment, header: TrajectoryHeader, *, advantage: float, weight: float
-) -> Sequence:
+def _row(segment: Segment, header: TrajectoryHeader, *, weight: float) -> Sequence:
     tokens_T = np.frombuffer(segment.tokens, "<i4")
     mask_T = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     behav_T = np.frombuffer(segment.logprobs, "<f4")
-    if not len(tokens_T) == len(mask_T) == len(behav_T) == len(segment.versions) // 4:
+    of_4_bytes = segment.versions, segment.rewards
+    if {len(tokens_T), len(mask_T), len(behav_T)} != {len(part) // 4 for part in of_4_bytes}:
         raise InvariantError(f"trajectory {header.trajectory_id}: its arrays differ in length")
     if mask_T[:1].any() or not np.isfinite(behav_T[mask_T]).all():
         raise InvariantError(
             f"trajectory {header.trajectory_id}: a sampled token has no prefix or finite logprob"
         )
-    fields = {
-        "behav_logprobs": behav_T,
-        "advantages": np.full(len(tokens_T), advantage, np.float32),
-        "loss_weight": np.full(len(tokens_T), weight, np.float32),
-    }
+    weight_T = np.full(len(tokens_T), weight, np.float32)
+    fields = {"behav_logprobs": behav_T, "loss_weight": weight_T}
     return Sequence(tokens_T, mask_T, segment.temperature, fields)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import numpy as np
 
 from arealite.algo.advantages import group_counts
-from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share
+from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.trainer.batch import TrainBatch
@@ -108,17 +108,23 @@ def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
 
 def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     """Return this rank's (sums, maxima) over its loss tokens; the world makes them global."""
-    masks = [row.loss_mask for row in batch.rows]
+    rows = batch.rows
+    versions = [versions_T for own in batch.owned for versions_T in own.versions]
 
-    def gather(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        picked = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+    def gather(arrays: Sequence[np.ndarray | None]) -> np.ndarray:
+        parts = zip(arrays, rows, strict=True)
+        picked = [array[row.loss_mask] for array, row in parts if array is not None]
         return np.concatenate(picked).astype(np.float64) if picked else np.zeros(0)
 
-    prox = gather([row.fields["prox_logprobs"] for row in batch.rows])
-    log_w = prox - gather([row.fields["behav_logprobs"] for row in batch.rows])
-    stale = batch.step - gather(batch.versions)
+    def named(name: str) -> np.ndarray:
+        return gather([row.fields.get(name) for row in rows])
+
+    prox, reference = named("prox_logprobs"), named("ref_logprobs")
+    log_w = prox - named("behav_logprobs")
     clipped = np.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    stale = batch.step - gather(versions)
     diff, w, current = np.abs(log_w), np.exp(clipped), stale == 0
+    log_rho = np.clip(reference - prox[: len(reference)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
     values = {
         "tokens": np.ones_like(diff),
         "current": current,
@@ -129,6 +135,10 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
         "kl": w - 1.0 - clipped,
         "w": w,
         "w_sq": np.square(w),
+        "scored": np.ones(len(batch.scores)),
+        "score": np.asarray(batch.scores),
+        "compared": np.ones_like(log_rho),
+        "reference_kl": np.exp(log_rho) - 1.0 - log_rho,
     }
     sums = {name: float(array.sum()) for name, array in values.items()}
     return sums, {k: float(values[k].max(initial=0.0)) for k in ("diff", "diff_current", "stale")}
@@ -137,9 +147,11 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
 def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Compare trainer and sampler, log π_prox and log π_behav, over all and over current tokens.
 
-    `mismatch/kl` estimates KL(π_behav ‖ π_prox) with k3 = ρ − 1 − log ρ, ρ = π_prox / π_behav.
+    `mismatch/kl` estimates KL(π_behav ‖ π_prox) with k3 = ρ − 1 − log ρ, ρ = π_prox / π_behav, and
+    `policy/reference_kl` KL(π_prox ‖ π_ref).
     """
     tokens, current = max(sums["tokens"], 1.0), max(sums["current"], 1.0)
+    compared, scored = sums["compared"], sums["scored"]
     return {
         "mismatch/logprob_abs_diff_mean": sums["diff"] / tokens,
         "mismatch/logprob_abs_diff_max": maxima["diff"],
@@ -151,22 +163,28 @@ def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dic
         "policy/entropy": sums["entropy"] / tokens,
         "staleness/token_mean": sums["stale"] / tokens,
         "staleness/token_max": maxima["stale"],
+        **({"policy/reference_kl": sums["reference_kl"] / compared} if compared else {}),
+        **({"reward/shaped_mean": sums["score"] / scored} if scored else {}),
     }
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average the updates of a step; a loss's sums become means over tokens with a gradient."""
+    """Average the updates of a step; a loss's sums become means over its tokens."""
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for update in stats:
         weight = update.get("weight", 1.0) or 1.0
-        for name, value in update.items():
-            if name in ENGINE:
-                columns[f"update/{name}"].append(value)
-            else:
-                key = "loss/policy" if name == "loss" else f"loss/{name}"
-                columns[key].append(value if name in PLAIN else value / weight)
+        for key, value in update.items():
+            model, _, name = key.rpartition("/")
+            of_engine = name in ENGINE
+            group = model or ("update" if of_engine else "loss")
+            named = "policy" if key == "loss" else name
+            mean = value if of_engine or name in PLAIN else value / weight
+            columns[f"{group}/{named}"].append(mean)
         if "behav_weight_sq" in update:
             columns["loss/behav_weight_ess"].append(effective_sample_share(dict(update)))
+        if "critic/error_sq" in update:
+            critic = {name.removeprefix("critic/"): value for name, value in update.items()}
+            columns["critic/explained_variance"].append(explained_variance(critic))
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     if padded := metrics.get("update/padded_tokens"):
         metrics["update/pad_frac"] = 1.0 - metrics["update/tokens"] / padded

@@ -6,6 +6,7 @@ Apart from the loop, so that the loop names no implementation and tests hand it 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from types import FrameType
 from typing import Any
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.engine import TrainEngine, Training, engines
+from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.base import log
 from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.world import World
 from arealite.system.name_registry import NameRegistry
@@ -39,6 +41,10 @@ class Parts:
     """None except on rank 0."""
     loggers: list[MetricLogger] = field(default_factory=list)
     """[] except on rank 0."""
+    reference: TrainEngine | None = None
+    """Frozen; None where nothing is compared with it."""
+    critic: TrainEngine | None = None
+    """None where no advantage needs it."""
 
 
 def assemble(config: ExperimentConfig) -> Parts:
@@ -49,7 +55,7 @@ def assemble(config: ExperimentConfig) -> Parts:
     publisher: Any = publishers.get(ppo.publisher.type)
     made = Parts(
         world=world,
-        engine=make_engine(config),
+        **make_engines(config),
         connect=lambda: TrainerLink(
             lambda: registry.address("datapipe"), rank=world.rank, world_size=world.size
         ),
@@ -67,15 +73,35 @@ def assemble(config: ExperimentConfig) -> Parts:
     return made
 
 
-def make_engine(config: ExperimentConfig) -> TrainEngine:
-    """Load the initial model and its fresh optimizer, as this rank's shard."""
-    ppo = config.trainer.ppo
-    engine: Any = engines.get(ppo.engine.type)
+def make_engines(config: ExperimentConfig) -> dict[str, Any]:
+    """Load the models that the algorithm needs, as Parts name them: this rank's shard of each."""
+    ppo, kl, critic = config.trainer.ppo, config.trainer.ppo.kl, config.trainer.ppo.critic
+    updates = ppo.total_steps * ppo.updates * ppo.epochs
+    made = {"engine": make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates))}
+    if kl.coef > 0:
+        made["reference"] = make_engine(config, kl.reference if kl.reference != "initial" else None)
+    if ppo.advantage.type == "gae":
+        training = Training(critic.optimizer, critic.lr, updates)
+        made["critic"] = make_engine(config, critic.path, training=training, head="value")
+    return made
+
+
+def make_engine(
+    config: ExperimentConfig,
+    path: str | None = None,
+    *,
+    training: Training | None = None,
+    head: Head = "lm",
+) -> TrainEngine:
+    """Load the model at `path`, of None that at model.path; without `training` it is frozen."""
+    options = config.trainer.ppo.engine
+    engine: Any = engines.get(options.type)
     return engine(
-        getattr(ppo.engine, ppo.engine.type, ppo.engine.fsdp),
-        model_path=config.model.path,
+        getattr(options, options.type, options.fsdp),
+        model_path=path or config.model.path,
         seed=config.seed,
-        training=Training(ppo.optimizer, ppo.lr, ppo.total_steps * ppo.updates * ppo.epochs),
+        training=training,
+        head=head,
     )
 
 
@@ -95,6 +121,15 @@ def find_checkpoint(config: ExperimentConfig) -> Path | None:
             "resume=auto; or start once without RANK, which can go back or begin anew."
         )
     return newest
+
+
+def prune(paths: RunPaths, keep: int) -> None:
+    """Remove all checkpoints but the `keep` newest, with what of the critic belongs to none."""
+    checkpoint.prune(paths.checkpoints, keep)
+    kept = {path.name for path in checkpoint.list_good(paths.checkpoints)}
+    for path in paths.critic.glob("*"):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class StopRequest:

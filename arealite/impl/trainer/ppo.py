@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import TypeVar
 
-from arealite.algo.losses import make_policy_loss
+from arealite.algo.losses import make_policy_loss, value_loss
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import Trainer
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
-from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_checkpoint
+from arealite.impl.trainer.estimate import critic_rows, estimate, take_values
+from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_checkpoint, prune
 from arealite.system.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -47,12 +46,14 @@ class PPOTrainer(Trainer):
         self.stop = StopRequest()
         self.parts = parts or assemble(config)
         self.world, self.engine = self.parts.world, self.parts.engine
+        self.reference, self.critic = self.parts.reference, self.parts.critic
         self.link, self.fetch_link = self.parts.connect(), self.parts.connect()
         self.fetcher = ThreadPoolExecutor(1, "fetch")
         self.version = -1
         """That every server should hold."""
         self.closing = False
-        self.loss_fn = make_policy_loss(self.ppo.loss)
+        self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
+        self.value_loss_fn = value_loss(self.ppo.critic)
         self.clock = metrics.Stopwatch()
         self.line: dict[str, float] = {}
         """Metrics of the step under way."""
@@ -67,8 +68,9 @@ class PPOTrainer(Trainer):
         try:
             step = self.begin()
             while (batch := self.next_batch(step)) is not None:
-                batch = self.recompute_proximal(batch)
-                stats = [self.update(minibatch) for minibatch in batch.minibatches]
+                self.forward(batch)
+                minibatches = self.estimate(batch)
+                stats = [self.update(each) for _ in range(self.ppo.epochs) for each in minibatches]
                 self.report(batch, stats)
                 step += 1
                 self.publish(step)
@@ -118,27 +120,45 @@ class PPOTrainer(Trainer):
                 self.heal()
         return asked.result()
 
-    def recompute_proximal(self, batch: TrainBatch) -> TrainBatch:
-        """Give rows the logprobs of the policy before the first update, by the trainer's maths."""
+    def forward(self, batch: TrainBatch) -> None:
+        """Note what the models say of the rows before the first update, by the trainer's maths.
+
+        The policy is the proximal one then; the reference and the critic where there are any.
+        """
+        rows, lengths = batch.rows, batch.all_lengths
         with self.clock("time/forward_s"):
-            outputs = self.engine.forward(batch.rows, batch.all_lengths)
-        for row, logprobs_T in zip(batch.rows, outputs["logprobs"], strict=True):
-            row.fields["prox_logprobs"] = logprobs_T
-        return replace(batch, entropies=outputs["entropy"])
+            outputs = self.engine.forward(rows, lengths)
+            batch.fill("prox_logprobs", outputs["logprobs"])
+            batch.entropies = outputs["entropy"]
+            if self.reference is not None:
+                batch.fill("ref_logprobs", self.reference.forward(rows, lengths)["logprobs"])
+            if self.critic is not None:
+                take_values(batch, self.critic.forward(*critic_rows(batch))["values"])
+
+    def estimate(self, batch: TrainBatch) -> list[Minibatch]:
+        """Turn rewards into advantages, and the batch into what each update trains."""
+        with self.clock("time/estimate_s"):
+            return estimate(batch, self.ppo, self.world)
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """Apply one optimizer update; none where no rank has a row with a gradient."""
-        if not any(minibatch.all_lengths):
+        rows, lengths = minibatch.rows, minibatch.all_lengths
+        if not any(lengths):
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
-            return self.engine.train_batch(minibatch.rows, minibatch.all_lengths, self.loss_fn)
+            stats = self.engine.train_batch(rows, lengths, self.loss_fn)
+            if self.critic is not None:
+                of_critic = self.critic.train_batch(rows, lengths, self.value_loss_fn)
+                stats |= {f"critic/{name}": value for name, value in of_critic.items()}
+            return stats
 
     def report(self, batch: TrainBatch, stats: list[dict[str, float]]) -> None:
         """Describe the step, and tell the datapipe that the batch is trained."""
         with self.clock("time/report_s"):
             sums, maxima = metrics.token_sums(batch)
             sums, maxima = self.world.sum(sums), self.world.max(maxima)
-            fingerprint = self.engine.fingerprint()
+            learners = [self.engine, *([self.critic] if self.critic else [])]
+            fingerprint = "".join(engine.fingerprint() for engine in learners)
             if not self.world.lead:
                 return
             self.interruptions += sum(h.interruptions for h in batch.headers)
@@ -146,7 +166,7 @@ class PPOTrainer(Trainer):
                 **metrics.trajectory_metrics(batch.headers, step=batch.step),
                 **metrics.token_metrics(sums, maxima),
                 **metrics.update_metrics(stats),
-                **{k if "/" in k else f"datapipe/{k}": v for k, v in batch.waits.items()},
+                **{k if "/" in k else f"datapipe/{k}": v for k, v in batch.plan.waits.items()},
                 "rollout/interrupted_generations": float(self.interruptions),
                 "throughput/trained_tokens": float(sum(h.trained_tokens for h in batch.headers)),
             }
@@ -212,6 +232,8 @@ class PPOTrainer(Trainer):
         """Resume or start, bring the servers to the first version, evaluate; return the step."""
         step, path = 0, find_checkpoint(self.config)
         if path is not None:
+            if self.critic is not None:
+                self.critic.load(run_paths(self.config).critic / path.name)
             extra = self.engine.load(path)
             step, self.interruptions = int(extra["step"]), int(extra["interruptions"])
             self.saved_step = step
@@ -284,14 +306,16 @@ class PPOTrainer(Trainer):
 
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint of the steps below `step`, tell the datapipe, and remove old ones."""
-        folder = run_paths(self.config).checkpoints
-        path = folder / f"step-{step:06d}"
+        paths, name = run_paths(self.config), f"step-{step:06d}"
         with self.clock("time/checkpoint_s"):
+            if self.critic is not None:  # first: a checkpoint is one from the policy's rename on
+                self.critic.save(paths.critic / name, {"step": step})
+            path = paths.checkpoints / name
             self.engine.save(path, {"step": step, "interruptions": self.interruptions})
             self.saved_step = step
             if self.world.lead:
                 self.link.checkpointed(step, str(path))
-                checkpoint.prune(folder, self.ppo.checkpoint.keep)
+                prune(paths, self.ppo.checkpoint.keep)
 
     def evaluate(self, step: int) -> None:
         """Ask for an evaluation; one runs at a time."""

@@ -18,7 +18,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
 from arealite.base.errors import ArealiteError, InvariantError
-from arealite.impl.trainer.parts import Parts, make_engine
+from arealite.impl.trainer.parts import Parts, make_engines
 from arealite.impl.trainer.world import World
 from arealite.system.datapipe_trainer import shard
 from arealite.system.ledger import connect, decode_header, read_payloads
@@ -139,7 +139,7 @@ def replay(
 
     world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
     link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
-    trainer = Replayer(config, Parts(world, make_engine(config), connect=link))
+    trainer = Replayer(config, Parts(world, **make_engines(config), connect=link))
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:

@@ -67,6 +67,14 @@ class World:
         """Take the largest of each number over ranks; every rank gives the same names."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def add(self, numbers: np.ndarray) -> np.ndarray:
+        """Add up float64 arrays of one shape over ranks; exact where all but one rank give 0."""
+        if self.size == 1:
+            return numbers
+        tensor = torch.from_numpy(numbers.astype(np.float64))
+        self._all_reduce(tensor, dist.ReduceOp.SUM)
+        return tensor.numpy()
+
     def leave(self) -> None:
         """Destroy the process group."""
         if dist.is_initialized():
@@ -76,8 +84,11 @@ class World:
         if self.size == 1:
             return values
         numbers = torch.tensor([*values.values()], dtype=torch.float64)
+        self._all_reduce(numbers, op)
+        return dict(zip(values, numbers.tolist(), strict=True))
+
+    def _all_reduce(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         count = counters["collectives"] = counters.get("collectives", 0.0) + 1
         counters["ranks"] = self.size
         with waiting(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
             dist.all_reduce(numbers, op=op)
-        return dict(zip(values, numbers.tolist(), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,19 @@ class Events:
 
 
 class ScriptedEngine(TrainEngine):
-    """A policy of one number."""
+    """A model of one number; `name` stands before its events, where it is not the policy."""
 
-    def __init__(self, events: Events) -> None:
-        self.events, self.updates = events, 0
+    def __init__(self, events: Events, name: str = "") -> None:
+        self.events, self.updates, self.name = events, 0, name
+        self.extra: dict[str, Any] = {}
         self.on_update: Callable[[int], None] = lambda count: None
 
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
     ) -> dict[str, list[np.ndarray]]:
-        self.events.add("forward")
+        self.events.add(f"{self.name}forward")
+        if self.name == "critic ":
+            return {"values": [row.loss_mask * np.float32(0.25) for row in rows]}
         return {
             "logprobs": [row.loss_mask * np.float32(-1.0) for row in rows],
             "entropy": [row.loss_mask * np.float32(0.5) for row in rows],
@@ -63,18 +67,18 @@ class ScriptedEngine(TrainEngine):
     ) -> dict[str, float]:
         assert all("prox_logprobs" in row.fields for row in rows)
         self.updates += 1
-        self.events.add(f"update {self.updates}")
+        self.events.add(f"{self.name}update {self.updates}")
         self.on_update(self.updates)
         return {"loss": 0.0, "weight": 1.0, "grad_norm": 1.0, "lr": 1e-3, "skipped_update": 0.0}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        self.events.add(f"save {path.name}")
+        self.events.add(f"{self.name}save {path.name}")
         (checkpoint.begin(path) / "extra").write_text(f"{extra['step']} {self.updates}")
         checkpoint.commit(path, {"step": extra["step"]})
         self.extra = extra
 
     def load(self, path: Path) -> dict[str, Any]:
-        self.events.add(f"load {path.name}")
+        self.events.add(f"{self.name}load {path.name}")
         step, self.updates = map(int, (path / "extra").read_text().split())
         return {"step": step, "interruptions": 5}
 
@@ -240,13 +244,16 @@ class ListLogger(MetricLogger):
 class Stage:
     """All scripted parts of one trainer."""
 
-    def __init__(self, *, minibatches: int = 1) -> None:
+    def __init__(self, *, minibatches: int = 1, actors: Seq[str] = ()) -> None:
+        """`actors`: critic, reference."""
         self.events = Events()
         self.engine = ScriptedEngine(self.events)
+        self.others = {name: ScriptedEngine(self.events, f"{name} ") for name in actors}
         self.pipe = ScriptedPipe(self.events, minibatches=minibatches)
         self.publisher = ScriptedPublisher(self.events)
         self.logger = ListLogger(Path())
 
     def parts(self) -> Parts:
         connect: Any = self.pipe.connect
-        return Parts(World(), self.engine, connect, self.publisher, [self.logger])
+        others: Any = self.others
+        return Parts(World(), self.engine, connect, self.publisher, [self.logger], **others)

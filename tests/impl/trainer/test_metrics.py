@@ -42,15 +42,27 @@ def test_token_metrics() -> None:
 
 def test_current_tokens_are_those_of_the_step_itself() -> None:
     made = train_batch(step=2, prox=-1.0)
-    old = made.versions[0] == 1
+    old = made.owned[0].versions[0] == 1
     made.rows[0].fields["prox_logprobs"][old] = -3.0
     got = metrics.token_metrics(*metrics.token_sums(made))
     assert got["mismatch/logprob_abs_diff_max"] == pytest.approx(2.0)
     assert got["mismatch/logprob_abs_diff_max_current"] == 0.0
 
 
+def test_what_only_some_algorithms_have() -> None:
+    made = train_batch(step=2, prox=-1.0)
+    made.scores = [0.5, -1.0]
+    for row in made.rows:
+        row.fields["ref_logprobs"] = np.where(row.loss_mask, -0.5, 0.0).astype(np.float32)
+    got = metrics.token_metrics(*metrics.token_sums(made))
+    assert got["reward/shaped_mean"] == -0.25
+    assert got["policy/reference_kl"] == pytest.approx(np.exp(0.5) - 1 - 0.5)
+    plain = metrics.token_metrics(*metrics.token_sums(train_batch(step=2, prox=-1.0)))
+    assert got.keys() - plain.keys() == {"reward/shaped_mean", "policy/reference_kl"}
+
+
 def test_a_rank_without_rows_adds_nothing() -> None:
-    made = replace(train_batch(step=2, prox=-1.0), rows=[], versions=[], entropies=[])
+    made = replace(train_batch(step=2, prox=-1.0), owned=[], entropies=[])
     sums, maxima = metrics.token_sums(made)
     assert set(sums.values()) == set(maxima.values()) == {0.0}
     assert all(np.isfinite(v) for v in metrics.token_metrics(sums, maxima).values())
@@ -93,6 +105,17 @@ def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
     assert got["loss/behav_weight_ess"] == pytest.approx(1.0)
     assert (got["update/grad_norm"], got["update/count"]) == (3.0, 3.0)
     assert got["update/pad_frac"] == pytest.approx(0.25)
+
+
+def test_the_critics_stats_have_a_group_of_their_own() -> None:
+    critic = {"loss": 0.3, "weight": 0.5, "values": 1.0, "grad_norm": 3.0}
+    critic |= {"returns": 1.0, "returns_sq": 4.0, "error": 0.0, "error_sq": 0.5}
+    update = {"loss": 0.1, "weight": 0.5, "ratio": 0.5, "grad_norm": 1.0}
+    got = metrics.update_metrics([update | {f"critic/{k}": v for k, v in critic.items()}])
+    assert (got["loss/policy"], got["update/grad_norm"]) == (0.1, 1.0)
+    assert (got["critic/loss"], got["critic/grad_norm"], got["critic/values"]) == (0.3, 3.0, 2.0)
+    # Var R = 8 − 2², Var (R − V) = 1 − 0².
+    assert got["critic/explained_variance"] == pytest.approx(0.75)
 
 
 def test_throughput() -> None:

@@ -12,9 +12,14 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 
 
 def segment(
-    tokens: Sequence[int], *, sampled: int, version: int | Sequence[int] = 0, logprob: float = -1.0
+    tokens: Sequence[int],
+    *,
+    sampled: int,
+    version: int | Sequence[int] = 0,
+    logprob: float = -1.0,
+    reward: float = 0.0,
 ) -> Segment:
-    """Return a segment whose last `sampled` tokens come from the policy."""
+    """Return a segment whose last `sampled` tokens come from the policy; the last has `reward`."""
     length, prompt = len(tokens), len(tokens) - sampled
     mask = np.array([0] * prompt + [1] * sampled, np.uint8)
     versions = [version] * sampled if isinstance(version, int) else list(version)
@@ -23,7 +28,7 @@ def segment(
         loss_mask=mask.tobytes(),
         logprobs=(mask * logprob).astype("<f4").tobytes(),
         versions=np.array([-1] * prompt + versions, "<i4").tobytes(),
-        rewards=np.zeros(length, "<f4").tobytes(),
+        rewards=np.array([0.0] * (length - 1) + [reward], "<f4").tobytes(),
         temperature=0.7,
     )
 
@@ -85,6 +90,6 @@ def group(
     made = []
     for member, reward in enumerate(rewards):
         tokens = [3 + member] * (prompt + member + 1)
-        parts = [segment(tokens, sampled=member + 1, version=version)]
+        parts = [segment(tokens, sampled=member + 1, version=version, reward=reward)]
         made.append((header(f"{name}/{member}/agent", parts, reward=reward), parts))
     return made
