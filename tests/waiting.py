@@ -1,5 +1,9 @@
 """Waiting with a deadline for what another process does and no event of this one can tell, and the
-other side of a wait."""
+other side of a wait.
+
+A test's deadline is a safety net: it ends a test that hangs, on a machine however busy, and never
+says how fast something must be. So it is a minute, and what is fast is measured by a benchmark.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import pytest
 
 
 def until(
-    condition: Callable[[], object], *, what: str | Callable[[], str], seconds: float = 20.0
+    condition: Callable[[], object], *, what: str | Callable[[], str], seconds: float = 60.0
 ) -> None:
     """Return as soon as `condition()` is true; fail the test when it does not come true in time.
 
@@ -25,6 +29,18 @@ def until(
         if time.monotonic() >= end:
             pytest.fail(f"waited {seconds} s for {what() if callable(what) else what}")
         time.sleep(0.01)
+
+
+async def eventually(
+    condition: Callable[[], object], what: str = "what must come", *, seconds: float = 60.0
+) -> Any:
+    """Return what `condition` gives as soon as it is true; the loop runs on meanwhile."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() >= end:
+            pytest.fail(f"waited {seconds} s for {what}")
+        await asyncio.sleep(0.005)
+    return found
 
 
 def settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

@@ -112,13 +112,14 @@ class NameRegistry:
                 except UserError as error:  # a full disk may be emptied; its age tells others
                     logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
 
-        await asyncio.to_thread(self.put, role, entry_id, value())
+        first = asyncio.ensure_future(asyncio.to_thread(self.put, role, entry_id, value()))
         beating = asyncio.create_task(beat(), name=f"heartbeat of {role}/{entry_id}")
         try:
+            await asyncio.shield(first)
             yield
         finally:
             over.set()  # no cancel: a write in its thread would outlive it and undo the removal
-            await asyncio.gather(beating, return_exceptions=True)
+            await asyncio.gather(first, beating, return_exceptions=True)
             await asyncio.to_thread(self.remove, role, entry_id)
 
     async def wait(self, role: str, *, count: int = 1, seconds: float, owner: str) -> list[Entry]:

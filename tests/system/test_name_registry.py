@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arealite.base.errors import DeadlineError, UserError
 from arealite.system.name_registry import NameRegistry
+from tests.waiting import eventually
 
 
 def test_put_list_remove(tmp_path: Path) -> None:
@@ -72,10 +75,34 @@ async def test_registered_beats_with_fresh_values_and_removes(tmp_path: Path) ->
     assert names.list("llm_server") == []
 
 
+async def test_who_is_cancelled_while_the_name_is_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, put, go_on = NameRegistry(tmp_path), NameRegistry.put, threading.Event()
+
+    def slow(registry: NameRegistry, *words: Any) -> None:
+        put(registry, *words)
+        go_on.wait(60)
+
+    async def hold() -> None:
+        async with names.registered("llm_server", "0", dict):
+            pytest.fail("it was cancelled before that")
+
+    monkeypatch.setattr(NameRegistry, "put", slow)
+    holding = asyncio.create_task(hold())
+    await eventually(lambda: names.list("llm_server"), "the name")
+    holding.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert names.list("llm_server") == []
+
+
 async def test_wait_returns_when_enough_are_there(tmp_path: Path) -> None:
     names = NameRegistry(tmp_path)
     names.put("llm_server", "0", {})
-    waiting = asyncio.create_task(names.wait("llm_server", count=2, seconds=5.0, owner="me"))
+    waiting = asyncio.create_task(names.wait("llm_server", count=2, seconds=60.0, owner="me"))
     names.put("llm_server", "1", {})
     assert [e.id for e in await waiting] == ["0", "1"]
 

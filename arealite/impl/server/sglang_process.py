@@ -154,7 +154,11 @@ class SGLangProcess:
 
     async def _live(self) -> None:
         """Start the process and stay with it to its end, which is always an error."""
-        await self._start()
+        try:
+            await completed(self._start())
+        except asyncio.CancelledError:
+            await self._end()
+            raise
         try:
             await self._until_exit(self._healthy())
             beat_s = self.config.cluster.heartbeat_s
@@ -167,10 +171,13 @@ class SGLangProcess:
             await self._leave()
             raise
         finally:
-            with suppress(ProcessLookupError):  # what is left of the group: the guard at least,
-                os.killpg(self._process.pid, signal.SIGKILL)  # so this id is nobody else's
-            async with self._bounded(f"the end of {self.address}", KILL_S):
-                await self._process.wait()
+            await completed(self._end())
+
+    async def _end(self) -> None:
+        with suppress(ProcessLookupError):  # what is left of the group: the guard at least,
+            os.killpg(self._process.pid, signal.SIGKILL)  # so this id is nobody else's
+        async with self._bounded(f"the end of {self.address}", KILL_S):
+            await self._process.wait()
 
     def _bounded(
         self, what: str, seconds: float, *, prompt: bool = False
@@ -316,6 +323,17 @@ class SGLangProcess:
             file.seek(self._log_begin)
             lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines) or "    (empty: is the disk full?)"
+
+
+async def completed(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end also where the caller is cancelled meanwhile: a process half started
+    leaks its pipe, and one not waited for stays a zombie."""
+    job = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await asyncio.wait((job,))
+        raise
 
 
 def take_ports(host: str, port: int, count: int) -> list[int]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from arealite.api.config import ServerConfig, name_dir
 from arealite.base.errors import UserError
 from arealite.impl.server import sglang_process
 from arealite.impl.server.sglang import SGLangServer
+from arealite.impl.server.sglang_process import SGLangProcess
 from arealite.system.name_registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerConfig:
-    server = {"start_timeout_s": 20.0, "silence_s": 20.0, "drain_timeout_s": 0.2} | server
+    server = {"start_timeout_s": 60.0, "silence_s": 600.0, "drain_timeout_s": 0.2} | server
     return wrapper_config(program, model_folder, heartbeat_s=0.05, **server)
 
 
@@ -45,20 +46,15 @@ def names(config: ServerConfig) -> list[Entry]:
     return NameRegistry(name_dir(config)).list("llm_server")
 
 
-async def eventually(condition: Callable[[], object], what: str, seconds: float = 20.0) -> Any:
-    """Return what `condition` gives as soon as it is true."""
-    async with asyncio.timeout(seconds):
-        while not (found := condition()):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    assert found, what
-    return found
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def gone(pids: list[int]) -> bool:
-    return not any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        for pid in pids
-    )
+    return not any(map(is_alive, pids))
 
 
 @asynccontextmanager
@@ -130,10 +126,8 @@ async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
     async with serving(settings):
         (before,) = names(settings)
         group = program.started()["pids"]
-        begin = time.monotonic()
         os.kill(before.value["pid"], signal.SIGKILL)
-        await eventually(lambda: not names(settings), "the name to go")
-        assert time.monotonic() - begin < 1.0
+        await eventually(lambda: not names(settings), "the name to go, long before silence_s")
         await eventually(lambda: gone(group), "the rest of the group to die")
         (after,) = await eventually(lambda: names(settings), "the name to come back")
         assert after.id == before.id
@@ -194,7 +188,7 @@ async def test_a_silent_server_is_killed_and_started_again(
             program.tell(sick=["1"])
         else:
             program.tell(hangs=["/model_info"])
-        await eventually(lambda: not names(settings), "the name to go", seconds=10.0)
+        await eventually(lambda: not names(settings), "the name to go")
         await eventually(lambda: gone([pid]), "the process to die")
         program.tell(sick=[], hangs=[])
         (entry,) = await eventually(lambda: names(settings), "the name to come back")
@@ -204,8 +198,8 @@ async def test_a_silent_server_is_killed_and_started_again(
 async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 3.0)
-    settings = quick_config(program, model_folder, silence_s=2.0)
+    monkeypatch.setattr(sglang_process, "LOAD_S", 6.0)
+    settings = quick_config(program, model_folder, silence_s=5.0)
     async with serving(settings):
         pid = names(settings)[0].value["pid"]
         program.tell(hangs=["/v1/loads"])
@@ -216,9 +210,9 @@ async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
 @pytest.mark.parametrize(
     ("orders", "timeout_s", "text"),
     [
-        ({"exits": {"2": 3}}, 60.0, "died (exit code 3)"),
-        ({"sick": ["2"]}, 3.0, "/health"),
-        ({"hangs": ["/generate"]}, 3.0, "/health"),
+        ({"exits": {"2": 3}}, 600.0, "died (exit code 3)"),
+        ({"sick": ["2"]}, 5.0, "/health"),
+        ({"hangs": ["/generate"]}, 5.0, "/health"),
     ],
 )
 async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
@@ -226,7 +220,6 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
 ):
     program.tell(says="line one\nno memory is left for the KV cache", grandchild=True, **orders)
     settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=timeout_s)
-    begin = time.monotonic()
     with pytest.raises(ExceptionGroup) as caught:
         async with serving(settings, count=2):
             pass
@@ -235,9 +228,7 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
     assert text in str(error)
     assert "no memory is left for the KV cache" in str(error)
     assert "/logs/llm_server-127.0.0.1-" in str(error)
-    if orders.get("exits"):
-        assert time.monotonic() - begin < timeout_s / 2, "nobody waits for a dead process"
-    else:
+    if not orders.get("exits"):  # its 600 s end no test: nobody waits for a dead process
         await eventually(lambda: gone(program.started(2)["pids"]), "the sick one to end")
         await eventually(lambda: gone(program.started(1)["pids"]), "the healthy one to end")
 
@@ -267,19 +258,47 @@ async def test_what_does_not_listen_is_killed_after_its_time(program: Program, m
         begin = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         await task
-        assert 0.7 <= time.monotonic() - begin < 10.0, "drain_timeout_s, then TERMINATE_S"
+        assert time.monotonic() - begin >= 0.7, "drain_timeout_s, then TERMINATE_S"
         assert program.terms() == 1
         await eventually(lambda: gone(pids), "the group to end")
 
 
-async def test_a_second_signal_does_not_wait(program: Program, model_folder: Path):
-    settings = quick_config(program, model_folder, drain_timeout_s=60.0)
+async def test_who_is_cancelled_while_a_server_is_started_leaves_none(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    create, made = asyncio.create_subprocess_exec, list[asyncio.subprocess.Process]()
+
+    async def create_cancelled(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        task.cancel()
+        made.append(await create(*words, **options))
+        return made[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_cancelled)
+    task = asyncio.ensure_future(SGLangServer(quick_config(program, model_folder)).serve())
+    await asyncio.wait((task,))
+    assert task.cancelled()
+    assert [process.returncode for process in made] == [-signal.SIGKILL]
+
+
+async def test_a_second_signal_does_not_wait(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    leave, leaving = SGLangProcess._leave, asyncio.Event()
+
+    async def tell(server: SGLangProcess) -> None:
+        leaving.set()
+        await leave(server)
+
+    monkeypatch.setattr(SGLangProcess, "_leave", tell)
+    settings = quick_config(program, model_folder, drain_timeout_s=600.0)
     async with serving(settings) as task:
         program.load(1, 0)
         os.kill(os.getpid(), signal.SIGINT)
-        await eventually(lambda: not names(settings), "the name to go")
+        async with asyncio.timeout(60):
+            await leaving.wait()
+        assert not names(settings)
         os.kill(os.getpid(), signal.SIGINT)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await task
         await eventually(lambda: gone(program.started()["pids"]), "the group to end")
 
@@ -324,7 +343,7 @@ def test_the_command_ends_well_when_told(
     with command(program, model_folder) as process:
         pids = program.started()["pids"]
         process.send_signal(number)
-        _, shown = process.communicate(timeout=20)
+        _, shown = process.communicate(timeout=60)
         assert process.returncode == code, shown
         assert "server ready" in shown and "logs/llm_server-127.0.0.1-" in shown
     until(lambda: gone(pids), what="the group to end")
@@ -340,7 +359,7 @@ def test_nothing_survives_a_killed_command(program: Program, model_folder: Path)
         assert len(pids) == 4 and {p.pid for p in group} >= set(pids)
         process.kill()
         process.wait()
-        _, alive = psutil.wait_procs(group, timeout=10)
+        _, alive = psutil.wait_procs(group, timeout=60)
         assert not alive
 
 
@@ -348,7 +367,7 @@ def test_nothing_survives_a_killed_command(program: Program, model_folder: Path)
 def test_a_failed_start_is_shown_without_a_traceback(program: Program, model_folder: Path):
     program.tell(says="Traceback of SGLang's\nRuntimeError: no such dtype", exits={"1": 1})
     with command(program, model_folder) as process:
-        _, shown = process.communicate(timeout=20)
+        _, shown = process.communicate(timeout=60)
     assert process.returncode == 2
     error = shown[shown.index("error: ") :]
     assert "died (exit code 1)" in error and "RuntimeError: no such dtype" in error
