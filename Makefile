@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SEED ?= 1
 KILLS ?= 1000
+# Processes of `make test`. Its tests wait more than they compute, so it is one more than CI's cores.
+WORKERS ?= 3
 # How many simulated runs.
 SEEDS ?= 1000
 # embedded, or sglang: a real SGLang server on the CPU, in a virtual environment of its own.
@@ -21,7 +23,7 @@ export TOKENIZERS_PARALLELISM = false
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
-	@echo "make test         the tests"
+	@echo "make test         the tests, in several processes (WORKERS=3)"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
 	@echo "make test-peers   losses and gradients against TRL's, in a virtual environment of its own: $(PEERS_VENV)"
@@ -51,7 +53,7 @@ demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.dev
 	$(PY) -m pytest -m faults

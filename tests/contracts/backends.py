@@ -101,7 +101,7 @@ class Backend:
                         started.set()
 
         task = asyncio.ensure_future(read())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await started.wait()
         return task, events
 
@@ -126,7 +126,7 @@ class Backend:
 
     async def flush(self) -> None:
         """Empty the cache; SGLang may see a request that has just ended for a moment longer."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await self.post("/flush_cache"))[0] != 200:
                 pass
 

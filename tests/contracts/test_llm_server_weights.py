@@ -160,8 +160,8 @@ async def test_a_trainer_that_dies_in_the_middle_ends_in_a_refusal(server: Backe
         await asyncio.sleep(0.2)  # what arrives nowhere tells nobody
         assert not update.done()
         doomed.process.kill()
-        assert doomed.process.wait(10) != 0
-        async with asyncio.timeout(20):
+        assert doomed.process.wait(60) != 0
+        async with asyncio.timeout(60):
             status, answer = await update
     assert status == 400 and "Failed to receive weights" in answer["message"]
     assert await server.version() == "default"

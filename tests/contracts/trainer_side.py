@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from arealite.impl.weights.group import join, leave
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def send(group: Any, weights: dict[str, torch.Tensor], names: list[str], *, flat: bool) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ENVIRONMENT, ROOT, Site
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site
 from tests.waiting import until
 
 README = (ROOT / "README.md").read_text()
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 def block(after: str, language: str) -> str:
@@ -37,7 +37,7 @@ def test_the_commands_by_hand(tmp_path: Path):
     joined = block("By hand", "bash").replace("\\\n", " ")
     kit, serve, train, audit = [line for line in joined.splitlines() if line.strip()]
     names = f"cluster.name_root={tmp_path / 'names'}"
-    subprocess.run(words(kit), cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=120)
+    subprocess.run(words(kit), cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=SLOW_S)
     with subprocess.Popen(
         [*words(serve.rstrip(" &")), names],
         cwd=tmp_path,
@@ -46,14 +46,15 @@ def test_the_commands_by_hand(tmp_path: Path):
     ) as server:
         try:
             registered = lambda: list((tmp_path / "names").rglob("llm_server/*.json"))  # noqa: E731
-            until(lambda: registered() or server.poll() is not None, what="the server", seconds=60)
+            started = lambda: registered() or server.poll() is not None  # noqa: E731
+            until(started, what="the server", seconds=SLOW_S)
             done = subprocess.run(
                 [*words(train), names, "trainer.ppo.total_steps=4"],
                 cwd=tmp_path,
                 env=ENVIRONMENT,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=SLOW_S,
             )
         finally:
             server.terminate()

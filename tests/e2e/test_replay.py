@@ -24,10 +24,10 @@ from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.base.names import RunPaths
 from arealite.system.audit import audit
 from arealite.system.ledger import connect
-from tests.e2e.conftest import ENVIRONMENT, Finished, Site, strays
+from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, strays
 from tests.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(900)]
 
 REWARD = '''
 from arealite.api.reward import Reward, rewards
@@ -96,7 +96,7 @@ def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
     ) as run:
 
         def reach(what: Callable[[], Any], name: str) -> None:
-            until(lambda: what() or run.poll() is not None, what=name, seconds=60)
+            until(lambda: what() or run.poll() is not None, what=name, seconds=SLOW_S)
             assert run.poll() is None, run.stdout.read()  # type: ignore[union-attr]
 
         def rank() -> psutil.Process | None:
@@ -114,8 +114,8 @@ def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
         before = steps()
         reach(lambda: steps() > before, "a step of the new rank")
         run.kill()
-        run.wait(timeout=10)
-    until(lambda: not strays(run_root), what="the end of all roles", seconds=10)
+        run.wait(timeout=60)
+    until(lambda: not strays(run_root), what="the end of all roles", seconds=60)
     rows = trajectories(ledger)
     ((checkpoint,),) = read(ledger, "SELECT MAX(step) FROM checkpoints")
     finished = site.train(
@@ -159,7 +159,7 @@ def test_a_resumed_run_uses_what_was_finished_and_repeats_nothing(history: Histo
 def replay(run: Path, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "arealite.cli.main", "replay", str(run), *options]
     return subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=SLOW_S
     )
 
 

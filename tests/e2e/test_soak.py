@@ -14,7 +14,7 @@ from arealite.system.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tools import soak
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(600)]
 
 PLAN = ["datapipe", "rollout"] * 10 + ["llm_server"] * 5 + ["trainer"] * 3 + ["launcher"] * 2
 KILLS = len(PLAN)

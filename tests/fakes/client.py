@@ -62,7 +62,7 @@ class ScriptedClient(LLMClient):
             raise answer
         return answer
 
-    async def received(self, count: int, *, seconds: float = 10.0) -> None:
+    async def received(self, count: int, *, seconds: float = 60.0) -> None:
         """Wait until `count` generations were asked for."""
         async with asyncio.timeout(seconds), self.arrived:
             await self.arrived.wait_for(lambda: len(self.requests) >= count)

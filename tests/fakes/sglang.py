@@ -128,6 +128,10 @@ class FakeSGLang:
             "pid": 0,
         }
 
+    def recover(self) -> None:
+        """Take back all that `fail_next` has ordered."""
+        self._faults.clear()
+
     def fail_next(self, kind: str, *, count: int = 1, path: str = "/generate") -> None:
         """Queue a fault (400 500 reset hang die abort) for the next `count` calls of `path`."""
         if kind not in KINDS:
@@ -139,11 +143,11 @@ class FakeSGLang:
         self.hold_after = None
         self._tasks.create_task(self._notify())
 
-    async def received(self, count: int, *, seconds: float = 10.0) -> None:
+    async def received(self, count: int, *, seconds: float = 60.0) -> None:
         """Wait until `count` /generate calls have arrived."""
         await self._until(lambda: len(self.requests) >= count, seconds)
 
-    async def held(self, count: int, *, seconds: float = 10.0) -> None:
+    async def held(self, count: int, *, seconds: float = 60.0) -> None:
         """Wait until `count` generations stand at `hold_after`."""
         await self._until(lambda: sum(map(self._is_held, self._jobs.values())) >= count, seconds)
 

@@ -139,7 +139,7 @@ async def piped(
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
     try:
         yield pipe
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await task
     finally:
         ready.cancel()

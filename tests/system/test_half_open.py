@@ -15,7 +15,7 @@ from arealite.system.trainer_link import TrainerLink
 from tests.fakes.proxy import Proxy, proxied
 from tests.system.scenes import FakeWorker, episode, experiment, in_thread, piped
 
-NOTICED_S = 10.0
+NOTICED_S = 60.0
 
 
 def address(proxy: Proxy) -> str:

@@ -66,7 +66,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
             loop.call_soon_threadsafe(reached[step].set)
 
     process = await start(config, tmp_path)
-    link = TrainerLink(resolve, rank=0, world_size=1, silence_s=15.0)
+    link = TrainerLink(resolve, rank=0, world_size=1, silence_s=60.0)
     training = asyncio.create_task(in_thread(lambda: train(link, steps=steps, on_step=on_step)))
     workers = [FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script) for n in range(2)]
     working = [asyncio.create_task(worker.run()) for worker in workers]

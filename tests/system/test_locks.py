@@ -34,7 +34,7 @@ def test_the_second_is_refused_until_the_first_is_dead(tmp_path: Path):
         ):
             pass
         first.kill()
-        assert first.wait(10) != 0
+        assert first.wait(60) != 0
     with held(file, fix="Stop it."):
         pass
 

@@ -46,7 +46,7 @@ def request(group: str = "g", **settings: Any) -> LLMRequest:
 def experiment(tmp_path: Path) -> ExperimentConfig:
     # A long time to live: the tests write each name once, without a heartbeat.
     cluster = ClusterConfig(name_root=str(tmp_path / "names"), ttl_s=600.0, user="test")
-    return ExperimentConfig(cluster=cluster, server_wait_s=5.0)
+    return ExperimentConfig(cluster=cluster, server_wait_s=60.0)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
         names = NameRegistry(name_dir(experiment), ttl_s=600.0)
-        own = SGLangClientConfig(**({"refresh_s": 0.05, "request_timeout_s": 20.0} | client))
+        own = SGLangClientConfig(**({"refresh_s": 0.05, "request_timeout_s": 60.0} | client))
         async with AsyncExitStack() as stack:
             servers = [
                 await stack.enter_async_context(FakeSGLang(**one)) for one in settings or ({},)

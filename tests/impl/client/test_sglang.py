@@ -237,7 +237,7 @@ async def test_a_partial_output_moves_with_its_request(site) -> None:
 
 
 async def test_a_silent_server_is_left_when_its_name_dies(site) -> None:
-    async with site({}, {}, connect_timeout_s=0.1) as s:
+    async with site({}, {}, connect_timeout_s=0.5) as s:
         first, second = s.servers
         first.fail_next("hang")
         first.fail_next("hang", path="/model_info", count=1000)
@@ -249,7 +249,7 @@ async def test_a_silent_server_is_left_when_its_name_dies(site) -> None:
 
 
 async def test_a_server_that_stops_answering_questions_is_left(site) -> None:
-    async with site({}, {}, connect_timeout_s=0.05) as s:
+    async with site({}, {}, connect_timeout_s=0.5) as s:
         first, second = s.servers
         first.fail_next("hang")
         first.fail_next("hang", path="/model_info", count=1000)
@@ -343,11 +343,11 @@ async def test_nonsense_is_an_error_of_the_server(site, monkeypatch) -> None:
 
 
 async def test_a_silent_server_does_not_hide_another_ones_version(site) -> None:
-    async with site({}, {}, connect_timeout_s=2.0, refresh_s=60.0) as s:
+    async with site({}, {}, connect_timeout_s=600.0, refresh_s=600.0) as s:
         first, second = s.servers
         first.fail_next("hang", path="/model_info", count=1000)
         second.version = "1"
-        async with asyncio.timeout(1.5):
+        async with asyncio.timeout(60):
             assert (await s.generate(min_version=1)).versions == [1] * 8
 
 

@@ -36,7 +36,7 @@ class Site:
     async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
         if self.publisher is None:
             settings = {
-                "timeout_s": 5.0,
+                "timeout_s": 60.0,
                 "disk": DiskPublisherConfig(dir=str(self.staged)),
             } | settings
             self.publisher = self.kind(
@@ -63,9 +63,3 @@ async def servers(site: Site, count: int) -> AsyncIterator[list[FakeSGLang]]:
         for index, server in enumerate(made):
             site.register(server, f"s{index}")
         yield made
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110  (the publisher's thread tells no event)
-            await asyncio.sleep(0.005)

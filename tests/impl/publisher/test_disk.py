@@ -17,7 +17,8 @@ from arealite.impl.engine import hf_folder
 from arealite.impl.publisher import staging
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, servers, until
+from tests.impl.publisher.sites import Site, servers
+from tests.waiting import eventually
 
 
 def names_in(folder: Path) -> list[str]:
@@ -94,7 +95,7 @@ async def test_a_server_that_dies_in_mid_update_is_quarantined_and_healed(site: 
         report = await site.publish(2)
         assert (report.servers, report.quarantined) == (1, ["s1"])
         await bad.restart()
-        await until(lambda: bad.version == "2" and "s1" not in site.quarantined())
+        await eventually(lambda: bad.version == "2" and "s1" not in site.quarantined())
         assert bad.paused is None
         report = await site.publish(3)
         assert (report.servers, report.quarantined, bad.version) == (2, [], "3")
@@ -102,10 +103,11 @@ async def test_a_server_that_dies_in_mid_update_is_quarantined_and_healed(site: 
 
 async def test_a_hanging_server_is_continued_and_quarantined(site: Site) -> None:
     async with servers(site, 2) as (good, slow):
-        slow.fail_next("hang", path="/update_weights_from_disk")
-        report = await site.publish(1, timeout_s=0.3)
+        slow.fail_next("hang", path="/update_weights_from_disk", count=1000)
+        report = await site.publish(1, timeout_s=2.0)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        await until(lambda: slow.version == "1" and slow.paused is None)
+        slow.recover()
+        await eventually(lambda: slow.version == "1" and slow.paused is None)
 
 
 async def test_closing_during_a_push_leaves_no_server_paused(site: Site) -> None:
@@ -113,7 +115,7 @@ async def test_closing_during_a_push_leaves_no_server_paused(site: Site) -> None
         await site.publish(0)
         server.fail_next("hang", path="/update_weights_from_disk")
         pushing = asyncio.ensure_future(site.publish(1))
-        await until(lambda: server.paused is not None)
+        await eventually(lambda: server.paused is not None)
         assert site.publisher is not None
         await asyncio.to_thread(site.publisher.close)
         assert server.paused is None
@@ -136,14 +138,14 @@ async def test_a_late_joiner_is_brought_up(site: Site) -> None:
         await site.publish(4)
         assert late.version == "default"
         site.register(late, "late")
-        await until(lambda: late.version == "4" and late.paused is None)
+        await eventually(lambda: late.version == "4" and late.paused is None)
 
 
 async def test_weights_changed_behind_our_back_are_put_right(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(4)
         server.version = "default"
-        await until(lambda: server.version == "4")
+        await eventually(lambda: server.version == "4")
 
 
 async def test_a_paused_server_left_by_a_dead_publisher_is_freed_first(site: Site) -> None:
@@ -210,7 +212,7 @@ async def test_no_server_confirms(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.fail_next("500", count=1000, path="/update_weights_from_disk")
         with pytest.raises(RoleError, match=rf"no server took version 1 .*s0 at {server.url}.*500"):
-            await site.publish(1, timeout_s=0.2)
+            await site.publish(1, timeout_s=2.0)
         assert server.paused is None
 
 
@@ -223,7 +225,7 @@ async def test_the_only_server_may_restart_during_a_publish(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await server.kill()
         pushing = asyncio.ensure_future(site.publish(5))
-        await until(lambda: site.publisher is not None and site.publisher._servers)
+        await eventually(lambda: site.publisher is not None and site.publisher._servers)
         await server.restart()
         assert (await pushing).servers == 1
         assert server.version == "5"

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, servers, until
+from tests.impl.publisher.sites import Site, servers
+from tests.waiting import eventually
 
 
 def labels(server: FakeSGLang) -> list[str]:
@@ -59,7 +60,7 @@ async def test_two_that_never_agree_end_the_run_with_both_values(site: Site) -> 
     async with servers(site, 2) as (one, other):
         one.checksum, other.checksum = "x", "y"
         with pytest.raises(RoleError, match=r"no server took version 1.*holds x, s1 holds y"):
-            await site.publish(1, timeout_s=0.2)
+            await site.publish(1, timeout_s=2.0)
 
 
 async def test_verify_every_second_version_or_never(site: Site) -> None:
@@ -112,7 +113,8 @@ async def test_a_server_without_spans_is_paused_by_aborting(site: Site) -> None:
 @pytest.mark.parametrize("path", ["/openapi.json", "/server_info", "/continue_generation"])
 async def test_a_server_silent_when_probed_is_quarantined_and_healed(site: Site, path: str) -> None:
     async with servers(site, 2) as (good, silent):
-        silent.fail_next("hang", path=path)
-        report = await site.publish(1, timeout_s=0.3)
+        silent.fail_next("hang", path=path, count=1000)  # whether push or watch asks first
+        report = await site.publish(1, timeout_s=2.0)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        await until(lambda: silent.version == "1" and silent.paused is None)
+        silent.recover()
+        await eventually(lambda: silent.version == "1" and silent.paused is None)

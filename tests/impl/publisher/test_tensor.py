@@ -13,7 +13,8 @@ from safetensors.torch import load
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.tensor import TensorPublisher
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, servers, until
+from tests.impl.publisher.sites import Site, servers
+from tests.waiting import eventually
 
 PATH = "/update_weights_from_tensor"
 
@@ -89,7 +90,7 @@ async def test_a_server_that_takes_no_tensors_is_refused_before_a_pause(site: Si
     async with servers(site, 1) as (server,):
         server.tensor = None
         with pytest.raises(RoleError, match=r"takes no tensors; use publisher\.type=disk"):
-            await site.publish(1, timeout_s=0.2)
+            await site.publish(1, timeout_s=2.0)
         assert "/pause_generation" not in [path for path, _ in server.calls]
 
 
@@ -105,4 +106,4 @@ async def test_half_an_update_generates_under_no_version(site: Site) -> None:
         assert paths[first - 2 : first + 2] == [
             *(PATH, "/end_weight_update", "/update_weight_version", "/continue_generation")
         ]
-        await until(lambda: bad.version == "2" and bad.paused is None)
+        await eventually(lambda: bad.version == "2" and bad.paused is None)

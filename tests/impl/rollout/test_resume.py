@@ -32,6 +32,7 @@ from arealite.system.trainer_link import TrainerLink
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
 from tests.system.scenes import in_thread
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -66,14 +67,6 @@ async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
         sys.executable, *command, cwd=ROOT, env=ENVIRONMENT, stderr=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
-
-
-async def until(condition, what: str) -> None:
-    """The datapipe lives in this loop: it changes only while the test waits."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (what another process does)
-            await asyncio.sleep(0.01)
-    assert condition(), what
 
 
 def train(link: TrainerLink) -> tuple[TrajectoryHeader, bytes]:
@@ -116,17 +109,17 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
             rows = db.execute("SELECT idx, payload FROM turns WHERE group_id = 'g0'").fetchall()
         return {index: len(decode_turn(blob).response().output_ids) for index, blob in rows}
 
-    async with asyncio.timeout(80), server, asyncio.TaskGroup() as roles:
+    async with asyncio.timeout(100), server, asyncio.TaskGroup() as roles:
         names.put("llm_server", "fake", server.entry())
         piping = roles.create_task(pipe.run())
         await pipe.ready.wait()
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
         training = roles.create_task(in_thread(lambda: train(link)))
         first = await start(config)
-        await server.held(1, seconds=40)
+        await server.held(1)
         server.hold_after = 0
         await server._abort_all()  # as a weight update does; the rest is held before its first
-        await until(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")
+        await eventually(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")
         first.send_signal(signal.SIGKILL)
         assert await first.wait() == -signal.SIGKILL
         before, asked = list(sampled), len(server.requests)

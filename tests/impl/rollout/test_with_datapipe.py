@@ -76,7 +76,7 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
             rank.close()
             return trained
 
-        async with asyncio.timeout(30), asyncio.TaskGroup() as roles:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as roles:
             running = roles.create_task(pipe.run())
             await pipe.ready.wait()
             working = roles.create_task(worker.run())

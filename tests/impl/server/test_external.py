@@ -64,7 +64,7 @@ async def speaking(config: ExperimentConfig) -> AsyncIterator[Callable[..., Any]
     names = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
 
     async def named(like: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for entry in names.list("llm_server"):
                     if like(entry.value):
@@ -72,7 +72,7 @@ async def speaking(config: ExperimentConfig) -> AsyncIterator[Callable[..., Any]
                 await asyncio.sleep(0.02)
 
     async def unnamed() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while names.list("llm_server"):  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(0.02)
 
@@ -233,7 +233,7 @@ async def test_the_datapipe_speaks_for_them_while_it_works(tmp_path: Path) -> No
     async with FakeSGLang() as server:
         config = experiment(tmp_path, at(server))
         names = NameRegistry(name_dir(config))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(role.with_externals(config, over.wait()))  # type: ignore[arg-type]
                 while not names.list("llm_server"):  # noqa: ASYNC110  (files have no event)

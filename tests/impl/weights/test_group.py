@@ -17,13 +17,14 @@ from arealite.impl.weights.group import join, leave
 MEMBER = """
 import sys, torch, torch.distributed as dist
 from arealite.impl.weights.group import join, leave
-port, name = int(sys.argv[1]), sys.argv[2]
-group = join(("127.0.0.1", port), name, rank=1, world_size=2, backend="gloo", seconds=20.0)
-tensor = torch.zeros(5)
-if len(sys.argv) == 3:
-    dist.broadcast(tensor, src=0, group=group)
-    leave(group)
-print(tensor.tolist())
+for number, port in enumerate(map(int, sys.argv[2:])):
+    where, name = ("127.0.0.1", port), f"{sys.argv[1]}{number}"
+    group = join(where, name, rank=1, world_size=2, backend="gloo", seconds=60.0)
+    if sys.argv[1] != "lost":
+        tensor = torch.zeros(5)
+        dist.broadcast(tensor, src=0, group=group)
+        leave(group)
+        print(tensor.tolist())
 """
 
 
@@ -44,25 +45,26 @@ def member(tmp_path: Path):
 
 @pytest.mark.processes
 def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
-    for number in range(2):  # a name and a port are used once
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        other = member(port, f"g{number}")
-        group = join(listener, f"g{number}", rank=0, world_size=2, backend="gloo", seconds=20.0)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    other = member("g", *ports)
+    for number, (listener, port) in enumerate(zip(listeners, ports, strict=True)):
+        group = join(listener, f"g{number}", rank=0, world_size=2, backend="gloo", seconds=60.0)
         listening = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
         assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}
         assert not dist.is_initialized(), "the default group stays untouched"
         dist.broadcast(torch.arange(5.0) + number, src=0, group=group)
-        assert other.communicate(timeout=20)[0].strip() == str([0.0 + number + i for i in range(5)])
         leave(group)
+    sent = [str([0.0 + number + i for i in range(5)]) for number in range(2)]
+    assert other.communicate(timeout=60)[0].splitlines() == sent
 
 
 @pytest.mark.processes
 def test_a_member_that_dies_ends_the_broadcast(member) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    other = member(listener.getsockname()[1], "lost", "no broadcast")
-    group = join(listener, "lost", rank=0, world_size=2, backend="gloo", seconds=20.0)
-    assert other.wait(20) == 0
+    other = member("lost", listener.getsockname()[1])
+    group = join(listener, "lost0", rank=0, world_size=2, backend="gloo", seconds=60.0)
+    assert other.wait(60) == 0
     with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer|Broken pipe"):
         dist.broadcast(torch.zeros(1 << 20), src=0, group=group)
     leave(group)
