@@ -78,8 +78,8 @@ def _objective(
     if config.objective == "reinforce":
         return -advantages_N * logprobs_N
     if config.objective == "sapo":
-        taus = config.sapo_tau, config.sapo_tau_neg
-        tau_N = torch.where(advantages_N > 0, taus[0], taus[1])
+        tau_N = torch.full_like(advantages_N, config.sapo_tau_neg)
+        tau_N = tau_N.masked_fill(advantages_N > 0, config.sapo_tau)
         return -(4.0 / tau_N) * torch.sigmoid(tau_N * (ratio_N - 1.0)) * advantages_N
     clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
     if config.objective == "cispo":
