@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.advantages import group_advantages, group_counts
+from arealite.algo.advantages import (
+    discounted_returns,
+    gae,
+    group_advantages,
+    group_counts,
+    m2_threshold,
+    overlong_penalty,
+    shape_rewards,
+)
+from arealite.api.algorithm import ShapingConfig
 from arealite.base.errors import UserError
 
 
@@ -75,3 +86,127 @@ def test_leave_one_out_is_the_reward_less_the_others_mean(drawn: list[tuple[str,
         others = [r for j, (g, r) in enumerate(drawn) if g == group and j != i]
         expected = reward - sum(others) / len(others) if others else 0.0
         assert got[i] == pytest.approx(expected, abs=1e-9)
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def test_shaping_scales_then_clips_then_adds_the_bias_to_the_last() -> None:
+    rewards_N = np.array([0.0, 3.0, -1.0, 0.5])
+    assert shape_rewards(rewards_N, ShapingConfig()).tolist() == [0.0, 3.0, -1.0, 0.5]
+    shaping = ShapingConfig(scale=2.0, clip=1.5, bias=-0.25)
+    assert shape_rewards(rewards_N, shaping).tolist() == [0.0, 1.5, -1.5, 0.75]
+    assert rewards_N.tolist() == [0.0, 3.0, -1.0, 0.5]
+    assert shape_rewards(np.zeros(0), shaping).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (80, 0.0), (85, 0.5), (90, 1.0), (100, 2.0), (120, 2.0)]
+)
+def test_overlong_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, limit=100, buffer=20, penalty=2.0) == penalty
+
+
+def test_no_buffer_no_penalty() -> None:
+    assert overlong_penalty(500, limit=100, buffer=0, penalty=2.0) == 0.0
+
+
+# ---------------------------------------------------------------- returns and GAE
+
+
+def test_returns_by_hand() -> None:
+    got = discounted_returns(np.array([1.0, 0.0, 4.0]), gamma=0.5)
+    assert got.tolist() == [2.0, 2.0, 4.0]
+    assert discounted_returns(np.zeros(0), gamma=0.5).tolist() == []
+
+
+def test_gae_by_hand() -> None:
+    # δ = [0 + 0.5·2 − 1, 1 + 0.5·4 − 2, 2 + 0.5·8 − 4] = [0, 1, 2], and γλ = 0.25.
+    advantages_N, returns_N = gae(
+        np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 4.0]), bootstrap=8.0, gamma=0.5, lam=0.5
+    )
+    assert advantages_N.tolist() == [0.375, 1.5, 2.0]
+    assert returns_N.tolist() == [1.375, 3.5, 6.0]
+
+
+values = st.floats(-5, 5, allow_nan=False, width=32)
+trajectories = st.lists(st.tuples(values, values), min_size=1, max_size=12)
+factors = st.floats(0, 1)
+
+
+@given(trajectories, values, factors, factors)
+def test_gae_is_the_weighted_mean_of_n_step_advantages(
+    steps: list[tuple[float, float]], bootstrap: float, gamma: float, lam: float
+) -> None:
+    rewards, states = [s[0] for s in steps], [*(s[1] for s in steps), bootstrap]
+    got, returns = gae(
+        np.array(rewards), np.array(states[:-1]), bootstrap=bootstrap, gamma=gamma, lam=lam
+    )
+    count = len(rewards)
+    for t in range(count):
+        # The estimator of n steps weighs (1 − λ)·λ^(n−1); the longest takes what is left.
+        expected, horizon = 0.0, count - t
+        for n in range(1, horizon + 1):
+            gain = sum(gamma**k * rewards[t + k] for k in range(n)) + gamma**n * states[t + n]
+            share = lam ** (n - 1) * (1.0 if n == horizon else 1.0 - lam)
+            expected += share * (gain - states[t])
+        assert got[t] == pytest.approx(expected, abs=1e-6)
+        assert returns[t] == pytest.approx(expected + states[t], abs=1e-6)
+
+
+@given(trajectories, factors)
+def test_lambda_one_is_the_return_less_the_value(
+    steps: list[tuple[float, float]], gamma: float
+) -> None:
+    rewards_N, values_N = np.array(steps).T
+    advantages_N, returns_N = gae(rewards_N, values_N, bootstrap=0.0, gamma=gamma, lam=1.0)
+    assert returns_N == pytest.approx(discounted_returns(rewards_N, gamma=gamma), abs=1e-6)
+    assert advantages_N == pytest.approx(returns_N - values_N, abs=1e-6)
+
+
+def test_a_critic_learns_the_values_of_a_chain() -> None:
+    """TD(λ) with gae's returns on a random walk finds the known chances to end on the right."""
+    rng = random.Random(0)
+    values = np.zeros(5)
+    for episode in range(3000):
+        at, path = 2, list[int]()
+        while 0 <= at <= 4:
+            path.append(at)
+            at += rng.choice((-1, 1))
+        rewards_N = np.zeros(len(path))
+        rewards_N[-1] = float(at > 4)
+        _, returns_N = gae(rewards_N, values[path], bootstrap=0.0, gamma=1.0, lam=0.8)
+        rate = 0.2 / (1 + episode / 100)
+        for state, wanted in zip(path, returns_N, strict=True):
+            values[state] += rate * (wanted - values[state])
+    assert values == pytest.approx(np.arange(1, 6) / 6, abs=0.05)
+
+
+# ---------------------------------------------------------------- M2PO
+
+
+@pytest.mark.parametrize(
+    ("squares", "threshold", "bound"),
+    [
+        ([], 0.1, math.inf),
+        ([0.0, 0.0], 0.1, math.inf),
+        ([0.3, 0.1, 0.2], 0.2, math.inf),  # their mean is the threshold
+        ([9.0, 0.1, 0.2], 0.2, 0.2),
+        ([9.0, 0.1, 8.0, 0.2], 0.2, 0.2),
+        ([1.0, 2.0], 0.5, -math.inf),
+        ([0.0, 1.0, 1.0], 0.5, 0.0),  # one of two equal ones would fit: both go
+    ],
+)
+def test_m2_by_hand(squares: list[float], threshold: float, bound: float) -> None:
+    assert m2_threshold(np.array(squares), threshold) == bound
+
+
+@given(st.lists(st.sampled_from([0.0, 0.01, 0.03, 0.2, 1.0, 5.0]), max_size=12), factors)
+def test_m2_keeps_the_most_that_fit(squares: list[float], threshold: float) -> None:
+    kept = [s for s in squares if s <= m2_threshold(np.array(squares), threshold)]
+    assert sum(kept) <= threshold * len(kept) + 1e-9
+    # Taking back the next smaller value, however often it is there, would be too much.
+    left = [s for s in squares if s not in kept]
+    if left:
+        more = [*kept, *[s for s in left if s == min(left)]]
+        assert sum(more) > threshold * len(more) - 1e-9
