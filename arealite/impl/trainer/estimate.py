@@ -143,7 +143,7 @@ def _normalized(
     mean = math.fsum(_share(batch, world, [float(a_N.sum()) for a_N in found])) / count
     moved = [a_N - mean for a_N in found]
     square = math.fsum(_share(batch, world, [float(np.square(a_N).sum()) for a_N in moved]))
-    scale = math.sqrt(square / count) + eps
+    scale = math.sqrt(square / count) + eps or 1.0
     return [a_N / scale for a_N in moved]
 
 
