@@ -11,12 +11,33 @@ from torch.distributed.tensor import DTensor
 
 from arealite.algo.losses import make_policy_loss
 from arealite.api.algorithm import LossConfig
-from arealite.api.engine import Sequence, Training
-from arealite.api.engine_config import FSDPConfig, OptimizerConfig
-from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
+from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
+from arealite.impl.engine.fsdp import DDPEngine, FSDPEngine
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
 FIELDS = ("behav_logprobs", "prox_logprobs", "advantages")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ddp": {"kind": DDPEngine},
+    "sgd": {"optimizer": {"type": "sgd"}},
+    "offload": {"cpu_offload": True},
+    "value": {"head": "value"},
+    "lora": {"lora": LoRAConfig(rank=4)},
+    "lora, low": {"lora": LoRAConfig(rank=4), "dtype": "bfloat16"},
+}
+"""Options of make_engine under which ranks must agree, too."""
+
+
+def to_advantages(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Half the squared distance of values to the field `advantages`."""
+    error = batch.outputs["values"] - batch.fields["advantages"]
+    loss = (0.5 * error.square() * batch.fields["loss_weight"]).sum()
+    return loss, {"loss": loss.detach()}
+
+
+def loss_of(engine: FSDPEngine) -> LossFn:
+    """Return a loss for the engine's head."""
+    return to_advantages if engine.head == "value" else LOSS
 
 
 def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) -> list[Sequence]:
@@ -38,10 +59,16 @@ def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) 
 
 
 def make_engine(
-    model: Path | str, *, seed: int = 0, optimizer: dict[str, Any] | None = None, **config: Any
+    model: Path | str,
+    *,
+    kind: type[FSDPEngine] = FSDPEngine,
+    head: Head = "lm",
+    seed: int = 0,
+    optimizer: dict[str, Any] | None = None,
+    **config: Any,
 ) -> FSDPEngine:
     """Build an engine with a high learning rate and no warm-up."""
-    return FSDPEngine(
+    return kind(
         FSDPConfig(**config),
         model_path=str(model),
         seed=seed,
@@ -50,6 +77,7 @@ def make_engine(
             1e-2,
             10,
         ),
+        head=head,
     )
 
 
@@ -68,21 +96,24 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Run train_batch up to the optimizer; return full gradients and summed stats."""
     found: dict[str, torch.Tensor] = {}
-    step = engine._optimizer.step
+    step = engine.optimizer.step
 
     def take() -> dict[str, float]:
         for name, param in engine.module.named_parameters():
+            if not param.requires_grad:
+                assert param.grad is None
+                continue
             assert param.grad is not None
             grad = param.grad
             found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
             param.grad = None
         return {"skipped_update": 0.0}
 
-    engine._optimizer.step = take  # type: ignore[method-assign]
+    engine.optimizer.step = take  # type: ignore[method-assign]
     try:
-        stats = engine.train_batch(rows, all_lengths, LOSS)
+        stats = engine.train_batch(rows, all_lengths, loss_of(engine))
     finally:
-        engine._optimizer.step = step  # type: ignore[method-assign]
+        engine.optimizer.step = step  # type: ignore[method-assign]
     return found, stats
 
 

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from arealite.impl.engine import checkpoint
 from tests.impl.engine.helpers import (
     LOSS,
+    VARIANTS,
     assert_close,
     gradients,
     lengths,
+    loss_of,
     make_engine,
     make_rows,
     weights,
@@ -37,24 +39,32 @@ def launch(scenario: str, folder: Path, model: Path, world: int) -> list[int]:
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(world)
     ]
     try:
-        return [rank.wait(timeout=90) for rank in ranks]
+        return [rank.wait(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(timeout=10)
+            rank.wait(timeout=60)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """What two ranks left behind."""
-    path = tmp_path_factory.mktemp("ranks")
-    assert launch("ranks", path, model, 2) == [0, 0]
+@pytest.fixture(scope="module", params=["ranks", "copies"])
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Path:
+    """What two ranks left behind that share one copy of the model, or four that share two."""
+    path = tmp_path_factory.mktemp(request.param)
+    world = {"ranks": 2, "copies": 4}[request.param]
+    assert launch(request.param, path, model, world) == [0] * world
     return path
 
 
 @pytest.fixture(scope="module")
 def outs(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"out-{rank}.pt", weights_only=False) for rank in range(2)]
+    return results(folder)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("out-*.pt"))
+    return [torch.load(file, weights_only=False) for file in files]
 
 
 @pytest.mark.parametrize("name", ["uneven", "one_empty"])
@@ -72,7 +82,7 @@ def test_gradients_do_not_depend_on_ranks_or_cuts(
         assert got_stats["microbatches"] > 4.0
         assert got_stats["loss"] == pytest.approx(stats["loss"], abs=1e-6)
         assert got_stats["ratio"] == pytest.approx(stats["ratio"], rel=1e-5)
-        mine = {"uneven": UNEVEN, "one_empty": ONE_EMPTY}[name][rank]
+        mine = [*{"uneven": UNEVEN, "one_empty": ONE_EMPTY}[name], [], []][rank]
         for i, values in zip(mine, out[f"{name}_forward"]["logprobs"], strict=True):
             np.testing.assert_allclose(values, logprobs[i], atol=1e-5)
 
@@ -83,7 +93,7 @@ def test_ranks_take_the_same_decisions(outs: list[dict[str, Any]]) -> None:
     assert outs[1]["weights"] == {}
 
 
-def test_resume_on_two_ranks_is_bitwise(outs: list[dict[str, Any]]) -> None:
+def test_resume_on_as_many_ranks_is_bitwise(outs: list[dict[str, Any]]) -> None:
     assert outs[1]["extra"] == {"step": 1}
     expected = outs[0]["weights"]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in outs[0]["resumed"].items())
@@ -112,6 +122,42 @@ def test_resume_on_one_rank_agrees_within_rounding(
 def test_export_of_two_ranks_loads(outs: list[dict[str, Any]], folder: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in outs[0]["weights"].items())
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """What two ranks left behind under each variant, given a checkpoint of one rank each."""
+    path, rows = tmp_path_factory.mktemp("variants"), make_rows()
+    for name, options in VARIANTS.items():
+        engine = make_engine(model, **options)
+        engine.train_batch(rows, lengths([rows]), loss_of(engine))
+        engine.save(path / f"{name}-of-one", {"step": 1})
+    assert launch("variants", path, model, 2) == [0, 0]
+    return path
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_agree_between_one_rank_and_two(name: str, variants: Path, model: Path) -> None:
+    first, second = (out[name] for out in results(variants))
+    assert first["stats"] == second["stats"]
+    assert first["resumed"] and second["resumed"]
+    rows, low = make_rows(), "low" in name
+    engine = make_engine(model, **VARIANTS[name])
+    expected, _ = gradients(engine, rows, lengths([rows]))
+    assert_close(first["gradients"], expected, tolerance=3e-2 if low else 1e-5)
+    for _ in range(2):
+        stats = engine.train_batch(rows, lengths([rows]), loss_of(engine))
+    assert stats["grad_norm"] == pytest.approx(first["stats"]["grad_norm"], rel=1e-2)
+    assert_close(weights(engine), first["weights"], tolerance=2e-2 if low else 1e-3)
+    engine.load(variants / f"{name}-of-one")
+    assert all(torch.equal(t, first["of one"][name]) for name, t in weights(engine).items())
+    engine.load(variants / f"{name}-2")
+    assert all(torch.equal(t, first["weights"][name]) for name, t in weights(engine).items())
+    outputs = engine.forward(rows, lengths([rows]))
+    for kind, values in outputs.items():
+        theirs = first["forward"][kind] + second["forward"][kind]
+        for ours, other in zip(values, theirs, strict=True):
+            np.testing.assert_allclose(ours, other, atol=0.1 if low else 1e-4)
 
 
 def test_sigkill_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path, model: Path) -> None:

@@ -9,35 +9,24 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from arealite.api.engine import LossInput, Sequence, Training
-from arealite.api.engine_config import FSDPConfig, OptimizerConfig
+from arealite.api.engine import LossInput, Sequence
+from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
-from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
+from tests.impl.engine.helpers import (
+    LOSS,
+    lengths,
+    make_engine,
+    make_rows,
+    to_advantages,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 
 
 def frozen(model: Path, **config: object) -> FSDPEngine:
     return FSDPEngine(FSDPConfig(**config), model_path=str(model), seed=0)  # type: ignore[arg-type]
-
-
-def critic(model: Path, **config: object) -> FSDPEngine:
-    training = Training(OptimizerConfig(warmup_steps=0), 1e-2, 100)
-    return FSDPEngine(
-        FSDPConfig(**config),  # type: ignore[arg-type]
-        model_path=str(model),
-        seed=0,
-        training=training,
-        head="value",
-    )
-
-
-def to_target(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the squared distance to the field `target`."""
-    error = batch.outputs["values"] - batch.fields["target"]
-    loss = (0.5 * error.square() * batch.fields["loss_weight"]).sum()
-    return loss, {"loss": loss.detach()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,10 +46,10 @@ def test_a_frozen_engine_computes_what_one_in_training_does(model: Path, dtype: 
 def test_values_begin_at_zero_and_learn(model: Path, dtype: str) -> None:
     rows = make_rows()
     for row in rows:
-        row.fields["target"] = row.tokens.astype(np.float32) / 32
-    engine = critic(model, dtype=dtype)
+        row.fields["advantages"] = row.tokens.astype(np.float32) / 32
+    engine = make_engine(model, head="value", dtype=dtype)
     assert not any(values.any() for values in engine.forward(rows, lengths([rows]))["values"])
-    losses = [engine.train_batch(rows, lengths([rows]), to_target)["loss"] for _ in range(20)]
+    losses = [engine.train_batch(rows, lengths([rows]), to_advantages)["loss"] for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]
     values = engine.forward(rows, lengths([rows]))["values"]
     assert all(value.dtype == np.float32 for value in values)
@@ -68,11 +57,9 @@ def test_values_begin_at_zero_and_learn(model: Path, dtype: str) -> None:
 
 
 def test_a_value_is_that_of_the_state_before_the_token(untied: Path, tmp_path: Path) -> None:
-    engine, rows = critic(untied), make_rows()
-    for row in rows:
-        row.fields["target"] = row.fields["advantages"]
+    engine, rows = make_engine(untied, head="value"), make_rows()
     for _ in range(5):
-        engine.train_batch(rows, lengths([rows]), to_target)
+        engine.train_batch(rows, lengths([rows]), to_advantages)
     engine.export(tmp_path / "export")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export")
     assert loaded.config.num_labels == 1
@@ -83,20 +70,18 @@ def test_a_value_is_that_of_the_state_before_the_token(untied: Path, tmp_path: P
     (values,) = engine.forward([row], [[9]])["values"]
     assert np.abs(values[1:]).min() > 1e-3
     np.testing.assert_allclose(values[1:], expected, atol=1e-5)
-    (again,) = critic(tmp_path / "export").forward([row], [[9]])["values"]
+    (again,) = make_engine(tmp_path / "export", head="value").forward([row], [[9]])["values"]
     np.testing.assert_array_equal(again, values)
 
 
 def test_a_critic_resumes_bitwise(model: Path, tmp_path: Path) -> None:
     rows = make_rows()
-    for row in rows:
-        row.fields["target"] = row.fields["advantages"]
-    engine, other = critic(model), critic(model)
-    engine.train_batch(rows, lengths([rows]), to_target)
+    engine, other = make_engine(model, head="value"), make_engine(model, head="value")
+    engine.train_batch(rows, lengths([rows]), to_advantages)
     engine.save(tmp_path / "step-1", {"step": 1})
     other.load(tmp_path / "step-1")
     for each in (engine, other):
-        each.train_batch(rows, lengths([rows]), to_target)
+        each.train_batch(rows, lengths([rows]), to_advantages)
     assert engine.fingerprint() == other.fingerprint()
     assert "score.weight" in weights(engine)
 

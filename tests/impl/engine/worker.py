@@ -13,34 +13,70 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.impl.engine.helpers import LOSS, gradients, lengths, make_engine, make_rows, weights
+from tests.impl.engine.helpers import (
+    LOSS,
+    VARIANTS,
+    gradients,
+    lengths,
+    loss_of,
+    make_engine,
+    make_rows,
+    weights,
+)
 
 UNEVEN = [list(range(9)), [9, 10, 11]]
 ONE_EMPTY = [[], list(range(12))]
 
 
-def ranks(folder: Path, model: str) -> None:
+def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
     """Gradients under two partitions, then: update, save, update; load, update again."""
     rank = dist.get_rank()
     rows = make_rows()
     out: dict[str, object] = {}
-    engine = make_engine(model, max_tokens_per_microbatch=64)
-    for name, partition in {"uneven": UNEVEN, "one_empty": ONE_EMPTY}.items():
+    engine = make_engine(model, max_tokens_per_microbatch=64, shard_size=shard_size)
+    more = [[]] * (dist.get_world_size() - 2)
+    for name, partition in {"uneven": UNEVEN + more, "one_empty": ONE_EMPTY + more}.items():
         parts = [[rows[i] for i in indices] for indices in partition]
         out[name] = gradients(engine, parts[rank], lengths(parts))
         out[f"{name}_forward"] = engine.forward(parts[rank], lengths(parts))
-    parts = [[rows[i] for i in indices] for indices in UNEVEN]
+    parts = [[rows[i] for i in indices] for indices in UNEVEN + more]
     engine.train_batch(parts[rank], lengths(parts), LOSS)
     engine.save(folder / "step-1", {"step": 1})
     out["stats"] = engine.train_batch(parts[rank], lengths(parts), LOSS)
     out["weights"] = weights(engine)
     out["fingerprint"] = engine.fingerprint()
-    again = make_engine(model, max_tokens_per_microbatch=64, seed=9)
+    again = make_engine(model, max_tokens_per_microbatch=64, seed=9, shard_size=shard_size)
     out["extra"] = again.load(folder / "step-1")
     again.train_batch(parts[rank], lengths(parts), LOSS)
     out["resumed"] = weights(again)
     out["resumed_fingerprint"] = again.fingerprint()
     engine.export(folder / "export")
+    torch.save(out, folder / f"out-{rank}.pt")
+
+
+def copies(folder: Path, model: str) -> None:
+    """`ranks` with two copies of the model."""
+    ranks(folder, model, shard_size=2)
+
+
+def variants(folder: Path, model: str) -> None:
+    """Each variant: gradients, two updates with a checkpoint between; one rank's checkpoint."""
+    rank, rows = dist.get_rank(), make_rows()
+    parts = [[rows[i] for i in indices] for indices in UNEVEN]
+    out: dict[str, dict[str, object]] = {}
+    for name, options in VARIANTS.items():
+        engine, other = (make_engine(model, **options) for _ in range(2))
+        found = out[name] = {"gradients": gradients(engine, parts[rank], lengths(parts))[0]}
+        for path in (folder / f"{name}-1", folder / f"{name}-2"):
+            found["stats"] = engine.train_batch(parts[rank], lengths(parts), loss_of(engine))
+            engine.save(path, {"step": 1})
+        found["forward"] = engine.forward(parts[rank], lengths(parts))
+        found["weights"] = weights(engine)
+        other.load(folder / f"{name}-1")
+        other.train_batch(parts[rank], lengths(parts), loss_of(engine))
+        found["resumed"] = engine.fingerprint() == other.fingerprint()
+        other.load(folder / f"{name}-of-one")
+        found["of one"] = weights(other)
     torch.save(out, folder / f"out-{rank}.pt")
 
 
@@ -69,7 +105,13 @@ def main() -> None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    {"ranks": ranks, "kill_in_save": kill_in_save}[scenario](folder, model)
+    scenarios = {
+        "ranks": ranks,
+        "copies": copies,
+        "variants": variants,
+        "kill_in_save": kill_in_save,
+    }
+    scenarios[scenario](folder, model)
     dist.destroy_process_group()
 
 
