@@ -436,7 +436,7 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
             link.finish("over")
 
         async def free() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await named.wait()
             worker.link.submit(episode(slow[0], 1), [b"late"])
 
@@ -514,6 +514,6 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  (both sides run in this loop)
             await asyncio.sleep(0.01)

@@ -22,7 +22,7 @@ import sys, threading
 from pathlib import Path
 from arealite.system import vitals
 vitals.start(sys.argv[2], Path(sys.argv[1]))
-threading.Event().wait(60)
+threading.Event().wait(600)
 """
 
 
@@ -59,8 +59,8 @@ async def test_only_a_child_is_killed(
 
     watching = asyncio.ensure_future(Doctor(tmp_path, lambda: [mine.pid], say, silent_s=0.5).run())
     try:
-        assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 20) == -signal.SIGKILL
-        await asyncio.wait_for(looked_again.wait(), 20)
+        assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
+        await asyncio.wait_for(looked_again.wait(), 60)
     finally:
         watching.cancel()
     assert psutil.Process(other.pid).status() == psutil.STATUS_STOPPED
@@ -85,7 +85,7 @@ async def test_what_cannot_be_examined_does_not_end_it(
     monkeypatch.setattr(doctor, "EXAMINE_S", 0.01)
     monkeypatch.setattr(doctor, "examine", examine)
     watching = asyncio.ensure_future(Doctor(tmp_path, list, print).run())
-    await asyncio.wait_for(looks.wait(), 20)
+    await asyncio.wait_for(looks.wait(), 60)
     watching.cancel()
 
 
