@@ -111,7 +111,7 @@ def test_no_buffer_no_penalty() -> None:
     assert overlong_penalty(500, limit=100, buffer=0, penalty=2.0) == 0.0
 
 
-# ---------------------------------------------------------------- returns and GAE
+# ---------------------------------------------------------------- discounted, and with a critic
 
 
 def test_returns_by_hand() -> None:
