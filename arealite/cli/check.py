@@ -25,7 +25,7 @@ from arealite.api.publisher import publishers
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
-from arealite.base.model_folder import other_model
+from arealite.base.model_folder import other_model, vocab_size
 from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.resume import check_resume
 from arealite.system.dataset import identity, load_tasks
@@ -47,6 +47,7 @@ def check(config: ExperimentConfig) -> None:
     tasks = load_tasks(required(config.dataset.train, "dataset.train"), "train")
     held_out = load_tasks(config.dataset.eval, "eval") if config.dataset.eval else []
     check_size(config, tasks)
+    check_other_models(config.trainer.ppo, model)
     check_run_folder(config)
     check_resume(config, identity(config, tasks))
     servers = find_servers(config, model)
@@ -210,20 +211,34 @@ def check_sampling(sampling: SamplingConfig, where: str) -> None:
         raise UserError(f"{where}.temperature={sampling.temperature} must not be negative.")
 
 
-def check_model(path: str) -> dict[str, Any]:
-    """Return the model's config.json."""
-    folder = Path(required(path, "model.path")).expanduser()
+def check_model(path: str, key: str = "model.path") -> dict[str, Any]:
+    """Return the config.json of the model that `key` names."""
+    folder = Path(required(path, key)).expanduser()
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"model.path={path} is no Hugging Face model folder (no config.json in it). "
+            f"{key}={path} is no Hugging Face model folder (no config.json in it). "
             "Give the folder that save_pretrained wrote or that you downloaded."
         )
     if not any(folder.glob("*.safetensors")):
-        raise UserError(f"model.path={path} holds no safetensors weights.")
+        raise UserError(f"{key}={path} holds no safetensors weights.")
     try:
         return json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise UserError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+
+
+def check_other_models(ppo: PPOConfig, model: dict[str, Any]) -> None:
+    """Check that a reference and a critic read the token ids that the policy writes."""
+    reference = ppo.kl.reference if ppo.kl.reference != "initial" else None
+    for key, path in {"kl.reference": reference, "critic.path": ppo.critic.path}.items():
+        if path is None:
+            continue
+        theirs = vocab_size(check_model(path, f"trainer.ppo.{key}"))
+        if theirs != (ours := vocab_size(model)):
+            raise UserError(
+                f"trainer.ppo.{key}={path} has another vocabulary: {theirs} token ids, model.path "
+                f"has {ours}. Give a model of the same family."
+            )
 
 
 def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:

@@ -116,12 +116,14 @@ def step_of(name: str) -> int:
 
 def _go_back(paths: RunPaths, step: int) -> None:
     """Forget checkpoints after `step`; the trainer's start rolls the rest of the ledger back."""
-    newer = [path for path in paths.checkpoints.glob("step-*") if step_of(path.name) > step]
-    if newer:
-        aside = _aside(paths) / paths.checkpoints.name
-        aside.mkdir(parents=True)
+    folders = paths.checkpoints, paths.critic
+    every = [path for folder in folders for path in folder.glob("step-*")]
+    if newer := [path for path in every if step_of(path.name) > step]:
+        aside = _aside(paths)
         for path in newer:
-            path.rename(aside / path.name)
+            target = aside / path.relative_to(paths.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
         print(f"newer checkpoints are now in {aside}")
     if not paths.ledger.exists():
         return  # an offline trial

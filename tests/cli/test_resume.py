@@ -145,7 +145,9 @@ def test_never_moves_the_whole_run_aside(
     assert not paths.root.exists()
     moved = aside(paths)
     assert sorted(path.relative_to(moved) for path in moved.rglob("*")) == before
-    assert str(moved) in capsys.readouterr().out
+    assert str(moved.parent) in capsys.readouterr().out
+    assert [path.name for path in paths.critic.iterdir()] == ["step-000002"]
+    assert [path.name for path in (moved.parent / "critic").iterdir()] == ["step-000006"]
 
 
 def test_going_back_moves_newer_checkpoints_aside(
@@ -153,6 +155,8 @@ def test_going_back_moves_newer_checkpoints_aside(
 ) -> None:
     paths = run_paths(used)
     (paths.checkpoints / "step-000006" / "weights").unlink()  # a broken one is newer, too
+    for name in ("step-000002", "step-000006"):
+        (paths.critic / name).mkdir(parents=True)
     settled = resume.settle(replace(used, resume="step-000002"))
     assert settled.resume == "auto"
     assert [path.name for path in checkpoint.list_good(paths.checkpoints)] == ["step-000002"]

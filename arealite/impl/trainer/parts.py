@@ -123,6 +123,21 @@ def find_checkpoint(config: ExperimentConfig) -> Path | None:
     return newest
 
 
+def critic_of(config: ExperimentConfig, path: Path) -> Path:
+    """Return the critic's part of the checkpoint at `path`.
+
+    Raises:
+        UserError: it has none.
+    """
+    part = run_paths(config).critic / path.name
+    if checkpoint.manifest(part) is None:
+        raise UserError(
+            f"checkpoint {path} has no critic (looked in {part.parent}). Use the advantage.type "
+            "that the run was begun with, another trial_name, or resume=never to begin anew."
+        )
+    return part
+
+
 def prune(paths: RunPaths, keep: int) -> None:
     """Remove all checkpoints but the `keep` newest, with what of the critic belongs to none."""
     checkpoint.prune(paths.checkpoints, keep)

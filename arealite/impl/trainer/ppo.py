@@ -20,7 +20,14 @@ from arealite.base.errors import RoleError, UserError
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.estimate import critic_rows, estimate, take_values
-from arealite.impl.trainer.parts import Parts, StopRequest, assemble, find_checkpoint, prune
+from arealite.impl.trainer.parts import (
+    Parts,
+    StopRequest,
+    assemble,
+    critic_of,
+    find_checkpoint,
+    prune,
+)
 from arealite.system.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -233,7 +240,7 @@ class PPOTrainer(Trainer):
         step, path = 0, find_checkpoint(self.config)
         if path is not None:
             if self.critic is not None:
-                self.critic.load(run_paths(self.config).critic / path.name)
+                self.critic.load(critic_of(self.config, path))
             extra = self.engine.load(path)
             step, self.interruptions = int(extra["step"]), int(extra["interruptions"])
             self.saved_step = step

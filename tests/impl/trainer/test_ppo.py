@@ -7,11 +7,13 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arealite.api.algorithm import AdvantageConfig, KLConfig
 from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig, run_paths
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
 from arealite.base.errors import RoleError, UserError
@@ -20,7 +22,7 @@ from arealite.impl.trainer import ppo
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.world import World
-from tests.impl.trainer.scripted import Stage
+from tests.impl.trainer.scripted import Events, ScriptedEngine, Stage
 from tests.waiting import until
 
 MakeConfig = Callable[..., ExperimentConfig]
@@ -407,3 +409,62 @@ def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPa
         got = list(pool.map(lambda rank: Rank(rank).together(answers[rank]), (0, 1)))
     assert got == ["batch of rank 0", "batch of rank 1"]
     assert healed == [2, 2]
+
+
+# ---------------------------------------------------------------- critic, reference, epochs
+
+GAE = AdvantageConfig(type="gae")
+
+
+def test_critic_and_reference_have_their_places_in_a_step(config: MakeConfig) -> None:
+    stage = Stage(actors=["critic", "reference"])
+    kl = KLConfig(coef=0.1, reference="initial")
+    PPOTrainer(config(total_steps=1, advantage=GAE, kl=kl), stage.parts()).train()
+    step = stage.events.words[stage.events.words.index("ask 0") :]
+    assert step == [
+        *("ask 0", "forward", "reference forward", "critic forward"),
+        *("update 1", "critic update 1", "report 0", "gather", "push 1", "published 1"),
+        *("critic save step-000001", "save step-000001", "checkpointed 1"),
+        *("export", "finish: all steps are trained", "publisher closed"),
+    ]
+    (report,) = stage.pipe.reports
+    assert report.fingerprint == f"{1:016x}" * 2, "a step is as equal as both of its models"
+    assert report.metrics["critic/lr"] == 1e-3
+    assert "policy/reference_kl" in report.metrics
+
+
+def test_epochs_repeat_the_updates_of_a_batch_on_one_proximal_policy(config: MakeConfig) -> None:
+    stage = Stage(minibatches=2, actors=["critic"])
+    PPOTrainer(config(total_steps=1, updates=2, epochs=3, advantage=GAE), stage.parts()).train()
+    assert stage.engine.updates == stage.others["critic"].updates == 6
+    assert stage.events.words.count("forward") == stage.events.words.count("critic forward") == 1
+    assert stage.pipe.reports[0].metrics["update/count"] == 6
+
+
+@BOTH
+def test_the_critics_checkpoints_come_and_go_with_the_policys(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    keep = CheckpointConfig(every_steps=1, keep=2, export=False)
+    made = config(total_steps=4, advantage=GAE, checkpoint=keep)
+    first = Stage(actors=["critic"])
+    trainer(made, first.parts()).train()
+    paths = run_paths(made)
+    for folder in (paths.checkpoints, paths.critic):
+        assert [p.name for p in checkpoint.list_good(folder)] == ["step-000003", "step-000004"]
+    # Killed between the two saves of step 5: the critic's is not of a checkpoint.
+    late = ScriptedEngine(Events(), "critic ")
+    late.updates = 99
+    late.save(paths.critic / "step-000005", {"step": 5})
+    again = Stage(actors=["critic"])
+    more = replace(made.trainer.ppo, total_steps=6)
+    trainer(replace(made, trainer=TrainerConfig(ppo=more)), again.parts()).train()
+    again.events.order("critic load step-000004", "load step-000004", "start 4", "critic update 5")
+    assert again.others["critic"].updates == 6
+    assert sorted(path.name for path in paths.critic.iterdir()) == ["step-000005", "step-000006"]
+
+
+def test_a_run_begun_without_a_critic_cannot_go_on_with_one(config: MakeConfig) -> None:
+    PPOTrainer(config(total_steps=1), Stage().parts()).train()
+    with pytest.raises(UserError, match=r"step-000001.*has no critic.*resume=never"):
+        PPOTrainer(config(total_steps=2, advantage=GAE), Stage(actors=["critic"]).parts()).train()
