@@ -18,7 +18,9 @@ class DatapipeConfig:
         15.0, "a worker silent for this long loses its leases; they are offered again"
     )
     commit_interval_s: float = opt(
-        0.05, "ledger transactions are this far apart; after a quiet time the first comes at once"
+        0.02,
+        "workers' results share ledger transactions this far apart; the first after a quiet time, "
+        "and what the trainer waits for, is written at once",
     )
     max_failed_share: float = opt(
         0.5, "share of failed episodes, over the last 256, that stops the run"

@@ -247,7 +247,7 @@ class Datapipe:
             self._give_leases()
         self.desk.answer_evals()
         for route, request in self.desk.take_ready(self._observe):
-            self.writer.after_commit(partial(self._begin_sending, route, request))
+            self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
 
     def _give_leases(self) -> None:
         version = self.book.version

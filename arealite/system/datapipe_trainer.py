@@ -133,11 +133,11 @@ class TrainerDesk:
                     self._send(route, messages.TrainerReady(request.step, 0))
             case TrainerStart():
                 self._start = (route, request)
-                self._writer.after_commit(self._begin)
+                self._writer.after_commit(self._begin, hurry=True)
             case _:
                 self._note(request)
                 done = messages.Done(request_name(request))
-                self._writer.after_commit(partial(self._send, route, done))
+                self._writer.after_commit(partial(self._send, route, done), hurry=True)
 
     def answer_evals(self) -> None:
         """Send the scores of finished evaluations, once the ledger has them."""
@@ -145,7 +145,7 @@ class TrainerDesk:
             self.book.ledger.add_eval(eval_id, metrics)
             answer = messages.EvalResult(eval_id, metrics)
             route = self._eval_requests.pop(eval_id)
-            self._writer.after_commit(partial(self._send, route, answer))
+            self._writer.after_commit(partial(self._send, route, answer), hurry=True)
 
     def tell_waiting(self) -> None:
         """Tell everyone who waits what for, and who runs what."""

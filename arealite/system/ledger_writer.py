@@ -9,13 +9,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from arealite.system.ledger import Ledger, Statement
 
 
 class LedgerWriter:
-    """Commits from the event loop, in a thread: at once after a quiet time, else one transaction
-    for all of `interval_s`.
+    """Commits from the event loop, in a thread: at once after a quiet time or when asked to hurry,
+    else one transaction for all of `interval_s`.
 
     While `run` runs, nobody else may write, except in a callback.
     """
@@ -25,6 +26,7 @@ class LedgerWriter:
         self.interval_s = interval_s
         self._callbacks: list[Callable[[], None]] = []
         self._wanted = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._is_closing = False
         self._busy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
@@ -33,10 +35,15 @@ class LedgerWriter:
         """Make everything queued so far durable soon."""
         self._wanted.set()
 
-    def after_commit(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the loop once everything queued so far is durable."""
+    def after_commit(self, callback: Callable[[], None], *, hurry: bool = False) -> None:
+        """Call `callback` in the loop once everything queued so far is durable.
+
+        `hurry` is for what somebody stands still for: it costs a transaction of its own.
+        """
         self._callbacks.append(callback)
         self.want_commit()
+        if hurry:
+            self._hurry.set()
 
     async def run(self) -> None:
         """Commit whenever asked, until `close`.
@@ -49,10 +56,13 @@ class LedgerWriter:
         try:
             while self._wanted.is_set() or not self._is_closing:
                 await self._wanted.wait()
-                if not self._is_closing:
-                    await asyncio.sleep(due - loop.time())  # gather company for the transaction
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(due):  # gather company for the transaction
+                        await self._hurry.wait()
                 due = loop.time() + self.interval_s
                 self._wanted.clear()
+                if not self._is_closing:
+                    self._hurry.clear()
                 callbacks, self._callbacks = self._callbacks, []
                 if statements := self.ledger.take():
                     job = loop.run_in_executor(self._thread, self._execute, statements)
@@ -75,4 +85,5 @@ class LedgerWriter:
     def close(self) -> None:
         """Let `run` write what is queued and return."""
         self._is_closing = True
-        self.want_commit()
+        self._wanted.set()
+        self._hurry.set()

@@ -24,12 +24,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
     after_commit = LedgerWriter.after_commit
 
-    def at_once(writer: LedgerWriter, callback: Any) -> None:
+    def at_once(writer: LedgerWriter, callback: Any, *, hurry: bool = False) -> None:
         if any(isinstance(arg, Ack) for arg in getattr(callback, "args", ())):
             callback()
             writer.want_commit()
         else:
-            after_commit(writer, callback)
+            after_commit(writer, callback, hurry=hurry)
 
     patch.setattr(LedgerWriter, "after_commit", at_once)
 

@@ -36,22 +36,30 @@ def kept(ledger: Ledger, key: str) -> bool:
     return ledger.connection.execute(sql, (key,)).fetchone() is not None
 
 
-async def durable(writer: LedgerWriter) -> None:
+async def durable(writer: LedgerWriter, *, hurry: bool = False) -> None:
     """Return once all that is queued is."""
     done = asyncio.Event()
-    writer.after_commit(done.set)
+    writer.after_commit(done.set, hurry=hurry)
     async with asyncio.timeout(10):
         await done.wait()
 
 
-async def test_the_first_after_a_quiet_time_is_written_at_once(ledger: Ledger) -> None:
+async def test_the_first_and_what_is_hurried_is_written_at_once(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger, interval_s=600.0)
     running = asyncio.create_task(writer.run())
     ledger.set_meta("first", "1")
     await durable(writer)
     assert kept(ledger, "first")
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    for key in ("second", "third"):
+        ledger.set_meta(key, "1")
+        await durable(writer, hurry=True)
+        assert kept(ledger, key)
+    ledger.set_meta("last", "1")
+    writer.want_commit()
+    writer.close()
+    async with asyncio.timeout(10):
+        await running
+    assert kept(ledger, "last"), "the end does not wait, either"
 
 
 async def test_under_load_transactions_are_an_interval_apart(ledger: Ledger) -> None:

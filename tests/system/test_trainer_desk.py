@@ -26,7 +26,7 @@ class AtOnce:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def after_commit(self, callback: Callable[[], None]) -> None:
+    def after_commit(self, callback: Callable[[], None], *, hurry: bool) -> None:
         self.ledger.commit()
         callback()
 
