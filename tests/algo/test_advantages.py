@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,9 @@ from arealite.algo.advantages import (
     overlong_penalty,
     shape_rewards,
 )
-from arealite.api.algorithm import ShapingConfig
+from arealite.algo.losses import value_loss
+from arealite.api.algorithm import CriticConfig, ShapingConfig
+from arealite.api.engine import LossInput
 from arealite.base.errors import UserError
 
 
@@ -164,22 +167,39 @@ def test_lambda_one_is_the_return_less_the_value(
     assert advantages_N == pytest.approx(returns_N - values_N, abs=1e-6)
 
 
-def test_a_critic_learns_the_values_of_a_chain() -> None:
-    """TD(λ) with gae's returns on a random walk finds the known chances to end on the right."""
-    rng = random.Random(0)
-    values = np.zeros(5)
-    for episode in range(3000):
-        at, path = 2, list[int]()
-        while 0 <= at <= 4:
-            path.append(at)
-            at += rng.choice((-1, 1))
-        rewards_N = np.zeros(len(path))
-        rewards_N[-1] = float(at > 4)
-        _, returns_N = gae(rewards_N, values[path], bootstrap=0.0, gamma=1.0, lam=0.8)
-        rate = 0.2 / (1 + episode / 100)
-        for state, wanted in zip(path, returns_N, strict=True):
-            values[state] += rate * (wanted - values[state])
-    assert values == pytest.approx(np.arange(1, 6) / 6, abs=0.05)
+def walk(rng: random.Random) -> tuple[list[int], bool]:
+    """Walk from the middle of five states until an end is passed; return the path, and if right."""
+    at, path = 2, list[int]()
+    while 0 <= at <= 4:
+        path.append(at)
+        at += rng.choice((-1, 1))
+    return path, at > 4
+
+
+def test_a_critic_learns_the_known_values_of_a_random_walk() -> None:
+    """State i of five ends on the right with a chance of (i + 1) / 6."""
+    rng, table = random.Random(0), torch.zeros(5, requires_grad=True)
+    loss_fn = value_loss(CriticConfig(value_clip=0.2))
+    for step in range(150):
+        paths, returns = list[int](), list[np.ndarray]()
+        old = table.detach().clone()
+        for path, won in (walk(rng) for _ in range(32)):
+            rewards_N = np.zeros(len(path))
+            rewards_N[-1] = float(won)
+            values_N = old[path].numpy()
+            returns.append(gae(rewards_N, values_N, bootstrap=0.0, gamma=1.0, lam=0.8)[1])
+            paths.extend(path)
+        fields = {
+            "values": old[paths],
+            "returns": torch.from_numpy(np.concatenate(returns)).float(),
+            "loss_weight": torch.full((len(paths),), 1.0 / len(paths)),
+        }
+        rows_N = torch.zeros(len(paths), dtype=torch.int64)
+        loss, _ = loss_fn(LossInput({"values": table[paths]}, rows_N, fields))
+        (gradient,) = torch.autograd.grad(loss, table)
+        with torch.no_grad():
+            table -= 3.0 / (1 + step / 15) * gradient
+    assert table.tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6], abs=0.04)
 
 
 # ---------------------------------------------------------------- M2PO

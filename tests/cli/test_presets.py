@@ -65,3 +65,13 @@ def test_it_sets_only_what_the_algorithm_needs(file: Path) -> None:
         assert OF_AN_ALGORITHM.fullmatch(key), key
         assert value != defaults[key], f"{key} is {value} by default"
     assert len(file.read_text().splitlines()) <= 20
+
+
+def test_the_docs_have_a_line_for_each() -> None:
+    """And it names the value of every key that the preset sets."""
+    lines = (ROOT / "docs/algorithms.md").read_text().splitlines()
+    for file in PRESETS:
+        (line,) = [one for one in lines if one.startswith(f"| `{file.stem}` |")]
+        for key in leaves(yaml.safe_load(file.read_text())):
+            group, _, name = key.removeprefix("trainer.ppo.").rpartition(".")
+            assert name in line or f"`{group}`:" in line, (file.stem, key)
