@@ -107,12 +107,12 @@ class FakeEngine:
         return {"loss": 1.0, "lr": 0.1}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        (checkpoint.begin(path) / "extra.json").write_text(json.dumps(extra))
+        (checkpoint.begin(path) / "extra.json").write_text(json.dumps({"extra": extra}))
         checkpoint.commit(path, {})
         self.saved.append(extra["step"])
 
     def load(self, path: Path) -> dict[str, Any]:
-        return json.loads((path / "extra.json").read_text())
+        return json.loads((path / "extra.json").read_text())["extra"]
 
     def export(self, path: Path) -> None:
         self.exported += 1

@@ -1,0 +1,128 @@
+"""Offline runs with real processes: SFT, then PPO, in one command; kills, a stop, and the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arealite.base import config as base_config
+from arealite.base.names import RunPaths
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.models import tiny_model
+from tests.waiting import spawned, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+
+def write_answers(file: Path, count: int) -> None:
+    """Write sums of digits with their answers."""
+    draw = random.Random(3)
+    with file.open("w") as output:
+        for _ in range(count):
+            a, b = draw.randint(1, 9), draw.randint(1, 9)
+            output.write(json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b)}) + "\n")
+
+
+def test_sft_then_ppo_in_one_command(site: Site, tmp_path: Path) -> None:
+    write_answers(tmp_path / "answers.jsonl", 48)
+    run_root, answers = tmp_path / "runs", tmp_path / "answers.jsonl"
+    done = site.train(
+        run_root,
+        *("--config", str(ROOT / "config/sft.yaml")),
+        *(f"dataset.train={answers}", f"dataset.eval={answers}"),
+        *("trainer.offline.lr=1e-2", "trainer.offline.batch_size=16"),
+        *("--then", str(ROOT / "config/async_ppo.yaml"), "trainer.ppo.total_steps=2"),
+        *(f"dataset.train={site.folder / 'train.jsonl'}", "dataset.eval=null"),
+    )
+    assert done.code == 0, done.shown + done.logs()
+    assert "stage 1 of 2: sft" in done.shown and "stage 2 of 2: async_ppo" in done.shown
+    first = RunPaths(run_root / "e2e" / "t-stage1")
+    assert not first.ledger.exists() and "no audit" not in done.shown
+    losses = [json.loads(line).get("eval/loss") for line in first.metrics.read_text().splitlines()]
+    told = [loss for loss in losses if loss is not None]
+    assert len(told) == 2 and told[1] < told[0]
+    config = base_config.read(done.paths.config)
+    assert config.model.path == str(first.export)
+    taught, begun = (load_file(path / "model.safetensors") for path in (first.export, site.model))
+    assert any(not torch.equal(taught[name], begun[name]) for name in begun)
+    assert [line["step"] for line in done.metrics() if "reward/mean" in line] == [0, 1]
+    assert audit(done.paths.ledger).ok
+    # Version 0 of the second stage is what the first left: its policy agrees with the server's.
+    assert done.metrics()[1]["mismatch/logprob_abs_diff_max_current"] < 1e-4
+
+
+class Run:
+    """An SFT run of two ranks that can be killed, stopped and started again."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.paths = folder, RunPaths(folder / "runs" / "e2e" / "t")
+        folder.mkdir()
+        write_answers(folder / "answers.jsonl", 64)
+        self.command = [
+            *(sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "config/sft.yaml")),
+            *("experiment_name=e2e", "trial_name=t", f"cluster.name_root={folder / 'names'}"),
+            *(f"model.path={model}", f"cluster.run_root={folder / 'runs'}"),
+            *(f"dataset.train={folder / 'answers.jsonl'}", "launcher.local.trainer_ranks=2"),
+            *("trainer.offline.batch_size=16", "trainer.offline.epochs=15"),
+            *("trainer.offline.checkpoint_every_steps=5", "trainer.offline.lr=1e-3"),
+        ]
+
+    def steps(self) -> int:
+        if not self.paths.metrics.exists():
+            return 0
+        return self.paths.metrics.read_text().count('"train/loss"')
+
+    def reaches(self, steps: int, train: subprocess.Popen[str]) -> None:
+        over = lambda: self.steps() >= steps or train.poll() is not None  # noqa: E731
+        until(over, what=f"step {steps}", seconds=90)
+        assert train.poll() is None, (train.stdout.read() if train.stdout else "") + self.logs()
+
+    def finish(self) -> None:
+        done = subprocess.run(
+            self.command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr + self.logs()
+        assert not strays(self.folder)
+
+    def logs(self) -> str:
+        return "\n".join(file.read_text()[-2000:] for file in self.paths.logs.glob("*.log"))
+
+    def told(self) -> list[tuple[int, float]]:
+        lines = [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+        return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+
+
+@pytest.mark.faults
+def test_a_run_that_is_killed_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", init_std=0.1)
+    whole, harmed = Run(tmp_path / "whole", model), Run(tmp_path / "harmed", model)
+    whole.finish()
+    with spawned(harmed.command, ENVIRONMENT) as train:
+        harmed.reaches(12, train)
+        why = [sys.executable, "-m", "arealite.cli.main", "why", str(harmed.paths.root)]
+        shown = subprocess.run(why, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
+        assert shown.returncode == 0 and "trainer-1" in shown.stdout, shown.stdout
+        ranks = psutil.Process(train.pid).children()
+        os.kill(random.Random(1).choice(ranks).pid, signal.SIGKILL)
+        harmed.reaches(24, train)
+        train.send_signal(signal.SIGTERM)
+        assert train.wait(60) == 130
+        told = train.stdout.read() if train.stdout else ""
+    assert "started again (1 of 5)" in told and "stopping after this step" in told
+    assert "no audit" not in told and not harmed.paths.export.exists()
+    assert len(harmed.told()) < 60, "it was stopped before its end"
+    harmed.finish()
+    assert harmed.told() == whole.told() and len(whole.told()) == 60
+    one, other = (load_file(run.paths.export / "model.safetensors") for run in (whole, harmed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
