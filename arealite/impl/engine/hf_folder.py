@@ -1,4 +1,4 @@
-"""Write the files of a Hugging Face folder, a few gigabytes of weights at a time.
+"""Write the files of a Hugging Face folder, a gigabyte of weights at a time.
 
 Here for exports and for versions published to servers alike, so that they hold the same files.
 """
@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from arealite.impl.weights.buckets import split
 
-FILE_BYTES = 4 << 30
-"""Weights are written in files of about this size; no more is held in memory at a time."""
+FILE_BYTES = 1 << 30
+"""Weights are written in files of about this size; twice as much is held in memory at a time."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -41,6 +41,7 @@ def write_weights(
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
         total += sum(tensor.nbytes for tensor in part.values())
+        del part  # else it would live until the next one is complete
     if len(files := set(weight_map.values())) == 1:
         (folder / files.pop()).rename(folder / "model.safetensors")
     else:

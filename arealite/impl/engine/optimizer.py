@@ -31,7 +31,7 @@ class Optimizer:
         self._matrices = [p for p in params if p.ndim > 1]
         if config.type == "sgd":
             self._torch: Any = torch.optim.SGD(
-                params, lr=training.lr, momentum=config.beta1, fused=True
+                params, lr=training.lr, momentum=config.beta1, foreach=True
             )
             moments = ["momentum_buffer"] if config.beta1 else []
         else:

@@ -23,7 +23,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "value": {"head": "value"},
     "lora": {"lora": LoRAConfig(rank=4)},
-    "lora, low": {"lora": LoRAConfig(rank=4), "dtype": "bfloat16"},
+    "lora, low": {
+        "lora": LoRAConfig(rank=4),
+        "dtype": "bfloat16",
+        "optimizer": {"type": "sgd"},
+    },
 }
 """Options of make_engine under which ranks must agree, too."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from tests.impl.engine.helpers import (
     weights,
 )
 from tests.impl.engine.worker import ONE_EMPTY, UNEVEN
+from tests.models import tiny_model
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.processes]
 
@@ -158,6 +160,22 @@ def test_variants_agree_between_one_rank_and_two(name: str, variants: Path, mode
         theirs = first["forward"][kind] + second["forward"][kind]
         for ours, other in zip(values, theirs, strict=True):
             np.testing.assert_allclose(ours, other, atol=0.1 if low else 1e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_rank_ever_holds_a_second_copy(world: int, tmp_path: Path) -> None:
+    """Beside its share of the model a rank holds a few tensors and one part of a file at a time."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    big = tiny_model(tmp_path / "model", vocab=512, **sizes)
+    whole = (big / "model.safetensors").stat().st_size
+    assert whole > 180e6
+    tiny_model(tmp_path / "tiny")
+    assert launch("memory", tmp_path, big, world) == [0] * world
+    for rank in range(world):
+        found = json.loads((tmp_path / f"memory-{rank}.json").read_text())
+        found["load"] -= whole // world
+        assert {name: grown for name, grown in found.items() if grown > 0.4 * whole} == {}
 
 
 def test_sigkill_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path, model: Path) -> None:

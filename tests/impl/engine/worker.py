@@ -5,14 +5,18 @@ RANK and WORLD_SIZE come from the environment; ranks meet through a file in the 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from arealite.impl.engine import hf_folder
 from tests.impl.engine.helpers import (
     LOSS,
     VARIANTS,
@@ -80,6 +84,45 @@ def variants(folder: Path, model: str) -> None:
     torch.save(out, folder / f"out-{rank}.pt")
 
 
+def memory(folder: Path, model: str) -> None:
+    """By how many bytes this process grows at its peak while it loads, saves, exports, streams."""
+    hf_folder.FILE_BYTES = 8 << 20
+    small = measure(folder / "small", str(folder / "tiny"))  # imports and buffers count as well
+    found = measure(folder, model) | {"small": small["load"]}
+    (folder / f"memory-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def measure(folder: Path, model: str) -> dict[str, int]:
+    """Do each thing once; return the growth of each."""
+    found: dict[str, int] = {}
+
+    @contextmanager
+    def measured(name: str) -> Iterator[None]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = status("VmRSS")
+        yield
+        found[name] = status("VmHWM") - before
+
+    with measured("load"):
+        engine = make_engine(model, optimizer={"type": "sgd", "beta1": 0.0})
+    with measured("save"):
+        engine.save(folder / "step-1", {})
+    with measured("resume"):
+        engine.load(folder / "step-1")
+    with measured("export"):
+        engine.export(folder / "export")
+    with measured("stream"):
+        for _ in engine.stream_weights():
+            pass
+    return found
+
+
+def status(key: str) -> int:
+    """Return a line of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
 def kill_in_save(folder: Path, model: str) -> None:
     """Save twice; die by SIGKILL where the second temporary folder would be renamed."""
     rename = os.rename
@@ -109,6 +152,7 @@ def main() -> None:
         "ranks": ranks,
         "copies": copies,
         "variants": variants,
+        "memory": memory,
         "kill_in_save": kill_in_save,
     }
     scenarios[scenario](folder, model)
