@@ -99,7 +99,8 @@ def settle(config: ExperimentConfig) -> ExperimentConfig:
     newest = checkpoint.latest(paths.checkpoints)
     begin = step_of(newest.name) if newest else 0
     if newest:
-        print(f"going on after step {begin} of {config.trainer.ppo.total_steps}", flush=True)
+        total = "" if config.trainer.is_offline else f" of {config.trainer.ppo.total_steps}"
+        print(f"going on after step {begin}{total}", flush=True)
     for file in paths.configs.glob("*.yaml"):
         if int(file.stem) > begin:
             file.unlink()

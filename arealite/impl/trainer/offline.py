@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +16,19 @@ import torch
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training, engines
-from arealite.api.logger import MetricLogger, loggers
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
+from arealite.api.logger import MetricLogger
 from arealite.api.trainer import Trainer
 from arealite.base import log
+from arealite.base.errors import UserError
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.metrics import ENGINE, Stopwatch
-from arealite.impl.trainer.parts import StopRequest, find_checkpoint
+from arealite.impl.trainer.parts import (
+    StopRequest,
+    find_checkpoint,
+    make_engine,
+    open_loggers,
+)
 from arealite.impl.trainer.world import World
 from arealite.system.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
 from arealite.system.datapipe_group import permutation
@@ -169,7 +174,13 @@ class OfflineTrainer(Trainer):
         """Resume or start; return the step."""
         step, path = 0, find_checkpoint(self.config)
         if path is not None:
-            step = self.saved_step = int(self.engine.load(path)["step"])
+            extra = self.engine.load(path)
+            step = self.saved_step = int(extra["step"])
+            if (begun := extra.get("identity")) != self.identity:
+                raise UserError(
+                    f"{path} was begun with {begun}, now it is {self.identity}: put that back, or "
+                    "choose another trial_name."
+                )
         logger.info("training starts", step=step, of=self.total_steps, checkpoint=str(path))
         for sink in self.parts.loggers:
             sink.rewind(step)
@@ -237,24 +248,9 @@ class OfflineTrainer(Trainer):
         training = Training(
             self.offline.optimizer, self.offline.lr, count_steps(config, len(train))
         )
-        engine = self.make_engine(config.model.path, training)
-        parts = OfflineParts(world, engine, train, held_out)
-        if world.lead:
-            names = dict.fromkeys(["jsonl", *config.logger.types])
-            parts.loggers = [loggers.get(name)(run_paths(config).root) for name in names]
-        return parts
-
-    def make_engine(self, model_path: str, training: Training | None) -> TrainEngine:
-        """Load a model as this rank's shard; None: to be asked, not trained."""
-        options, engine = self.offline.engine, engines.get(self.offline.engine.type)
-        make: Any = engine
-        return make(
-            getattr(options, options.type, options.fsdp),
-            model_path=model_path,
-            seed=self.config.seed,
-            training=training,
-            head=self.head,
-        )
+        engine = make_engine(config, training=training, head=self.head)
+        sinks = open_loggers(config) if world.lead else []
+        return OfflineParts(world, engine, train, held_out, sinks)
 
 
 def count_batches(rows: int, batch_size: int) -> int:

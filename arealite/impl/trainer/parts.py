@@ -68,9 +68,14 @@ def assemble(config: ExperimentConfig) -> Parts:
             model_path=Path(config.model.path).expanduser(),
             host=config.cluster.host,
         )
-        names = dict.fromkeys(["jsonl", *config.logger.types])
-        made.loggers = [loggers.get(name)(paths.root) for name in names]
+        made.loggers = open_loggers(config)
     return made
+
+
+def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
+    """Open what rank 0 writes metrics to."""
+    names = dict.fromkeys(["jsonl", *config.logger.types])
+    return [loggers.get(name)(run_paths(config).root) for name in names]
 
 
 def make_engines(config: ExperimentConfig) -> dict[str, Any]:
@@ -94,7 +99,8 @@ def make_engine(
     head: Head = "lm",
 ) -> TrainEngine:
     """Load the model at `path`, of None that at model.path; without `training` it is frozen."""
-    options = config.trainer.ppo.engine
+    trainer = config.trainer
+    options = trainer.offline.engine if trainer.is_offline else trainer.ppo.engine
     engine: Any = engines.get(options.type)
     return engine(
         getattr(options, options.type, options.fsdp),
