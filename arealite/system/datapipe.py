@@ -7,6 +7,7 @@ it knows is in `datapipe_groups`; here is who is told what, and when.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -139,7 +140,7 @@ class Datapipe:
             for lease in list(group.leases.values()):
                 if due := group.due(lease):
                     held = self.workers.give(group.owners[lease.lease_id], lease, due)
-                    held.sent = held.given
+                    held.sent = -math.inf  # what an earlier boot sent is there, or lost
                 else:
                     self.book.end(lease)
 
@@ -263,15 +264,17 @@ class Datapipe:
             self.writer.after_commit(partial(self._send_lease, worker, held))
 
     def _send_lease(self, worker: Worker, held: Held) -> None:
-        if held.lease.turns:
+        group = self.book.groups.get(held.lease.group_id)
+        if group is not None and any(member in group.turns for member in held.due):
             self._tasks.create_task(self._guard(lambda: self._send_turns(worker, held)))
         else:
-            self._hand_over(worker, held, held.lease, [])
+            self._hand_over(worker, held, held.rest(), [])
 
     async def _send_turns(self, worker: Worker, held: Held) -> None:
         """Send a lease with what the ledger has of its members by now: a late result ends one."""
-        turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, held.lease)
-        lease = msgspec.structs.replace(held.lease, turns=turns)
+        lease = held.rest()
+        turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, lease)
+        lease = msgspec.structs.replace(lease, turns=turns)
         self._hand_over(worker, held, lease, payloads)
 
     def _hand_over(self, worker: Worker, held: Held, lease: Lease, payloads: list[bytes]) -> None:

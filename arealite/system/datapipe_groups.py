@@ -47,8 +47,13 @@ class GroupBook:
         return epoch, permutation(self.seed, epoch, len(self.train))[place]
 
     def next_offer(self) -> Group | None:
-        """Return the oldest group with members to be run, else a new one if admission allows it."""
-        if self.version is None:
+        """Return the oldest group with members to be run, else a new one if admission allows it.
+
+        Not after the last step; and one batch more than all steps need, so that the last of them
+        waits for no straggler.
+        """
+        last = self.ppo.total_steps
+        if self.version is None or self.version >= last:
             return None
         attempts, now = self.ppo.max_attempts, time.monotonic()
         for seq in sorted(self._wanting):
@@ -61,7 +66,7 @@ class GroupBook:
         outstanding = self.next_step * size
         outstanding += sum(self.counts[state] for state in ("offered", "leased", "complete"))
         is_due = staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size)
-        return self._offer() if is_due else None
+        return self._offer() if is_due and outstanding < (last + 1) * size else None
 
     def lease(self, group: Group, *, worker_id: str, credit: int) -> Lease:
         """Lease up to `credit` missing members of a group."""

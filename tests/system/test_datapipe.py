@@ -513,6 +513,47 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     assert (second.turns, frames[second.lease_id]) == ([], [])
 
 
+async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
+    tmp_path: Path,
+) -> None:
+    """As when a whole run is killed: its episodes go on, the finished ones are not run again."""
+    config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
+    dying = FakeWorker(
+        lambda: pipe.address,
+        script=lambda lease, m: episode(lease, m, reward=m) if m == 0 else None,
+    )
+
+    def progress(anew: bool) -> Iterator[Turns]:
+        if dying.leases:
+            yield dying.leases[0], [TurnHeader(1, "agent", 0, 0)], [b"turn 0"]
+
+    dying.link.progress = progress
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+    await in_thread(lambda: (link.start(0), link.published(0)))
+    working = asyncio.create_task(dying.run())
+
+    def is_kept() -> bool:
+        group = pipe.book.groups.get("g0")
+        return bool(group and group.turns.get(1) and 0 in group.finished)
+
+    await eventually(lambda: is_kept() and not pipe.ledger._queue)
+    working.cancel()
+    running.cancel()
+    await asyncio.gather(working, running, return_exceptions=True)
+
+    async with piped(config) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        healing = asyncio.create_task(worker.run())
+        seen = await in_thread(lambda: train(link, steps=1))
+        await healing
+    first = worker.leases[0]
+    assert (first.group_id, first.members, len(first.turns)) == ("g0", [1], 1)
+    assert sorted(seen[0]) == ["g0/0/agent", "g0/1/agent"]
+
+
 async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  (both sides run in this loop)

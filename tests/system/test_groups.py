@@ -533,3 +533,14 @@ def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
     before = [h.trajectory_id for h in composed[0].headers]
     again = make(group_size=2, num_groups=1, again=book)
     assert [h.trajectory_id for h in again.batches[0][0].headers] == before
+
+
+def test_no_more_is_offered_than_a_batch_beyond_the_last_step(make: Make) -> None:
+    book = make(num_groups=2, max_staleness=4, total_steps=2)
+    leases = []
+    while (group := book.next_offer()) is not None:
+        leases.append(book.lease(group, worker_id="w", credit=8))
+    assert len(leases) == 3 * 2, "two batches, and one so that the last waits for no straggler"
+    publish(book, 2)
+    book.lose(leases[0])
+    assert book.next_offer() is None, "after the last step nobody needs it"
