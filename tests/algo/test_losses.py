@@ -75,6 +75,8 @@ def test_clipped_ratio(u: float, w: float, advantage: float, loss: float, grad: 
     assert gradient[0] == pytest.approx(grad, abs=1e-6)
     assert stats["ratio"] == pytest.approx(u, rel=1e-5)
     assert stats["behav_weight"] == pytest.approx(min(w, 2.0), rel=1e-5)
+    assert stats["clip_frac_low"] == float((u, advantage) == (0.5, -1.0))
+    assert stats["clip_frac_high"] == float((u, advantage) == (1.5, 1.0))
 
 
 # objective, (u, A) → loss, ∂loss/∂logprob at log π = −2, eps 0.2/0.3, taus 1 and 2
