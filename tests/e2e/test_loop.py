@@ -68,9 +68,9 @@ def test_a_run_from_start_to_export(site: Site, tmp_path: Path):
 
 
 def without_files(site: Site, run_root: Path, way: str, *options: str) -> Finished:
-    """Train two steps whose weights go to the server by `way`, one tensor at a time."""
-    ways = [f"trainer.ppo.publisher.type={way}", "trainer.ppo.publisher.bucket_mb=0"]
-    done = site.train(run_root, *ways, *options, "trainer.ppo.total_steps=2")
+    """Train two steps whose weights go to the server by `way`."""
+    by = f"trainer.ppo.publisher.type={way}"
+    done = site.train(run_root, by, *options, "trainer.ppo.total_steps=2")
     assert done.code == 0, done.shown + done.logs()
     assert server_version(site) == "2"
     lines = [line for line in done.metrics() if "publish/stall_s" in line]
