@@ -44,6 +44,9 @@ class SGLangServerConfig:
     start_timeout_s: float = opt(600.0, "from its start until it answers, else it has failed")
     silence_s: float = opt(30.0, "without an answer for this long it is killed and restarted")
     drain_timeout_s: float = opt(10.0, "at SIGTERM: time for running requests to end")
+    max_restarts: int = opt(
+        10, "starts in a row that do not last a minute; then it is given up, the others stay"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import aiohttp
 
 from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
-from arealite.base.errors import UserError
+from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
@@ -71,6 +71,7 @@ class SGLangServer(LLMServer):
 
         Raises:
             UserError: nothing can be started from this config, or one was never healthy.
+            RoleError: all were given up.
         """
         launches = await asyncio.to_thread(plan, self.config)
         loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
@@ -89,6 +90,8 @@ class SGLangServer(LLMServer):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+        if not any(task.cancelled() for task in tasks):
+            raise RoleError("every SGLang server died again and again; the first words are above.")
 
 
 def plan(config: ServerConfig) -> list[Launch]:

@@ -132,10 +132,12 @@ class SGLangProcess:
     async def run(self) -> None:
         """Keep the server alive until cancelled; then let its requests end, and end its group.
 
+        Returns when it is given up, after `max_restarts`.
+
         Raises:
             UserError: it was never healthy; holds the last lines of its log.
         """
-        pause_s = FIRST_PAUSE_S
+        pause_s, first, deaths = FIRST_PAUSE_S, "", 0
         while True:
             self._healthy_at = None
             try:
@@ -147,7 +149,13 @@ class SGLangProcess:
                     what = f"{error}. Its last lines ({self.log}):\n{self.tail()}"
                     raise UserError(what) from error
                 if self._healthy_at and time.monotonic() - self._healthy_at > STEADY_S:
-                    pause_s = FIRST_PAUSE_S
+                    pause_s, deaths = FIRST_PAUSE_S, 0
+                deaths, first = deaths + 1, first if deaths else f"{error}\n{self.tail()}"
+                if deaths > self.options.max_restarts:
+                    logger.error(
+                        "server given up", server=self.entry_id, deaths=deaths, first=first
+                    )
+                    return
                 logger.warning("server lost", error=str(error), restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

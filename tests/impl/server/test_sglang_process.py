@@ -20,7 +20,7 @@ import pytest
 import structlog.testing
 
 from arealite.api.config import ServerConfig, name_dir
-from arealite.base.errors import UserError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.server import sglang_process
 from arealite.impl.server.sglang import SGLangServer
 from arealite.impl.server.sglang_process import SGLangProcess
@@ -173,6 +173,21 @@ async def test_restarts_wait_longer_and_longer_until_one_holds(
             os.kill(entry.value["pid"], signal.SIGKILL)
             await eventually(lambda: len(pauses()) > deaths, "another death")
             assert pauses()[-1] == 0.02, "it had held, so this is its first death again"
+
+
+async def test_a_server_that_never_holds_is_given_up(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.02)
+    settings = quick_config(program, model_folder, max_restarts=2)
+    with structlog.testing.capture_logs() as events, pytest.raises(RoleError, match="every SGLang"):
+        async with serving(settings) as task:
+            program.tell(exits={"1": 9})
+            os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
+            await task
+    (end,) = [e for e in events if e["event"] == "server given up"]
+    assert end["deaths"] == 3
+    assert "SIGKILL" in end["first"], "the first death, not the last"
 
 
 @pytest.mark.parametrize("how", ["stopped", "refusing", "hanging"])
