@@ -27,6 +27,7 @@ from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.model_folder import other_model, vocab_size
 from arealite.cli.check_algorithm import check_algorithm
+from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
 from arealite.system.dataset import identity, load_tasks
 from arealite.system.name_registry import Entry, NameRegistry
@@ -39,8 +40,7 @@ def check(config: ExperimentConfig) -> None:
     check_options(config)
     model = check_model(config.model.path)
     if config.trainer.is_offline:
-        from arealite.cli.check_rows import check_rows  # imports torch
-
+        check_other_model(config.trainer.dpo.reference, model, key="trainer.dpo.reference")
         check_run_folder(config)
         check_resume(config, check_rows(config, model))
         return
@@ -96,8 +96,12 @@ def check_names(config: ExperimentConfig) -> None:
 
 def check_positive(config: ExperimentConfig) -> None:
     """Check the numbers that must be at least 1, or above 0 and finite."""
-    ppo, local = config.trainer.ppo, config.launcher.local
+    ppo, local, offline = config.trainer.ppo, config.launcher.local, config.trainer.offline
     counts = {
+        "trainer.offline.epochs": offline.epochs,
+        "trainer.offline.batch_size": offline.batch_size,
+        "trainer.offline.max_tokens": offline.max_tokens,
+        "trainer.offline.checkpoint_keep": offline.checkpoint_keep,
         "trainer.ppo.batch_size": ppo.batch_size,
         "trainer.ppo.collector.group_size": ppo.collector.group_size,
         "trainer.ppo.collector.concurrency": ppo.collector.concurrency,
@@ -113,6 +117,8 @@ def check_positive(config: ExperimentConfig) -> None:
         "launcher.local.trainer_threads": local.trainer_threads,
     }
     amounts = {
+        "trainer.offline.lr": offline.lr,
+        "trainer.dpo.beta": config.trainer.dpo.beta,
         "trainer.ppo.lr": ppo.lr,
         "trainer.ppo.collector.episode_timeout_s": ppo.collector.episode_timeout_s,
         "trainer.ppo.publisher.timeout_s": ppo.publisher.timeout_s,
@@ -125,6 +131,11 @@ def check_positive(config: ExperimentConfig) -> None:
         "launcher.local.drain_timeout_s": local.drain_timeout_s,
     }
     not_negative = {
+        "trainer.offline.max_steps": offline.max_steps,
+        "trainer.offline.eval_every_steps": offline.eval_every_steps,
+        "trainer.offline.checkpoint_every_steps": offline.checkpoint_every_steps,
+        "trainer.sft.assistant_weight": config.trainer.sft.assistant_weight,
+        "trainer.sft.next_state_weight": config.trainer.sft.next_state_weight,
         "trainer.ppo.checkpoint.every_steps": ppo.checkpoint.every_steps,
         "trainer.ppo.eval.every_steps": ppo.eval.every_steps,
         "trainer.ppo.publisher.verify_every": ppo.publisher.verify_every,
@@ -169,36 +180,16 @@ def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
 
 
 def check_offline(trainer: TrainerConfig) -> None:
-    """Check the numbers of sft, dpo and reward."""
-    offline, sft, dpo = trainer.offline, trainer.sft, trainer.dpo
-    rules = {
-        f"trainer.offline.lr={offline.lr} must be a number above 0.": 0 < offline.lr < math.inf,
-        f"trainer.offline.epochs={offline.epochs} must be at least 1.": offline.epochs >= 1,
-        f"trainer.offline.batch_size={offline.batch_size} must be at least 1.": (
-            offline.batch_size >= 1
-        ),
-        f"trainer.offline.max_tokens={offline.max_tokens} must be at least 2.": (
-            offline.max_tokens >= 2
-        ),
-        "trainer.offline.max_steps, eval_every_steps and checkpoint_every_steps must not be "
-        "negative.": (
-            min(offline.max_steps, offline.eval_every_steps, offline.checkpoint_every_steps) >= 0
-        ),
-        "trainer.sft.assistant_weight and next_state_weight must not be negative, nor both 0.": (
-            min(sft.assistant_weight, sft.next_state_weight) >= 0
-            and sft.assistant_weight + sft.next_state_weight > 0
-        ),
-        "trainer.sft.turns=last learns no next states: use turns=all, or next_state_weight=0.": (
-            sft.turns == "all" or not sft.next_state_weight
-        ),
-        f"trainer.dpo.beta={dpo.beta} must be a number above 0.": 0 < dpo.beta < math.inf,
-        f"trainer.dpo.label_smoothing={dpo.label_smoothing} must be from 0 to below 0.5.": (
-            0 <= dpo.label_smoothing < 0.5
-        ),
-    }
-    for text, holds in rules.items():
-        if not holds:
-            raise UserError(text)
+    """Check that the numbers of sft, dpo and reward fit together."""
+    sft, smoothing = trainer.sft, trainer.dpo.label_smoothing
+    if sft.assistant_weight == sft.next_state_weight == 0:
+        raise UserError("trainer.sft.assistant_weight and next_state_weight are both 0.")
+    if sft.turns == "last" and sft.next_state_weight:
+        raise UserError(
+            "trainer.sft.turns=last learns no next states. Use turns=all, or next_state_weight=0."
+        )
+    if not 0 <= smoothing < 0.5:
+        raise UserError(f"trainer.dpo.label_smoothing={smoothing} must be from 0 to below 0.5.")
 
 
 def check_sampling(sampling: SamplingConfig, where: str) -> None:
@@ -229,16 +220,20 @@ def check_model(path: str, key: str = "model.path") -> dict[str, Any]:
 
 def check_other_models(ppo: PPOConfig, model: dict[str, Any]) -> None:
     """Check that a reference and a critic read the token ids that the policy writes."""
-    reference = ppo.kl.reference if ppo.kl.reference != "initial" else None
-    for key, path in {"kl.reference": reference, "critic.path": ppo.critic.path}.items():
-        if path is None:
-            continue
-        theirs = vocab_size(check_model(path, f"trainer.ppo.{key}"))
-        if theirs != (ours := vocab_size(model)):
-            raise UserError(
-                f"trainer.ppo.{key}={path} has another vocabulary: {theirs} token ids, model.path "
-                f"has {ours}. Give a model of the same family."
-            )
+    check_other_model(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
+    check_other_model(ppo.critic.path, model, key="trainer.ppo.critic.path")
+
+
+def check_other_model(path: str | None, model: dict[str, Any], *, key: str) -> None:
+    """Check that the model at `path`, if `key` names one, has the vocabulary of `model`."""
+    if path is None or path == "initial":
+        return
+    theirs, ours = vocab_size(check_model(path, key)), vocab_size(model)
+    if theirs != ours:
+        raise UserError(
+            f"{key}={path} has another vocabulary: {theirs} token ids, model.path has {ours}. "
+            "Give a model of the same family."
+        )
 
 
 def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:

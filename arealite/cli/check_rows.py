@@ -10,6 +10,7 @@ from typing import Any
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
+from arealite.base.model_folder import vocab_size
 from arealite.system.chats import Row, identity_of_rows, make_encoder, read_dataset
 
 
@@ -20,7 +21,7 @@ def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str
     """
     train, held_out = read_dataset(config)
     encode = make_encoder(config, load_tokenizer(config.model.path))
-    vocabulary = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
+    vocabulary = vocab_size(model)
 
     def is_learned(row: Row) -> bool:
         examples = encode(row)
@@ -33,8 +34,7 @@ def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str
                 )
         return all(example.kinds[1:].any() for example in examples)
 
-    empty = [where for where, row in train if not is_learned((where, row))]
-    empty += [where for where, row in held_out if not is_learned((where, row))]
+    empty = [row[0] for row in (*train, *held_out) if not is_learned(row)]
     if len(empty) == len(train) + len(held_out):
         limit = config.trainer.offline.max_tokens
         raise UserError(

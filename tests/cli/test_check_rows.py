@@ -78,12 +78,13 @@ def test_rows_that_teach_nothing_are_counted_and_only_they_are_refused(tmp_path,
         ("offline", {"lr": float("nan")}),
         ("offline", {"epochs": 0}),
         ("offline", {"batch_size": 0}),
-        ("offline", {"max_tokens": 1}),
+        ("offline", {"max_tokens": 0}),
         ("offline", {"max_steps": -1}),
         ("offline", {"eval_every_steps": -1}),
         ("sft", {"assistant_weight": -1.0}),
         ("sft", {"assistant_weight": 0.0}),
         ("sft", {"turns": "last", "next_state_weight": 0.1}),
+        ("offline", {"checkpoint_keep": 0}),
         ("dpo", {"beta": 0.0}),
         ("dpo", {"label_smoothing": 0.5}),
     ],
@@ -94,6 +95,15 @@ def test_numbers_that_make_no_sense(tmp_path, model, part, options):
     trainer = replace(config.trainer, **{part: kinds[part](**options)})
     with pytest.raises(UserError, match=f"trainer.{part}"):
         check_options(replace(config, trainer=trainer))
+
+
+def test_a_reference_has_the_policys_vocabulary(tmp_path, model):
+    config = settings(tmp_path, model, "dpo")
+    other = tiny_model(tmp_path / "other", vocab=80)
+    for path, says in ((other, "has another vocabulary: 80 token ids"), (tmp_path, "is no Hugg")):
+        trainer = replace(config.trainer, dpo=DPOConfig(reference=str(path)))
+        with pytest.raises(UserError, match=f"trainer.dpo.reference={path} {says}"):
+            check(replace(config, trainer=trainer))
 
 
 def test_resume_of_an_offline_run(tmp_path, model):
