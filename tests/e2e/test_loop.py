@@ -119,6 +119,20 @@ def test_resume_goes_on_goes_back_on_purpose_and_begins_anew(
     assert len(list((tmp_path / "e2e").glob("t.before-*/ledger.sqlite"))) == 1
 
 
+def test_resume_at_another_number_of_ranks(site: Site, tmp_path: Path):
+    every = "trainer.ppo.checkpoint.every_steps=1"
+    for steps, ranks in ((1, 2), (2, 1), (3, 2)):
+        number = [f"trainer.ppo.total_steps={steps}", f"launcher.local.trainer_ranks={ranks}"]
+        done = site.train(tmp_path, *number, every)
+        assert done.code == 0, done.shown + done.logs()
+        manifest = done.paths.checkpoints / f"step-{steps:06d}" / "manifest.json"
+        assert json.loads(manifest.read_text())["world_size"] == ranks
+        assert steps_of(done.metrics()) == list(range(steps))
+    report = audit(done.paths.ledger)
+    assert report.ok
+    assert report.groups.trained == 3 * 4
+
+
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
