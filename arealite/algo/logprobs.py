@@ -64,7 +64,10 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperature, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # A frozen head (LoRA) needs no gradient as large as itself.
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logp = _log_softmax(hidden[part], weight, temperature[part])
@@ -77,5 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_z.scatter_add_(1, targets[part, None], grad_logp[part, None])
             grad_z = grad_z.div_(temperature[part, None]).to(hidden.dtype)
             grad_hidden[part] = grad_z @ weight
-            grad_weight += grad_z.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_z.T @ hidden[part]
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None

@@ -16,6 +16,7 @@ from typing import Any
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import Head, TrainEngine, Training, engines
+from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.base import log
@@ -84,11 +85,25 @@ def make_engines(config: ExperimentConfig) -> dict[str, Any]:
     updates = ppo.total_steps * ppo.updates * ppo.epochs
     made = {"engine": make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates))}
     if kl.coef > 0:
-        made["reference"] = make_engine(config, kl.reference if kl.reference != "initial" else None)
+        path = kl.reference if kl.reference != "initial" else None
+        made["reference"] = make_reference(config, made["engine"], path)
     if ppo.advantage.type == "gae":
         training = Training(critic.optimizer, critic.lr, updates)
         made["critic"] = make_engine(config, critic.path, training=training, head="value")
     return made
+
+
+def make_reference(config: ExperimentConfig, engine: Any, path: str | None) -> TrainEngine:
+    """Return the frozen model at `path`, of None the one that `engine` began with: its own, without
+    the adapters, where it trains nothing else."""
+    if path is None and _options(config).fsdp.lora.rank:
+        return engine.without_adapter()
+    return make_engine(config, path)
+
+
+def _options(config: ExperimentConfig) -> TrainEngineConfig:
+    trainer = config.trainer
+    return trainer.offline.engine if trainer.is_offline else trainer.ppo.engine
 
 
 def make_engine(
@@ -99,8 +114,7 @@ def make_engine(
     head: Head = "lm",
 ) -> TrainEngine:
     """Load the model at `path`, of None that at model.path; without `training` it is frozen."""
-    trainer = config.trainer
-    options = trainer.offline.engine if trainer.is_offline else trainer.ppo.engine
+    options = _options(config)
     engine: Any = engines.get(options.type)
     return engine(
         getattr(options, options.type, options.fsdp),

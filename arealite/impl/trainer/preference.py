@@ -8,7 +8,7 @@ from arealite.algo.preference import bradley_terry, make_dpo_loss
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence
 from arealite.impl.trainer.offline import OfflineParts, OfflineTrainer, Rows, Unit
-from arealite.impl.trainer.parts import make_engine
+from arealite.impl.trainer.parts import make_reference
 from arealite.system.chats import ASSISTANT, Example
 
 PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
@@ -23,7 +23,7 @@ class DPOTrainer(OfflineTrainer):
         super().__init__(config, parts)
         dpo, self.reference = config.trainer.dpo, None
         if not dpo.reference_free:
-            self.reference = make_engine(config, dpo.reference)
+            self.reference = make_reference(config, self.engine, dpo.reference)
 
     def make_loss(self) -> LossFn:
         return make_dpo_loss(self.config.trainer.dpo)
