@@ -19,13 +19,14 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         the tests, in several processes (WORKERS=3)"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
+	@echo "make test-learning  each algorithm learns the demo's task"
 	@echo "make test-peers   losses and gradients against TRL's, in a virtual environment of its own: $(PEERS_VENV)"
 	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
 	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
@@ -66,6 +67,9 @@ $(PEERS_VENV)/.dev: pyproject.toml
 	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install "$(TORCH)"
 	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -e ".[dev,peers]"
 	touch $@
+
+test-learning: $(VENV)/.dev
+	$(PY) -m pytest -m learning
 
 test-peers: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python -m pytest -m peers
