@@ -163,9 +163,10 @@ def value_loss(config: CriticConfig) -> LossFn:
             "error_sq": error_N.square(),
         }
         if (bound := config.value_clip) is not None:
-            near_N = old_N + (values_N - old_N).clamp(-bound, bound)
-            bounded_N = (near_N - returns_N).square()
-            stats["value_clip_frac"] = bounded_N.detach() > squares_N.detach()
+            moved_N = values_N - old_N
+            bounded_N = (old_N + moved_N.clamp(-bound, bound) - returns_N).square()
+            beyond_N = moved_N.detach().abs() > bound  # within, the two differ by rounding
+            stats["value_clip_frac"] = beyond_N & (bounded_N.detach() > squares_N.detach())
             squares_N = torch.maximum(squares_N, bounded_N)
         loss = 0.5 * (weight_N * squares_N).sum()
         return loss, _sums(stats, weight_N, loss)

@@ -1,0 +1,74 @@
+"""Two ranks with many micro-batches do what one rank with few does: the whole step, all models."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.impl.trainer.worker import KINDS
+from tests.models import tiny_model
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.impl.trainer.worker", str(folder)]
+    shared = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)})
+        for rank in range(world_size)
+    ]
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("steps")
+    tiny_model(folder / "model", init_std=0.1)
+    ranks = launch(folder, 1) + launch(folder, 2)
+    try:
+        assert [rank.wait(timeout=200) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=10)
+    names = "1-0", "2-0", "2-1"
+    return {name: torch.load(folder / f"out-{name}.pt", weights_only=False) for name in names}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_policy_and_critic(outs: dict[str, Any], kind: str) -> None:
+    one, two = (outs[name][kind] for name in ("1-0", "2-0"))
+    assert one.keys() == two.keys()
+    assert any(name.startswith("critic/") for name in one) == (kind == "gae")
+    before = {name: value for name, value in one.items() if name != "metrics"}
+    for name, value in before.items():
+        worst = float((two[name] - value).abs().max())
+        assert worst <= 1e-5 * max(float(value.abs().max()), 1e-2), (name, worst)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics(outs: dict[str, Any], kind: str) -> None:
+    lines = zip(outs["1-0"][kind]["metrics"], outs["2-0"][kind]["metrics"], strict=True)
+    for one, two in lines:
+        assert one["update/microbatches"] <= 2.0
+        assert two["update/microbatches"] >= 10.0, "5 a rank"
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            if name.split("/")[-1] not in ("microbatches", "padded_tokens", "pad_frac"):
+                assert two[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
+        assert one["update/grad_norm"] > 1e-3
+    assert outs["2-1"][kind]["metrics"] == []
