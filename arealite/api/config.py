@@ -42,9 +42,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL."""
+    """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL; those of sft, dpo
+    and reward have other columns."""
 
-    train: str = opt("", "path of the training rows; required")
+    train: str = opt("", "path of the training rows (of sft also a run's folder); required")
     eval: str | None = opt(None, "path of the held-out rows; null trains without evaluation")
     shuffle: bool = opt(True, "a new seeded order each epoch")
 

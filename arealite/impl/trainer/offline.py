@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +81,9 @@ class OfflineTrainer(Trainer):
         self.loss_fn = self.make_loss()
         self.clock = Stopwatch()
         self.saved_step: int | None = None
+        self.maker = ThreadPoolExecutor(1, "rows")
+        """The one thread that tokenises: a batch ahead of the update."""
+        self.ahead: dict[int, Future[Rows]] = {}
 
     @abstractmethod
     def make_loss(self) -> LossFn:
@@ -113,6 +117,14 @@ class OfflineTrainer(Trainer):
         return step >= self.total_steps or self.world.any(self.stop.asked)
 
     def next_batch(self, step: int) -> Rows:
+        """Wait for batch `step`; the one after it is made meanwhile."""
+        for each in range(step, min(step + 2, self.total_steps)):
+            if each not in self.ahead:
+                self.ahead[each] = self.maker.submit(self.make_batch, each)
+        with self.clock("time/rows_s"):
+            return self.ahead.pop(step).result()
+
+    def make_batch(self, step: int) -> Rows:
         """Make batch `step`: the next rows of its epoch's seeded order; an epoch's last batch may
         be smaller."""
         train, size = self.parts.train, self.offline.batch_size
@@ -120,8 +132,7 @@ class OfflineTrainer(Trainer):
         order: Seq[int] = range(len(train))
         if self.config.dataset.shuffle:
             order = permutation(self.config.seed, epoch, len(train))
-        with self.clock("time/rows_s"):
-            return self.deal([train[i] for i in order[place * size : (place + 1) * size]])
+        return self.deal([train[i] for i in order[place * size : (place + 1) * size]])
 
     def deal(self, rows: list[Row]) -> Rows:
         """Encode rows, weigh them as one batch, and give each rank about equal tokens."""
@@ -211,7 +222,8 @@ class OfflineTrainer(Trainer):
                 checkpoint.prune(folder, self.offline.checkpoint_keep)
 
     def close(self) -> None:
-        """Let go of files, the process group and signals."""
+        """Let go of the thread, files, the process group and signals."""
+        self.maker.shutdown(cancel_futures=True)
         for sink in self.parts.loggers:
             sink.close()
         self.world.leave()
@@ -228,7 +240,7 @@ class OfflineTrainer(Trainer):
     def evaluate(self, step: int) -> None:
         """Write the loss of the held-out rows, taken as one batch, as a line of its own."""
         with self.clock("time/eval_s"):
-            batch = self.deal(self.parts.held_out)
+            batch = self.maker.submit(self.deal, self.parts.held_out).result()
             self.prepare(batch)
             outputs = self.engine.forward(batch.rows, batch.all_lengths)
             stats = self.loss_fn(flatten(batch.rows, outputs))[1] if batch.rows else {}

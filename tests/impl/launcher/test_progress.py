@@ -55,6 +55,25 @@ def test_evaluations_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == "eval at step 2: held-out accuracy 0.250\n"
 
 
+def test_an_offline_run_tells_its_total_with_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    progress = Progress(tmp_path / "m", 100, evaluates=True)
+    progress.show({"step": 0, "time": 0.0, "eval/loss": 2.5})
+    line = {"time": 0.0, "train/epoch": 0.0, "train/total_steps": 2.0, "train/loss": 1.25}
+    progress.show({"step": 0, **line})
+    progress.show({"step": 1, **line, "train/accuracy": 0.5})
+    assert not progress.finished
+    progress.show({"step": 2, "time": 0.0, "eval/loss": 1.0, "eval/accuracy": 0.75})
+    assert progress.finished and progress.newest == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "eval at step 0: held-out loss 2.500",
+        "step 1/2  loss 1.2500",
+        "step 2/2  loss 1.2500  accuracy 0.500",
+        "eval at step 2: held-out loss 1.000, accuracy 0.750",
+    ]
+
+
 def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Path):
     plain, evaluates = (Progress(tmp_path / "m", 3, evaluates=each) for each in (False, True))
     for progress in (plain, evaluates):

@@ -22,7 +22,12 @@ from arealite.api.config import (
     run_paths,
 )
 from arealite.api.engine import LossFn, Sequence
-from arealite.api.engine_config import OptimizerConfig
+from arealite.api.engine_config import (
+    FSDPConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.impl.engine import checkpoint
@@ -321,3 +326,13 @@ def test_dpo_begins_at_a_margin_of_0_and_widens_it(tmp_path, model, loss):
     assert first["eval/margin"] == pytest.approx(0.0, abs=1e-6), "the reference is the start"
     assert first["eval/loss"] == pytest.approx({"sigmoid": np.log(2.0)}.get(loss, 1.0), abs=1e-5)
     assert last["eval/margin"] > first["eval/margin"] and last["eval/loss"] < first["eval/loss"]
+
+
+def test_dpo_of_adapters_compares_with_the_model_without_them(tmp_path, model):
+    pytest.importorskip("peft")
+    engine = TrainEngineConfig(fsdp=FSDPConfig(lora=LoRAConfig(rank=4)))
+    config = settings(tmp_path, model, "dpo", held_out=10, epochs=4, engine=engine)
+    trainers.get("dpo")(config).train()  # type: ignore[call-arg]
+    first, *_, last = [line for line in metrics(config) if "eval/margin" in line]
+    assert first["eval/margin"] == pytest.approx(0.0, abs=1e-6)
+    assert last["eval/margin"] > 0.01 and last["eval/loss"] < first["eval/loss"]
