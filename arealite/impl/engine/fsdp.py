@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -169,11 +170,19 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine.load; ranks that did not exist when it was written keep their seeded RNG.
 
         Raises:
-            UserError: the checkpoint is missing or broken; names the good ones.
+            UserError: the checkpoint is missing or broken, and names the good ones; or it is of
+                other parameters or another optimizer.
         """
         checkpoint.require(path)
         reshard(self._model)
-        load_shards(self._state(), checkpoint_id=path / "state")
+        state, held = self._state(), FileSystemReader(path / "state").read_metadata()
+        names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
+        if absent := next((n for n in names if n not in held.state_dict_metadata), None):
+            raise UserError(
+                f"Checkpoint '{path}' has no '{absent}': go on with the model, engine.fsdp.lora "
+                "and optimizer.type it was written with, or begin anew with resume=never."
+            )
+        load_shards(state, checkpoint_id=path / "state")
         inside = json.loads((path / "extra.json").read_text())
         self.optimizer.updates = inside["updates"]
         states = path / f"rng-{dist.get_rank()}.json"

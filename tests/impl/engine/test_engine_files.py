@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
 from arealite.impl.engine import checkpoint, hf_folder, rng
 from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
@@ -51,6 +53,18 @@ def test_a_broken_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     next((tmp_path / "step-2" / "state").glob("*.distcp")).write_bytes(b"")
     with pytest.raises(UserError, match=r"Good ones in .*: step-1\."):
         engine.load(tmp_path / "step-2")
+
+
+@pytest.mark.parametrize(
+    ("options", "absent"),
+    [({"lora": LoRAConfig(rank=2)}, "lora_A"), ({"optimizer": {"type": "sgd"}}, "momentum")],
+)
+def test_a_checkpoint_of_other_tensors_is_refused(
+    options: dict[str, Any], absent: str, model: Path, tmp_path: Path
+) -> None:
+    make_engine(model).save(tmp_path / "step-1", {"step": 1})
+    with pytest.raises(UserError, match=rf"has no '.*{absent}.*resume=never"):
+        make_engine(model, **options).load(tmp_path / "step-1")
 
 
 @pytest.mark.parametrize("which", ["model", "untied"])
