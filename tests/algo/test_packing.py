@@ -5,45 +5,133 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from itertools import pairwise
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.packing import microbatches, num_microbatches, padded_tokens
+from arealite.algo import packing
+from arealite.algo.packing import computed_tokens, microbatches
+from arealite.algo.partition import balance
 
 lengths_of = st.lists(st.integers(1, 200), max_size=40)
 budgets = st.integers(1, 400)
+layouts = st.sampled_from(sorted(packing.LAYOUTS))
+MIXES = {"short": (20, 128), "long": (300, 4096)}
+BUDGET = 8192
 
 
-@given(lengths_of, budgets)
-def test_every_row_once_within_budget(lengths: list[int], budget: int) -> None:
-    plan = microbatches(lengths, budget)
+def draw(mix: str, count: int, seed: int = 0) -> list[int]:
+    """Draw log-normal lengths, σ 0.8, clipped."""
+    median, most = MIXES[mix]
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), 0.8, count)
+    return np.clip(lengths.round(), 4, most).astype(int).tolist()
+
+
+def area(lengths: list[int], rows: list[int], layout: str) -> int:
+    return computed_tokens([lengths[i] for i in rows], [list(range(len(rows)))], layout)
+
+
+@given(lengths_of, budgets, layouts, st.integers(1, 3))
+def test_every_row_once_within_budget_and_units_together(
+    lengths: list[int], budget: int, layout: str, together: int
+) -> None:
+    lengths = lengths[: len(lengths) // together * together]
+    plan = microbatches(lengths, budget, layout=layout, together=together)
     assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
     for rows in plan:
-        assert len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= budget
-    assert plan == microbatches(list(lengths), budget)
-    assert padded_tokens(lengths, plan) >= sum(lengths)
+        assert len(rows) <= together or area(lengths, rows, layout) <= budget
+        for at in range(0, len(rows), together):
+            assert rows[at] % together == 0
+            assert rows[at : at + together] == list(range(rows[at], rows[at] + together))
+    assert plan == microbatches(list(lengths), budget, layout=layout, together=together)
+    assert computed_tokens(lengths, plan, layout) >= sum(lengths)
+    assert all(plan) or not lengths
 
 
 @given(lengths_of, budgets)
-def test_no_row_of_the_next_would_have_fitted(lengths: list[int], budget: int) -> None:
-    plan = microbatches(lengths, budget)
+def test_padded_rows_fall_and_a_cut_has_a_reason(lengths: list[int], budget: int) -> None:
+    plan = [rows for rows in microbatches(lengths, budget) if rows]
     for rows, after in pairwise(plan):
-        assert (len(rows) + 1) * lengths[rows[0]] > budget
         assert lengths[rows[-1]] >= lengths[after[0]]
+        more = [*rows, after[0]]
+        padding = area(lengths, more, "padded") - sum(lengths[i] for i in more)
+        assert area(lengths, more, "padded") > budget or padding > packing.OVERHEAD
 
 
-@given(st.lists(lengths_of, min_size=1, max_size=4), budgets)
-def test_ranks_agree_on_the_number(all_lengths: list[list[int]], budget: int) -> None:
-    number = num_microbatches(all_lengths, budget)
-    needed = [len(microbatches(lengths, budget)) for lengths in all_lengths]
-    assert number == max(1, *needed, 0)
+@given(lengths_of, budgets)
+def test_packed_needs_few(lengths: list[int], budget: int) -> None:
+    plan = microbatches(lengths, budget, layout="packed")
+    loads = sorted(sum(lengths[i] for i in rows) for rows in plan)
+    # Best fit leaves no two that would fit in one; one more may stand for balance.
+    assert len(plan) <= max(1, 2 * sum(lengths) / budget + 2)
+    if lengths and max(lengths) <= budget:
+        assert loads[-1] <= budget
 
 
-def test_by_hand() -> None:
-    assert microbatches([3, 9, 4, 4, 20], 12) == [[4], [1], [2, 3, 0]]
-    assert num_microbatches([[], []], 12) == 1
+@given(st.lists(lengths_of, min_size=1, max_size=4), budgets, layouts)
+def test_ranks_agree_on_the_number(all_lengths: list[list[int]], budget: int, layout: str) -> None:
+    options = {"layout": layout, "all_lengths": all_lengths}
+    plans = [microbatches(lengths, budget, **options) for lengths in all_lengths]
+    alone = [microbatches(lengths, budget, layout=layout) for lengths in all_lengths]
+    assert {len(plan) for plan in plans} == {max(len(plan) for plan in alone)}
+    for plan, own in zip(plans, alone, strict=True):
+        assert [rows for rows in plan if rows] == [rows for rows in own if rows]
+
+
+def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 9, 4, 4, 20]
+    assert microbatches(lengths, 12) == [[4], [1], [2, 3, 0]]
+    assert microbatches(lengths, 12, layout="packed") == [[4], [1], [0, 2, 3]]
+    assert microbatches(lengths, 20, layout="packed") == [[4], [0, 1, 2, 3]]
+    assert microbatches([], 12, all_lengths=[[], []]) == [[]]
+    monkeypatch.setattr(packing, "OVERHEAD", 5)
+    assert microbatches([10, 9, 8, 7, 6], 100) == [[0, 1, 2], [3, 4]], "padding 3, would be 6"
+    pairs = [3, 9, 4, 4, 8, 1]
+    assert microbatches(pairs, 100, together=2) == [[0, 1, 4, 5], [2, 3]]
+    assert microbatches(pairs, 17, layout="packed", together=2) == [[0, 1], [2, 3, 4, 5]]
+
+
+def least_cost(lengths: list[int], budget: int) -> float:
+    """Find the least computed tokens + OVERHEAD a micro-batch over all cuts of sorted rows."""
+    sizes = np.array(sorted(lengths, reverse=True))
+    cost = np.zeros(len(sizes) + 1)
+    for end in range(1, len(sizes) + 1):
+        areas = (end - np.arange(end)) * sizes[:end]
+        areas[:-1][areas[:-1] > budget] = 10**9
+        cost[end] = (cost[:end] + areas + packing.OVERHEAD).min()
+    return cost[-1]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("count", [512, 4096])
+def test_log_normal_mixes(mix: str, count: int) -> None:
+    for seed in range(3):
+        lengths = draw(mix, count, seed)
+        plan = microbatches(lengths, BUDGET)
+        computed = computed_tokens(lengths, plan)
+        assert (computed - sum(lengths)) / computed <= 0.05
+        if count == 512:
+            cost = computed + packing.OVERHEAD * len(plan)
+            assert cost <= 1.03 * least_cost(lengths, BUDGET)
+        plan = microbatches(lengths, BUDGET, layout="packed")
+        loads = [sum(lengths[i] for i in rows) for rows in plan]
+        assert min(loads) >= 0.97 * max(loads)
+        assert len(plan) <= -(-sum(lengths) // BUDGET) + 1
+        ranks = [0] * 8
+        for length, rank in zip(lengths, balance(lengths, ranks=8), strict=True):
+            ranks[rank] += length
+        assert min(ranks) >= 0.97 * max(ranks)
+
+
+def test_rows_just_over_half_the_budget_do_not_take_long() -> None:
+    started = time.process_time()
+    plan = microbatches([BUDGET // 2 + 1] * 2000 + [BUDGET // 3] * 2000, BUDGET, layout="packed")
+    assert len(plan) in (2000, 2001)
+    assert time.process_time() - started < 2.0
 
 
 def test_torch_is_not_imported() -> None:

@@ -1,14 +1,15 @@
-"""Turn ragged training rows into one right-padded micro-batch of tensors, and results into rows.
+"""Turn ragged training rows into one micro-batch of tensors, and results into rows.
 
 Here apart from the engine, because off-by-one errors live here: the token at t is predicted by the
-hidden state at t − 1. Shape letters: B = rows, T = tokens of a row, W = padded input width, N =
-loss tokens, row after row.
+hidden state at t − 1. Shape letters: B = rows (1 where they are packed), T = tokens of a row, W =
+input width, N = loss tokens, row after row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ class MicroBatch:
     """Tensors of one forward pass, on the engine's device."""
 
     input_ids_BW: torch.Tensor
-    """int64, right-padded with 0; the last token of a row is no input."""
+    """int64, right-padded with 0 or packed end to end; the last token of a row is no input."""
+    attention: dict[str, Any]
+    """Of packed rows: what the decoder must know of them besides."""
     index_N: torch.Tensor
     """int64: which of the flattened [B · W] hidden states predicts each loss token."""
     targets_N: torch.Tensor
@@ -32,7 +35,7 @@ class MicroBatch:
     fields: dict[str, torch.Tensor]
 
 
-def collate(rows: Seq[Sequence], device: torch.device) -> MicroBatch:
+def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -> MicroBatch:
     """Build the micro-batch of `rows`; of no rows, one of a single token without loss.
 
     Raises:
@@ -42,22 +45,36 @@ def collate(rows: Seq[Sequence], device: torch.device) -> MicroBatch:
     if any(row.temperature <= 0 for row in rows):
         raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
     lengths = np.array([len(row.tokens) for row in rows])
-    width = max(1, int(lengths.max()) - 1)
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
     row_of = np.repeat(np.arange(len(rows)), lengths)
     column = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    inputs = np.zeros((len(rows), width), np.int64)
-    is_input = column < width
-    inputs[row_of[is_input], column[is_input]] = tokens[is_input]
+    # A row of one token has an input, too, so that no row is empty.
+    widths = np.maximum(1, lengths - 1)
+    is_input = column < widths[row_of]
+    longest = int(widths.max())
+    if layout == "packed":
+        starts = np.concatenate([[0], np.cumsum(widths)])
+        inputs = tokens[None, is_input]
+    else:
+        starts = np.arange(len(rows)) * longest
+        inputs = np.zeros((len(rows), longest), np.int64)
+        inputs[row_of[is_input], column[is_input]] = tokens[is_input]
     temperature = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
+    attention: dict[str, Any] = {}
+    if layout == "packed":
+        bounds = put(starts.astype(np.int32))
+        attention = {"position_ids": put(column[None, is_input])}
+        attention |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        attention |= {"max_length_q": longest, "max_length_k": longest}
     return MicroBatch(
         input_ids_BW=put(inputs),
-        index_N=put(row_of[mask] * width + column[mask] - 1),
+        attention=attention,
+        index_N=put(starts[row_of[mask]] + column[mask] - 1),
         targets_N=put(tokens[mask]),
         temperature_N=put(temperature[row_of[mask]]),
         rows_N=put(row_of[mask]),

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import arealite
-from arealite.algo.packing import microbatches, num_microbatches, padded_tokens
+from arealite.algo.packing import computed_tokens, microbatches
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
 from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
-from arealite.impl.engine import checkpoint, loading, lora, rng
+from arealite.impl.engine import attention, checkpoint, loading, lora, rng
 from arealite.impl.engine.batch import collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
@@ -78,6 +78,9 @@ class FSDPEngine(TrainEngine):
             if head == "value"
             else LogprobModel(self.module, logits_chunk=config.logits_chunk)
         )
+        self.layout = attention.choose(
+            config.layout, self.module, device=self.device, dtype=self.dtype
+        )
         if config.gradient_checkpointing:
             recompute(self.module)
         mesh = _mesh(self.device, config.shard_size)
@@ -108,7 +111,7 @@ class FSDPEngine(TrainEngine):
         with torch.no_grad():
             for indices in self._plan(rows, all_lengths):
                 part = [rows[i] for i in indices]
-                outputs = self._model(collate(part, self.device))
+                outputs = self._model(collate(part, self.device, self.layout))
                 for name, values_N in outputs.items():
                     result = results.setdefault(name, [np.empty(0)] * len(rows))
                     if not part:
@@ -143,7 +146,7 @@ class FSDPEngine(TrainEngine):
         stats = {name: float(value) for name, value in totals.items()} | {
             "microbatches": float(len(plan)),
             "tokens": float(sum(lengths)),
-            "padded_tokens": float(padded_tokens(lengths, plan)),
+            "padded_tokens": float(computed_tokens(lengths, plan, self.layout)),
         }
         outcome = optimizer.step()
         if outcome["skipped_update"]:
@@ -242,20 +245,16 @@ class FSDPEngine(TrainEngine):
     def _plan(
         self, rows: list[Sequence], all_lengths: list[list[int]], together: int = 1
     ) -> list[list[int]]:
-        budget = self.config.max_tokens_per_microbatch // together
-        # Rows that stand together are planned as one, as long as their longest.
-        units = [
-            [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
-            for lengths in ([len(row.tokens) for row in rows], *all_lengths)
-        ]
-        plan = [
-            [unit * together + i for unit in part for i in range(together)]
-            for part in microbatches(units[0], budget)
-        ]
-        return plan + [[]] * (num_microbatches(units[1:], budget) - len(plan))
+        return microbatches(
+            [len(row.tokens) for row in rows],
+            self.config.max_tokens_per_microbatch,
+            layout=self.layout,
+            together=together,
+            all_lengths=all_lengths,
+        )
 
     def _backward(self, rows: list[Sequence], loss_fn: LossFn) -> dict[str, torch.Tensor]:
-        batch = collate(rows, self.device)
+        batch = collate(rows, self.device, self.layout)
         outputs = self._model(batch)
         if not rows:
             torch.cat(list(outputs.values())).sum().backward()

@@ -62,9 +62,10 @@ class ValueModel(nn.Module):
 
 def _hidden(module: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states [N, H] that predict the loss tokens."""
-    # No mask and no position ids: rows are padded on the right, so under causal attention no
-    # real token sees padding and positions count from 0; SDPA then takes its causal fast path.
-    output = module.get_decoder()(input_ids=batch.input_ids_BW, use_cache=False)
+    # Padded rows need no mask and no position ids: padding is on the right, so under causal
+    # attention no real token sees it and positions count from 0; SDPA takes its causal fast path.
+    decoder = module.get_decoder()
+    output = decoder(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
     return output.last_hidden_state.flatten(0, 1)[batch.index_N]
 
 

@@ -54,15 +54,17 @@ def algorithm(kind: str) -> dict[str, Any]:
 
 
 def experiment(folder: Path, kind: str, world_size: int) -> ExperimentConfig:
-    """Small micro-batches on two ranks; all rows of an update in one on one rank."""
-    tokens = 12 if world_size > 1 else 1 << 20
+    """Small micro-batches on two ranks; all rows of an update packed in one on one rank."""
+    fsdp = FSDPConfig(max_tokens_per_microbatch=12)
+    if world_size == 1:
+        fsdp = FSDPConfig(layout="packed")
     ppo = PPOConfig(
         lr=0.05,
         total_steps=1,
         updates=2,
         max_staleness=0,
         collector=CollectorConfig(sampling=SamplingConfig(max_new_tokens=8)),
-        engine=TrainEngineConfig(fsdp=FSDPConfig(max_tokens_per_microbatch=tokens)),
+        engine=TrainEngineConfig(fsdp=fsdp),
         checkpoint=CheckpointConfig(every_steps=0, export=False),
         **algorithm(kind),
     )

@@ -1,0 +1,116 @@
+"""Causal attention over rows packed end to end, as an attention function of transformers.
+
+Here under a name of its own: transformers builds masks only for the attention functions it knows
+masks for, so packed rows never meet a dense [tokens × tokens] mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from arealite.base.errors import UserError
+
+NAME = "arealite_packed"
+LOW = torch.bfloat16, torch.float16
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
+KNOWN = inspect.signature(varlen_attn).parameters
+"""torch 2.10 has is_causal, 2.11 window_size and scale, 2.13 enable_gqa, too."""
+
+
+def choose(layout: str, module: Any, *, device: torch.device, dtype: torch.dtype) -> str:
+    """Return `packed` or `padded` for `layout`, and let `module` attend so.
+
+    auto packs where that is fast, in 16 bits on CUDA, and where the model can.
+
+    Raises:
+        UserError: packed is asked of a model in which tokens meet outside of attention.
+    """
+    config = module.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    can = module.is_backend_compatible() and not getattr(module, "_is_stateful", False)
+    can = can and layers <= {"full_attention", "sliding_attention"}
+    if layout == "auto":
+        layout = "packed" if can and device.type == "cuda" and dtype in LOW else "padded"
+    if layout == "packed":
+        if not can:
+            name = type(module).__name__
+            raise UserError(f"{name} cannot be packed: use engine.fsdp.layout=padded.")
+        module.set_attn_implementation(NAME)
+    return layout
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each row of [1, heads, N, D]; return [1, N, heads, D].
+
+    `cu_seq_lens_q` (int32: where rows begin, and N) and `max_length_q` come from the decoder's
+    caller; without them this is transformers' SDPA, for those who share the model.
+    """
+    starts = options.get("cu_seq_lens_q")
+    if starts is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    for name in ("s_aux", "softcap", "position_bias"):
+        if options.get(name) is not None:
+            raise UserError(f"Packed rows know no {name}: use engine.fsdp.layout=padded.")
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    window = options.get("sliding_window") or 0
+    if query.is_cuda and query.dtype in LOW:
+        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        longest = int(options["max_length_q"])
+        return _flash(flat, starts, longest, scale=scale, window=window)[None], None
+    lengths = starts.diff().tolist()
+    rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_row(*row, scale, window) for row in rows], 2).transpose(1, 2), None
+
+
+def _flash(
+    qkv: list[torch.Tensor], starts: torch.Tensor, longest: int, *, scale: float, window: int
+) -> torch.Tensor:
+    """Attend over [N, heads, D] by flash attention: the package's where installed, or torch's."""
+    query, key, value = (tensor.contiguous() for tensor in qkv)
+    bounds = starts, starts, longest, longest
+    # A window of w tokens sees itself and w − 1 to the left; −1 sees all.
+    sides = (window - 1 if window else -1, 0)
+    if HAS_FLASH_ATTN:
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore
+
+        options = {"softmax_scale": scale, "causal": True, "window_size": sides}
+        return flash_attn_varlen_func(query, key, value, *bounds, **options)
+    if "window_size" not in KNOWN:
+        raise UserError("Packed rows need torch 2.11: use engine.fsdp.layout=padded.")
+    options: dict[str, Any] = {"scale": scale, "window_size": sides}
+    if "enable_gqa" in KNOWN:
+        options["enable_gqa"] = True
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    return varlen_attn(query, key, value, *bounds, **options)
+
+
+def _row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> torch.Tensor:
+    mask = None
+    if 0 < window < query.shape[2]:
+        mask = query.new_ones(query.shape[2], query.shape[2], dtype=torch.bool)
+        mask = mask.tril().triu(1 - window)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,224 @@
+"""Packed rows against padded ones: the same losses and gradients, row by row; and what flash
+attention is given on a GPU that is not here."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from arealite.api.engine import Sequence
+from arealite.base.errors import UserError
+from arealite.impl.engine import attention
+from arealite.impl.engine.batch import collate
+from tests.impl.engine.helpers import assert_close, gradients, lengths, make_engine, make_rows
+from tests.models import tiny_model
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def rows_with_short_ones() -> list[Sequence]:
+    """Twelve rows, and of one token (no loss), two, one, two."""
+    rows = make_rows()
+    for at, length in ((0, 1), (3, 2), (7, 1), (15, 2)):
+        mask = np.arange(length) == 1
+        fields = {name: np.full(length, 0.05, np.float32) for name in rows[0].fields}
+        rows.insert(at, Sequence(np.arange(5, 5 + length, dtype=np.int32), mask, 0.7, fields))
+    return rows
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "many": {"max_tokens_per_microbatch": 50},
+    "checkpointing": {"gradient_checkpointing": True},
+    "value": {"head": "value"},
+    "sharded": {"cpu_offload": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_is_padded(variant: str, model: Path) -> None:
+    rows = rows_with_short_ones()
+    both = []
+    for layout in ("padded", "packed"):
+        engine = make_engine(model, layout=layout, **VARIANTS[variant])
+        assert engine.layout == layout
+        both.append((*gradients(engine, rows, lengths([rows])), engine.forward(rows, [[]])))
+    (expected, expected_stats, outputs), (got, got_stats, packed_outputs) = both
+    assert_close(got, expected)
+    assert got_stats["loss"] == pytest.approx(expected_stats["loss"], abs=1e-6)
+    assert got_stats["padded_tokens"] == got_stats["tokens"] < expected_stats["padded_tokens"]
+    for name, values in outputs.items():
+        for one, other in zip(values, packed_outputs[name], strict=True):
+            np.testing.assert_allclose(other, one, atol=2e-5)
+
+
+def test_a_rank_without_rows(model: Path) -> None:
+    engine = make_engine(model, layout="packed")
+    found, stats = gradients(engine, [], [[], [30, 9000]])
+    assert stats["microbatches"] == 2.0
+    assert all(float(grad.abs().max()) == 0.0 for grad in found.values())
+
+
+def test_a_window_slides_within_rows(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    path = tiny_model(tmp_path, init_std=0.1, **window)
+    rows = make_rows(6)
+    found = [
+        gradients(make_engine(path, layout=layout), rows, lengths([rows]))[0]
+        for layout in ("padded", "packed")
+    ]
+    assert_close(found[1], found[0])
+    without = make_engine(tiny_model(tmp_path / "full", init_std=0.1), layout="packed")
+    other = gradients(without, rows, lengths([rows]))[0]["model.layers.1.self_attn.q_proj.weight"]
+    mine = found[1]["model.layers.1.self_attn.q_proj.weight"]
+    assert float((other - mine).abs().max()) > 1e-3 * float(mine.abs().max())
+
+
+def test_no_row_sees_another(model: Path) -> None:
+    rows = make_rows(3)
+    engine = make_engine(model, layout="packed")
+    before = engine.forward(rows, [[]])["logprobs"]
+    rows[0].tokens[:] = 9
+    after = engine.forward(rows, [[]])["logprobs"]
+    assert np.abs(after[0] - before[0]).max() > 1e-2
+    for one, other in zip(before[1:], after[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_collate_by_hand() -> None:
+    def row(*tokens: int) -> Sequence:
+        mask = np.arange(len(tokens)) >= 1
+        return Sequence(np.array(tokens, np.int32), mask, 1.0)
+
+    batch = collate([row(5, 6, 7), row(8), row(9, 10)], CPU, "packed")
+    assert batch.input_ids_BW.tolist() == [[5, 6, 8, 9]]
+    assert batch.index_N.tolist() == [0, 1, 3]
+    assert batch.targets_N.tolist() == [6, 7, 10]
+    assert batch.attention["position_ids"].tolist() == [[0, 1, 0, 0]]
+    assert batch.attention["cu_seq_lens_q"].tolist() == [0, 2, 3, 4]
+    assert batch.attention["cu_seq_lens_q"].dtype == torch.int32
+    assert batch.attention["max_length_q"] == 2
+    assert collate([row(5, 6, 7), row(8)], CPU).attention == {}
+
+
+def test_with_a_mask_of_its_own_a_shared_model_attends_as_ever(model: Path) -> None:
+    """As the embedded server calls it, over the trainer's own module."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    outputs = []
+    for layout in ("padded", "packed"):
+        decoder = make_engine(model, layout=layout).module.get_decoder()
+        with torch.no_grad():
+            outputs.append(decoder(input_ids=ids, attention_mask=mask).last_hidden_state)
+    torch.testing.assert_close(*outputs)
+
+
+def test_auto_packs_16_bits_on_cuda_where_the_model_can(model: Path) -> None:
+    module = make_engine(model).module
+    cuda, low = torch.device("cuda"), torch.bfloat16
+    assert attention.choose("auto", module, device=CPU, dtype=low) == "padded"
+    assert attention.choose("auto", module, device=cuda, dtype=torch.float32) == "padded"
+    assert module.config._attn_implementation == "sdpa"
+    module.config.layer_types = ["linear_attention", "full_attention"]
+    assert attention.choose("auto", module, device=cuda, dtype=low) == "padded"
+    with pytest.raises(UserError, match=r"cannot be packed: use engine\.fsdp\.layout=padded"):
+        attention.choose("packed", module, device=CPU, dtype=low)
+    module.config.layer_types = ["full_attention"] * 2
+    assert attention.choose("auto", module, device=cuda, dtype=low) == "packed"
+    assert module.config._attn_implementation == attention.NAME
+
+
+def test_what_packed_rows_do_not_know() -> None:
+    some = torch.zeros(1, 2, 3, 8)
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(UserError, match="know no s_aux"):
+        attention.attend(
+            torch.nn.Identity(), some, some, some, None, cu_seq_lens_q=bounds, s_aux=torch.ones(2)
+        )
+
+
+def given() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return query of 4 heads, key and value of 2, [N, heads, D], and bounds of rows 5, 1, 3."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (9, 4, 8), (9, 2, 8), (9, 2, 8)
+    qkv = [torch.randn(shape, generator=generator) for shape in shapes]
+    return qkv, torch.tensor([0, 5, 6, 9], dtype=torch.int32)
+
+
+def by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Softmax attention of each token over those of its row up to it, within the window."""
+    result = torch.empty_like(query)
+    heads = query.shape[1] // key.shape[1]
+    for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        for at in range(start, end):
+            left = start if options["left"] < 0 else max(start, at - options["left"])
+            for head in range(query.shape[1]):
+                scores = key[left : at + 1, head // heads] @ query[at, head] * options["scale"]
+                seen = value[left : at + 1, head // heads]
+                result[at, head] = scores.softmax(0) @ seen
+    return result
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("how", ["torch 2.13", "torch 2.11", "flash_attn"])
+def test_what_flash_attention_is_given(
+    how: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qkv, bounds = given()
+    expected = by_hand(*qkv, bounds, scale=0.3, left=window - 1 if window else -1)
+    rows = zip(*(tensor.transpose(0, 1)[None].split([5, 1, 3], 2) for tensor in qkv), strict=True)
+    plain = torch.cat([attention._row(*row, 0.3, window) for row in rows], 2)
+    torch.testing.assert_close(plain[0].transpose(0, 1), expected)
+
+    def new(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):  # type: ignore[no-untyped-def]
+        assert (max_q, max_k, window_size[1], enable_gqa) == (5, 5, 0, True)
+        return by_hand(q, k, v, cu_q, scale=scale, left=window_size[0])
+
+    def old(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):  # type: ignore[no-untyped-def]
+        assert q.shape == k.shape
+        return new(q, k, v, cu_q, cu_k, max_q, max_k,
+                   scale=scale, window_size=window_size, enable_gqa=True)  # fmt: skip
+
+    def package(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size):  # type: ignore[no-untyped-def]
+        assert causal
+        return new(q, k, v, cu_q, cu_k, max_q, max_k,
+                   scale=softmax_scale, window_size=window_size, enable_gqa=True)  # fmt: skip
+
+    function = {"torch 2.13": new, "torch 2.11": old, "flash_attn": package}[how]
+    monkeypatch.setattr(attention, "varlen_attn", function)
+    monkeypatch.setattr(attention, "KNOWN", inspect.signature(function).parameters)
+    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", how == "flash_attn")
+    module = ModuleType("flash_attn")
+    vars(module)["flash_attn_varlen_func"] = function
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    got = attention._flash(qkv, bounds, 5, scale=0.3, window=window)
+    torch.testing.assert_close(got, expected)
+
+
+def test_torch_takes_it_as_far_as_shapes_tell() -> None:
+    """The installed torch's own function, forward and backward, on tensors without data."""
+    query, key, value = (
+        torch.empty(9, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    bounds = torch.empty(4, device="meta", dtype=torch.int32)
+    for window in (0, 3):
+        output = attention._flash([query, key, value], bounds, 5, scale=0.125, window=window)
+        assert output.shape == (9, 4, 64)
+        output.sum().backward()
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
