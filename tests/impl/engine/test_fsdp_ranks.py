@@ -74,7 +74,7 @@ def test_gradients_do_not_depend_on_ranks_or_cuts(
     name: str, outs: list[dict[str, Any]], model: Path
 ) -> None:
     rows = make_rows()
-    engine = make_engine(model)
+    engine = make_engine(model, layout="packed")
     expected, stats = gradients(engine, rows, lengths([rows]))
     assert stats["microbatches"] == 1.0
     logprobs = engine.forward(rows, lengths([rows]))["logprobs"]
@@ -160,6 +160,18 @@ def test_variants_agree_between_one_rank_and_two(name: str, variants: Path, mode
         theirs = first["forward"][kind] + second["forward"][kind]
         for ours, other in zip(values, theirs, strict=True):
             np.testing.assert_allclose(ours, other, atol=0.1 if low else 1e-4)
+
+
+def test_a_frozen_engine_and_one_without_its_adapter_are_the_initial_policy(
+    variants: Path, model: Path
+) -> None:
+    rows, outs = make_rows(), results(variants)
+    expected = make_engine(model).forward(rows, lengths([rows]))
+    for found in (outs, [out["lora"] for out in outs]):
+        for name, values in expected.items():
+            theirs = [row for out in found for row in out["base"][name]]
+            for ours, other in zip(values, theirs, strict=True):
+                np.testing.assert_allclose(ours, other, atol=1e-5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from arealite.api.engine_config import FSDPConfig
 from arealite.impl.engine import hf_folder
+from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import (
     LOSS,
     VARIANTS,
@@ -67,7 +69,8 @@ def variants(folder: Path, model: str) -> None:
     """Each variant: gradients, two updates with a checkpoint between; one rank's checkpoint."""
     rank, rows = dist.get_rank(), make_rows()
     parts = [[rows[i] for i in indices] for indices in UNEVEN]
-    out: dict[str, dict[str, object]] = {}
+    frozen = FSDPEngine(FSDPConfig(), model_path=model, seed=0)
+    out: dict[str, dict[str, object]] = {"base": frozen.forward(parts[rank], lengths(parts))}
     for name, options in VARIANTS.items():
         engine, other = (make_engine(model, **options) for _ in range(2))
         found = out[name] = {"gradients": gradients(engine, parts[rank], lengths(parts))[0]}
@@ -75,6 +78,7 @@ def variants(folder: Path, model: str) -> None:
             found["stats"] = engine.train_batch(parts[rank], lengths(parts), loss_of(engine))
             engine.save(path, {"step": 1})
         found["forward"] = engine.forward(parts[rank], lengths(parts))
+        found["base"] = engine.without_adapter().forward(parts[rank], lengths(parts))
         found["weights"] = weights(engine)
         other.load(folder / f"{name}-1")
         other.train_batch(parts[rank], lengths(parts), loss_of(engine))
