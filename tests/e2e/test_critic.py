@@ -1,0 +1,91 @@
+"""A run with a critic and a reference whose trainer is killed: both models go on as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.impl.engine import checkpoint
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, Site
+from tests.e2e.test_replay import REWARD
+from tests.waiting import spawned, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+STEPS = 3
+OPTIONS = (
+    "imports=[variety]",
+    "trainer.ppo.collector.env.math.reward.type=variety",
+    "dataset.eval=null",
+    "logger.types=[]",
+    f"trainer.ppo.total_steps={STEPS}",
+    "trainer.ppo.epochs=2",
+    "trainer.ppo.advantage.type=gae",
+    "trainer.ppo.critic.lr=1e-3",
+    "trainer.ppo.kl.coef=0.05",
+    "trainer.ppo.kl.place=reward",
+    "trainer.ppo.kl.reference=initial",
+    "trainer.ppo.checkpoint.every_steps=1",
+    "trainer.ppo.checkpoint.keep=100",
+    "trainer.ppo.checkpoint.export=false",
+)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hash the files of a checkpoint's shards."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def trainer_of(launcher: int) -> psutil.Process | None:
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.Error):
+            if child.cmdline()[-3:-1] == ["trainer", "0"]:
+                return child
+    return None
+
+
+def test_a_killed_trainer_goes_on_with_its_critic(site: Site, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "e2e" / "t")
+    (tmp_path / "variety.py").write_text(REWARD)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    with spawned(site.command(tmp_path, *OPTIONS), environment) as run:
+        saved = lambda: checkpoint.list_good(paths.checkpoints) or run.poll() is not None  # noqa: E731
+        until(saved, what="a checkpoint", seconds=90)
+        victim = trainer_of(run.pid)
+        assert victim is not None
+        victim.kill()
+        victim.wait(10)
+        held = checkpoint.latest(paths.checkpoints)
+        assert held is not None
+        before = contents(held), contents(paths.critic / held.name)
+        shown = run.communicate(timeout=100)[0]
+    assert run.returncode == 0, shown
+    assert "trainer-0 died (killed by SIGKILL); started again" in shown
+    assert (contents(held), contents(paths.critic / held.name)) == before
+    names = [f"step-{step:06d}" for step in range(1, STEPS + 1)]
+    for folder in (paths.checkpoints, paths.critic):
+        assert [path.name for path in checkpoint.list_good(folder)] == names
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    trained = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in trained] == list(range(STEPS))
+    for line in trained:
+        assert line["update/count"] == 2
+        assert {"critic/loss", "critic/explained_variance", "reward/shaped_mean"} <= line.keys()
+        assert line["critic/grad_norm"] > 0
+    distances = [line["policy/reference_kl"] for line in trained]
+    assert distances[0] == pytest.approx(0.0, abs=1e-9) and distances[-1] > 0.0
+    assert audit(paths.ledger).ok
+    command = [sys.executable, "-m", "arealite.cli.main", "replay", str(paths.root)]
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert f"replayed {STEPS} steps: bitwise equal" in again.stdout, "critic and all"
