@@ -109,13 +109,19 @@ def load_rows(path: str, split: str, *, min_reward: float | None = None) -> list
         raise UserError(f"dataset.{split}={path} has no rows.")
     if min_reward is None:
         return found
-    rows = [row for row in found if (got := row[1].get("reward")) is None or got >= min_reward]
+    rows = [row for row in found if _reward(row, unknown=min_reward) >= min_reward]
     if not rows:
         raise UserError(
             f"dataset.{split}={path}: none of its {len(found)} rows has a reward of at least "
             f"trainer.sft.min_reward={min_reward}. Lower it."
         )
     return rows
+
+
+def _reward(row: Row, *, unknown: float) -> float:
+    if not isinstance(reward := row[1].get("reward"), int | float | None):
+        raise UserError(f"{row[0]}: `reward` must be a number, or null where it is not known.")
+    return unknown if reward is None else reward
 
 
 def _collected(ledger: Path) -> list[Row]:

@@ -171,6 +171,9 @@ def test_collected_columns(tmp_path: Path, write: Any) -> None:
     assert [row["tokens"] for _, row in kept] == [[3, 4, 5, 6, 7], [3, 5]]
     with pytest.raises(UserError, match=r"none of its 2 rows has a reward of at least .*=2\.0"):
         chats.load_rows(write(tmp_path, rows[:2]), "train", min_reward=2.0)
+    bad = write(tmp_path, [{"tokens": [3], "loss_mask": [True], "reward": "much"}])
+    with pytest.raises(UserError, match="`reward` must be a number"):
+        chats.load_rows(bad, "train", min_reward=2.0)
 
 
 def collected(folder: Path) -> Path:
