@@ -52,7 +52,7 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + chunk)
             logp = _log_softmax(hidden[part], weight, temperature[part])
             logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -(logp.exp() * logp).sum(-1)
+            entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
         ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)
@@ -64,23 +64,29 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperature, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
-        # A frozen head (LoRA) needs no gradient as large as itself.
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
+        wanted = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logp = _log_softmax(hidden[part], weight, temperature[part])
-            p = logp.exp()
-            grad_z = torch.zeros_like(p)
-            if grad_entropy is not None:
-                grad_z -= p * (logp + entropy[part, None]) * grad_entropy[part, None]
+            # In place: beside the head's gradient, two tensors of a chunk of logits are the peak.
+            if grad_entropy is None:
+                grad_z = logp.exp_().mul_(-grad_logp[part, None])
+            else:
+                grad_z = logp.exp()
+                slope = logp.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                slope = slope if grad_logp is None else slope.add_(grad_logp[part, None])
+                grad_z.mul_(slope.neg_())
             if grad_logp is not None:
-                grad_z -= p.mul_(grad_logp[part, None])
                 grad_z.scatter_add_(1, targets[part, None], grad_logp[part, None])
             grad_z = grad_z.div_(temperature[part, None]).to(hidden.dtype)
             grad_hidden[part] = grad_z @ weight
-            if grad_weight is not None:
+            if grad_weight is None:
+                continue
+            if grad_z.dtype == torch.float32:
+                grad_weight.addmm_(grad_z.T, hidden[part])
+            else:
                 grad_weight += grad_z.T @ hidden[part]
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None

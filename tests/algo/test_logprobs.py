@@ -97,3 +97,13 @@ class LargestOutput(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
         return result
+
+
+def test_a_frozen_head() -> None:
+    hidden, weight, targets, temperature = inputs(20, 16, 50)
+    expected = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=6)
+    (wanted,) = torch.autograd.grad(expected[0].sum(), [hidden])
+    frozen = weight.detach()
+    got = token_logprobs(hidden, frozen, targets, temperature_N=temperature, chunk=6)
+    got[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, wanted)
