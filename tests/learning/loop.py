@@ -1,0 +1,211 @@
+"""The demo's task in one process: the real trainer and its engines, with the server's own decode
+loop as sampler.
+
+Between the trainer's verbs stand a link that samples a batch where the datapipe would hand one out,
+and a publisher that copies the weights into the sampler: the synchronous loop, in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.api.trainer_messages import Batch, StepReport, TrainerReady
+from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.cli.check import check_numbers
+from arealite.cli.configs import CONFIG_DIR, load
+from arealite.impl.server.decoder import Decoder
+from arealite.impl.server.generation import Generation, SamplingParams
+from arealite.impl.server.weights import load_model
+from arealite.impl.trainer.parts import Parts, make_engines
+from arealite.impl.trainer.ppo import PPOTrainer
+from arealite.impl.trainer.world import World
+
+MAX_NEW_TOKENS, STOP = 8, 1
+SETTINGS = [
+    "trainer.type=ppo",
+    "trainer.ppo.lr=2e-4",
+    "trainer.ppo.optimizer.warmup_steps=10",
+    "trainer.ppo.batch_size=512",
+    "trainer.ppo.updates=2",
+    "trainer.ppo.total_steps=20",
+    "trainer.ppo.critic.lr=1e-3",
+    "trainer.ppo.checkpoint.export=false",
+    f"trainer.ppo.collector.sampling.max_new_tokens={MAX_NEW_TOKENS}",
+    f"trainer.ppo.eval.sampling.max_new_tokens={MAX_NEW_TOKENS}",
+]
+
+
+class Sampler(WeightPublisher):
+    """A copy of the policy that answers questions; it takes every `1 + staleness`-th version."""
+
+    def __init__(self, model: Path, *, seed: int, staleness: int) -> None:
+        self.model, self.tokenizer = load_model(str(model), dtype="float32", device="cpu")
+        self.seed, self.staleness, self.version = seed, staleness, 0
+
+    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+        newest = dict(weights)
+        if version % (1 + self.staleness) == 0:
+            self.model.load_state_dict(newest)
+            self.version = version
+        return False
+
+    def push(self, version: int) -> PublishReport:
+        return PublishReport(version, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1, [])
+
+    def close(self) -> None:
+        pass
+
+    def answer(self, prompts: Sequence[str], *, round: int) -> list[Generation]:
+        """Sample an answer to each prompt at temperature 1."""
+        decoder = Decoder(self.model, max_rows=4096, seed=1000 * self.seed + round)
+        asked = [
+            Generation(
+                rid=str(number),
+                prompt=self.tokenizer.encode(prompt),
+                sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
+                limit=MAX_NEW_TOKENS,
+                stops=frozenset([STOP]),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        waiting = deque(asked)
+        with torch.inference_mode():
+            while waiting or decoder.running:
+                decoder.prefill(waiting) if waiting else decoder.decode()
+                decoder.remove_ended()
+        return asked
+
+    def text(self, generation: Generation) -> str:
+        return self.tokenizer.decode(generation.output, skip_special_tokens=True)
+
+
+class Task:
+    """Hands out batches of sampled and scored answers, in the datapipe's place."""
+
+    def __init__(self, kit: Path, config: ExperimentConfig, sampler: Sampler) -> None:
+        lines = (kit / "train.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        random.Random(config.seed).shuffle(rows)
+        self.rows, self.ppo, self.sampler = rows, config.trainer.ppo, sampler
+        self.rounds = 0
+        self.rewards: list[float] = []
+        """Mean of each step's batch, with what was filtered."""
+
+    def start(self, step: int) -> TrainerReady:
+        return TrainerReady(step, 0)
+
+    def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]]:
+        groups, size = self.ppo.num_groups, self.ppo.collector.group_size
+        played: list[tuple[TrajectoryHeader, bytes]] = []
+        seen: list[float] = []
+        while len(played) < groups * size:
+            rows, self.rows = self.rows[:groups], self.rows[groups:]
+            asked = [row for row in rows for _ in range(size)]
+            self.rounds += 1
+            answers = self.sampler.answer([row["prompt"] for row in asked], round=self.rounds)
+            for row in rows:
+                own, answers = answers[:size], answers[size:]
+                group = [episode(self.sampler, row, a, member=m) for m, a in enumerate(own)]
+                rewards = {header.reward for header, _ in group}
+                seen += [header.reward for header, _ in group]
+                if not self.ppo.filter_zero_variance or len(rewards) > 1:
+                    played += group
+        played = played[: groups * size]
+        self.rewards.append(float(np.mean(seen)))
+        headers, count = [header for header, _ in played], len(played)
+        cut = [number // size * self.ppo.updates // groups for number in range(count)]
+        made = Batch(step, headers, [0] * count, cut, list(range(count)), waits={})
+        return made, [payload for _, payload in played]
+
+    def report(self, report: StepReport) -> None:
+        self.report_of_step = report
+
+    def published(self, version: int) -> None: ...
+
+    def checkpointed(self, step: int, path: str) -> None: ...
+
+    def finish(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def episode(
+    sampler: Sampler, row: dict[str, str], answer: Generation, *, member: int
+) -> tuple[TrajectoryHeader, bytes]:
+    """Score an answer and pack it as a worker would."""
+    reward = float(sampler.text(answer).strip() == row["ground_truth"])
+    shown, sampled = len(answer.prompt), len(answer.output)
+    made = Segment(
+        tokens=np.array([*answer.prompt, *answer.output], "<i4").tobytes(),
+        loss_mask=bytes(shown) + b"\x01" * sampled,
+        logprobs=np.array([0.0] * shown + answer.logprobs, "<f4").tobytes(),
+        versions=np.array([-1] * shown + [sampler.version] * sampled, "<i4").tobytes(),
+        rewards=np.array([0.0] * (shown + sampled - 1) + [reward], "<f4").tobytes(),
+        temperature=1.0,
+    )
+    version = sampler.version
+    header = TrajectoryHeader(
+        trajectory_id=f"{row['prompt']}/{member}/agent",
+        group_id=row["prompt"],
+        member=member,
+        seat="agent",
+        task_id=row["prompt"],
+        reward=reward,
+        reward_parts={},
+        segment_lengths=[shown + sampled],
+        trained_tokens=sampled,
+        oldest_version=version,
+        newest_version=version,
+        turns=1,
+        truncated=answer.finish is not None and answer.finish["type"] == "length",
+        interruptions=0,
+        seconds=0.0,
+        waits={},
+    )
+    return header, encode_segments([made])
+
+
+def accuracy(kit: Path, sampler: Sampler) -> float:
+    """Return how many of the held-out questions are answered right, four answers each."""
+    rows = [json.loads(line) for line in (kit / "eval.jsonl").read_text().splitlines()] * 4
+    answers = sampler.answer([row["prompt"] for row in rows], round=999)
+    right = [
+        sampler.text(answer).strip() == row["ground_truth"]
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    return sum(right) / len(right)
+
+
+class Lagging(PPOTrainer):
+    """The synchronous loop, but for a sampler that may be behind."""
+
+    is_synchronous = False
+
+
+def learn(
+    kit: Path, run_root: Path, preset: str, *overrides: str, staleness: int = 0, seed: int = 1
+) -> tuple[float, float]:
+    """Train the kit's model by a preset of config/algo; return accuracy before and after."""
+    words = [*SETTINGS, f"model.path={kit / 'model'}", f"cluster.run_root={run_root}"]
+    words += [f"seed={seed}", f"trainer.ppo.max_staleness={staleness}", *overrides]
+    config = load(ExperimentConfig, CONFIG_DIR / "algo" / f"{preset}.yaml", words)
+    check_numbers(config.trainer.ppo, "async_ppo" if staleness else "ppo")
+    world = World.join(threads=1, seed=seed)
+    sampler = Sampler(kit / "model", seed=seed, staleness=staleness)
+    before, task = accuracy(kit, sampler), Task(kit, config, sampler)
+    connect: Any = lambda: task  # noqa: E731
+    parts = Parts(world, connect=connect, publisher=sampler, **make_engines(config))
+    with contextlib.redirect_stdout(None):
+        Lagging(config, parts).train()
+    return before, accuracy(kit, sampler)
