@@ -52,13 +52,17 @@ class Owned:
         arrays = [row.fields[name][mask] for row, mask in zip(self.rows, self.sampled, strict=True)]
         return np.concatenate(arrays).astype(np.float64)
 
-    def lay(self, name: str, values_N: np.ndarray) -> None:
-        """Make `values_N` of the sampled tokens a field of the rows."""
-        ends = np.cumsum([np.count_nonzero(mask) for mask in self.sampled])[:-1]
-        parts = zip(self.rows, self.sampled, np.split(values_N, ends), strict=True)
-        for row, mask, values in parts:
-            row.fields[name] = np.zeros(len(mask), np.float32)
-            row.fields[name][mask] = values
+    def lay(self, name: str, values_N: np.ndarray | float) -> None:
+        """Make a value of each sampled token, or one of all tokens, a field of the rows."""
+        begin = 0
+        for row, mask in zip(self.rows, self.sampled, strict=True):
+            if not isinstance(values_N, np.ndarray):
+                row.fields[name] = np.full(len(mask), values_N, np.float32)
+                continue
+            row.fields[name] = laid = np.zeros(len(mask), np.float32)
+            end = begin + np.count_nonzero(mask)
+            laid[mask] = values_N[begin:end]
+            begin = end
 
     @property
     def rewards_N(self) -> np.ndarray:
@@ -204,8 +208,8 @@ def _row(segment: Segment, header: TrajectoryHeader, *, weight: float) -> Sequen
     tokens_T = np.frombuffer(segment.tokens, "<i4")
     mask_T = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     behav_T = np.frombuffer(segment.logprobs, "<f4")
-    of_4_bytes = segment.versions, segment.rewards
-    if {len(tokens_T), len(mask_T), len(behav_T)} != {len(part) // 4 for part in of_4_bytes}:
+    versions, rewards = len(segment.versions) // 4, len(segment.rewards) // 4
+    if not len(tokens_T) == len(mask_T) == len(behav_T) == versions == rewards:
         raise InvariantError(f"trajectory {header.trajectory_id}: its arrays differ in length")
     if mask_T[:1].any() or not np.isfinite(behav_T[mask_T]).all():
         raise InvariantError(

@@ -36,6 +36,7 @@ def estimate(batch: TrainBatch, config: PPOConfig, world: World) -> list[Minibat
     Rows have prox_logprobs, and where the config asks for them ref_logprobs and values. A
     trajectory whose gradient is 0 on every token is left out of the minibatches on every rank.
     """
+    found: Seq[np.ndarray | float]
     if config.advantage.is_relative:
         found = _relative(batch, config, world)
     else:
@@ -82,8 +83,8 @@ def take_values(batch: TrainBatch, values: Seq[np.ndarray]) -> None:
         begin += len(own.rows)
 
 
-def _relative(batch: TrainBatch, config: PPOConfig, world: World) -> list[np.ndarray]:
-    """Return each owned trajectory's advantage over its group, the same for all its tokens."""
+def _relative(batch: TrainBatch, config: PPOConfig, world: World) -> list[float]:
+    """Return each owned trajectory's advantage over its group, that of all its tokens."""
     rewards = [header.reward for header in batch.headers]
     if config.reward != ShapingConfig() or _has_kl_reward(config):
         batch.scores = [float(_rewards(batch, own, config).sum()) for own in batch.owned]
@@ -91,8 +92,7 @@ def _relative(batch: TrainBatch, config: PPOConfig, world: World) -> list[np.nda
     groups = [(header.group_id, header.seat) for header in batch.headers]
     kind, eps = config.advantage.type, config.advantage.eps
     advantages = group_advantages(rewards, groups, kind=kind, eps=eps)
-    counts = [batch.headers[own.index].trained_tokens for own in batch.owned]
-    return [np.full(n, advantages[own.index]) for own, n in zip(batch.owned, counts, strict=True)]
+    return [advantages[own.index] for own in batch.owned]
 
 
 def _by_token(batch: TrainBatch, own: Owned, config: PPOConfig) -> np.ndarray:
@@ -136,10 +136,13 @@ def _has_kl_reward(config: PPOConfig) -> bool:
 
 
 def _normalized(
-    batch: TrainBatch, world: World, found: list[np.ndarray], *, eps: float
+    batch: TrainBatch, world: World, found: Seq[np.ndarray | float], *, eps: float
 ) -> list[np.ndarray]:
     """Return advantages of mean 0 and standard deviation 1 over the batch's sampled tokens."""
-    count = sum(header.trained_tokens for header in batch.headers)
+    counts = [header.trained_tokens for header in batch.headers]
+    pairs = zip(batch.owned, found, strict=True)
+    found = [np.broadcast_to(advantage, counts[own.index]) for own, advantage in pairs]
+    count = sum(counts)
     mean = math.fsum(_share(batch, world, [float(a_N.sum()) for a_N in found])) / count
     moved = [a_N - mean for a_N in found]
     square = math.fsum(_share(batch, world, [float(np.square(a_N).sum()) for a_N in moved]))
@@ -163,13 +166,14 @@ def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
 
 
 def _moving(
-    batch: TrainBatch, config: PPOConfig, world: World, found: list[np.ndarray]
+    batch: TrainBatch, config: PPOConfig, world: World, found: Seq[np.ndarray | float]
 ) -> set[int]:
     """Return the trajectories with a gradient: without an advantage, others may give one."""
     in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     if in_loss or config.loss.entropy_coef or config.advantage.type == "gae":
         return set(range(len(batch.headers)))
-    peaks = _share(batch, world, [float(np.abs(a_N).max()) for a_N in found])
+    own = [abs(a) if isinstance(a, float) else float(np.abs(a).max()) for a in found]
+    peaks = _share(batch, world, own)
     return {i for i, peak in enumerate(peaks) if peak != 0.0}
 
 
