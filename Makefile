@@ -19,7 +19,7 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
@@ -87,9 +87,9 @@ check: $(VENV)/.dev
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/check_sizes.py
 
-bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async
+bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async
 
-bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-async: bench-%: $(VENV)/.dev
+bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-sglang: $(VENV)/.dev sglang
