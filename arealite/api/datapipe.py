@@ -18,7 +18,7 @@ class DatapipeConfig:
         15.0, "a worker silent for this long loses its leases; they are offered again"
     )
     commit_interval_s: float = opt(
-        0.02,
+        0.05,
         "workers' results share ledger transactions this far apart; the first after a quiet time, "
         "and what the trainer waits for, is written at once",
     )

@@ -19,7 +19,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ logger = log.get(__name__)
 
 LOG_BYTES = 128 << 20
 """A write-ahead log of this size is emptied even if readers have to be waited for."""
+LOOK_EVERY = 16
+"""Transactions between two looks at its size."""
 READERS_MS, MAX_READERS_MS = 200, 2000
 """How long a commit waits for them then: at first; longer the larger they have made the log."""
 BUSY_MS = 10_000
@@ -99,7 +101,7 @@ class Ledger:
         self._groups: dict[int, Group] = {}
         """By seq: those that changed."""
         self._trajectories: list[tuple[Any, ...]] = []
-        self._log_limit = LOG_BYTES
+        self._log_limit, self._transactions = LOG_BYTES, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.connection = connect(path)
@@ -243,7 +245,6 @@ class Ledger:
             for sql, values in statements:
                 db.execute(sql, values)
             db.execute("COMMIT")
-            self._bound_log()
         except sqlite3.Error as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")
@@ -251,6 +252,9 @@ class Ledger:
                 f"cannot write the ledger {self.path}: {error}. Nothing unacknowledged is lost: "
                 "free the disk or repair its permissions, then start the same trial again."
             ) from error
+        self._transactions += 1
+        if self._transactions % LOOK_EVERY == 0:
+            self._bound_log()
 
     def _bound_log(self) -> None:
         """Empty the log if it has grown large: SQLite by itself begins it anew only in a moment
@@ -259,8 +263,10 @@ class Ledger:
         if size < self._log_limit:
             return
         patience_ms = min(READERS_MS * size // LOG_BYTES, MAX_READERS_MS)
+        is_held = True
         self.connection.execute(f"PRAGMA busy_timeout = {patience_ms}")
-        is_held = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        with suppress(sqlite3.Error):  # what was committed stands
+            is_held = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         self.connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
         self._log_limit = 2 * size if is_held else LOG_BYTES
         if is_held:
