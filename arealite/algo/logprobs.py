@@ -71,6 +71,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logp = _log_softmax(hidden[part], weight, temperature[part])
             # In place: beside the head's gradient, two tensors of a chunk of logits are the peak.
             if grad_entropy is None:
+                assert grad_logp is not None
                 grad_z = logp.exp_().mul_(-grad_logp[part, None])
             else:
                 grad_z = logp.exp()

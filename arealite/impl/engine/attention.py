@@ -74,7 +74,9 @@ def attend(
         return _flash(flat, starts, longest, scale=scale, window=window)[None], None
     lengths = starts.diff().tolist()
     rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_row(*row, scale, window) for row in rows], 2).transpose(1, 2), None
+    return torch.cat([_row(q, k, v, scale=scale, window=window) for q, k, v in rows], 2).transpose(
+        1, 2
+    ), None
 
 
 def _flash(
@@ -98,11 +100,12 @@ def _flash(
     else:
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    return varlen_attn(query, key, value, *bounds, **options)
+    attended: Any = varlen_attn(query, key, value, *bounds, **options)
+    return attended
 
 
 def _row(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int
 ) -> torch.Tensor:
     mask = None
     if 0 < window < query.shape[2]:

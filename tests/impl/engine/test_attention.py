@@ -181,7 +181,7 @@ def test_what_flash_attention_is_given(
     qkv, bounds = given()
     expected = by_hand(*qkv, bounds, scale=0.3, left=window - 1 if window else -1)
     rows = zip(*(tensor.transpose(0, 1)[None].split([5, 1, 3], 2) for tensor in qkv), strict=True)
-    plain = torch.cat([attention._row(*row, 0.3, window) for row in rows], 2)
+    plain = torch.cat([attention._row(*row, scale=0.3, window=window) for row in rows], 2)
     torch.testing.assert_close(plain[0].transpose(0, 1), expected)
 
     def new(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):  # type: ignore[no-untyped-def]
