@@ -4,8 +4,10 @@ line."""
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,21 @@ def test_each_server_gets_the_next_devices(
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in launches] == slices
 
 
+def neighbours(count: int) -> int:
+    """Return the first of so many free ports in a row, below those that others are given."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports")
+
+
 def test_ports_follow_the_first_and_seeds_differ(program: Program, model_folder: Path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = neighbours(3)
     launches = plan(config(program, model_folder, num_servers=3, port=port))
     assert [each.port for each in launches] == [port, port + 1, port + 2]
     seeds = {options(each.command(1))["--random-seed"] for each in launches}
