@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(300
 NAMED_S = 10.0
 HEALED_S = 30.0
 ROOM = 150_000
-"""Bytes that a file may have on the full disk: a log fits (30 KB a minute), a checkpoint does not."""
+"""Bytes that a file may have on the full disk: a log fits (30 KB a minute), a checkpoint not."""
 
 
 @dataclass
