@@ -18,8 +18,8 @@ from typing import Any
 import aiohttp
 from safetensors.torch import load_file, save
 
+from arealite.impl.launcher.processes import free_port
 from arealite.impl.weights.buckets import Layout, pack
-from tests.sglang.real import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]

@@ -23,6 +23,7 @@ import msgspec
 from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.impl.launcher.supervisor import Budget
 from arealite.system import vitals
 from arealite.system.deadlines import deadline
 from arealite.system.name_registry import NameRegistry
@@ -137,7 +138,7 @@ class SGLangProcess:
         Raises:
             UserError: it was never healthy; holds the last lines of its log.
         """
-        pause_s, first, deaths = FIRST_PAUSE_S, "", 0
+        budget, times_held, pause_s = Budget(self.options.max_restarts), 0, FIRST_PAUSE_S
         while True:
             self._healthy_at = None
             try:
@@ -149,12 +150,11 @@ class SGLangProcess:
                     what = f"{error}. Its last lines ({self.log}):\n{self.tail()}"
                     raise UserError(what) from error
                 if self._healthy_at and time.monotonic() - self._healthy_at > STEADY_S:
-                    pause_s, deaths = FIRST_PAUSE_S, 0
-                deaths, first = deaths + 1, first if deaths else f"{error}\n{self.tail()}"
-                if deaths > self.options.max_restarts:
-                    logger.error(
-                        "server given up", server=self.entry_id, deaths=deaths, first=first
-                    )
+                    pause_s, times_held = FIRST_PAUSE_S, times_held + 1
+                said = f"{error}\n{self.tail()}"
+                if budget.spend(said, mark=times_held, lived_s=0.0) is None:
+                    about = {"deaths": budget.deaths, "first": budget.first}
+                    logger.error("server given up", server=self.entry_id, **about)
                     return
                 logger.warning("server lost", error=str(error), restart_in_s=pause_s)
             await asyncio.sleep(pause_s)

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from arealite.impl.trainer.metrics import ENGINE, Stopwatch
 from arealite.impl.trainer.parts import (
     StopRequest,
     find_checkpoint,
+    let_go_of,
     make_engine,
     open_loggers,
 )
@@ -223,11 +225,12 @@ class OfflineTrainer(Trainer):
 
     def close(self) -> None:
         """Let go of the thread, files, the process group and signals."""
+        sinks = [sink.close for sink in self.parts.loggers]
+        let_go_of([self.end_making, *sinks, self.world.leave, self.stop.restore])
+
+    def end_making(self) -> None:
+        """End the thread; batches that nobody will see are not made."""
         self.maker.shutdown(cancel_futures=True)
-        for sink in self.parts.loggers:
-            sink.close()
-        self.world.leave()
-        self.stop.restore()
 
     # ------------------------------------------------------------ held-out rows
 
@@ -237,11 +240,17 @@ class OfflineTrainer(Trainer):
         due = step == 0 or (every > 0 and step % every == 0)
         return bool(self.parts.held_out) and due and step < self.total_steps
 
+    @cached_property
+    def held_out(self) -> Rows:
+        """The held-out rows as one batch: made once, as neither they nor the reference change."""
+        batch = self.maker.submit(self.deal, self.parts.held_out).result()
+        self.prepare(batch)
+        return batch
+
     def evaluate(self, step: int) -> None:
-        """Write the loss of the held-out rows, taken as one batch, as a line of its own."""
+        """Write the loss of the held-out rows as a line of its own."""
         with self.clock("time/eval_s"):
-            batch = self.maker.submit(self.deal, self.parts.held_out).result()
-            self.prepare(batch)
+            batch = self.held_out
             outputs = self.engine.forward(batch.rows, batch.all_lengths)
             stats = self.loss_fn(flatten(batch.rows, outputs))[1] if batch.rows else {}
             sums = self.world.sum({name: float(stats.get(name, 0.0)) for name in self.stats})

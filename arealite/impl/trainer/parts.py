@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -141,6 +141,15 @@ def find_checkpoint(config: ExperimentConfig) -> Path | None:
             "resume=auto; or start once without RANK, which can go back or begin anew."
         )
     return newest
+
+
+def let_go_of(held: Iterable[Callable[[], None]]) -> None:
+    """Call each in order, whatever state it is in; a failure here hides no earlier error."""
+    for let_go in held:
+        try:
+            let_go()
+        except Exception as error:  # noqa: BLE001  (the others must be let go of, too)
+            logger.error("not closed", part=let_go.__qualname__, error=repr(error))
 
 
 def critic_of(config: ExperimentConfig, path: Path) -> Path:

@@ -26,6 +26,7 @@ from arealite.impl.trainer.parts import (
     assemble,
     critic_of,
     find_checkpoint,
+    let_go_of,
     prune,
 )
 from arealite.system.trainer_link import TrainerLink
@@ -280,12 +281,8 @@ class PPOTrainer(Trainer):
         """Wait for what runs beside the loop; nothing does here."""
 
     def close(self) -> None:
-        """Let go of everything, whatever state it is in; a failure here hides no earlier error."""
-        for let_go in self.held():
-            try:
-                let_go()
-            except Exception as error:  # noqa: BLE001  (the others must be let go of, too)
-                logger.error("not closed", part=let_go.__qualname__, error=repr(error))
+        """Let go of everything."""
+        let_go_of(self.held())
 
     def held(self) -> list[Callable[[], None]]:
         """List what lets go of threads, links, files, the process group and signals, in order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from arealite.impl.launcher.processes import rank_environments, threads
 from tests.impl.trainer.worker import KINDS
 from tests.models import tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def launch(folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tests.impl.trainer.worker", str(folder)]
-    shared = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
-        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)})
-        for rank in range(world_size)
+        subprocess.Popen(command, env=os.environ | threads(1) | rank)
+        for rank in rank_environments(world_size)
     ]
 
 
