@@ -72,7 +72,7 @@ class Child:
     def _lines(self) -> list[str]:
         with self.log.open("rb") as file:
             file.seek(self.log_begin)
-            return file.read().decode(errors="replace").splitlines()
+            return file.read().decode(errors="replace").rstrip().splitlines()
 
 
 async def spawn(
