@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
 from arealite.api.env import EnvConfig
 from arealite.api.llm import SamplingConfig
-from arealite.api.publisher import PublisherConfig, PublishReport, publishers
+from arealite.api.publisher import PublishReport, publishers
+from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig

@@ -5,49 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True, kw_only=True)
-class DiskPublisherConfig:
-    """Weights go through a safetensors file that the servers read."""
-
-    dir: str | None = opt(
-        None, "a folder all servers see; null: tmpfs if all share this host, else the run's folder"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistributedPublisherConfig:
-    """Weights go through a process group of trainer rank 0 and all servers."""
-
-    backend: Literal["auto", "gloo", "nccl"] = opt("auto", "auto: nccl on GPUs, else gloo")
-    port: int = opt(0, "where rank 0 waits for the servers, at cluster.host; 0 takes a free port")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublisherConfig:
-    """How new weights reach the servers."""
-
-    type: str = opt("disk", "disk, distributed (a process group) or tensor (in the request's body)")
-    pause_mode: Literal["retract", "in_place", "abort"] = opt(
-        "retract", "recompute prefixes, keep the old KV, or abort and resubmit"
-    )
-    timeout_s: float = opt(60.0, "for one server to take a version; it is quarantined after that")
-    bucket_mb: int = opt(256, "weights travel in buckets of this size ; files, too")
-    verify_every: int = opt(
-        1, "compare what the servers hold after each n-th version; 0 never does"
-    )
-    disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")
-    distributed: DistributedPublisherConfig = sub(
-        DistributedPublisherConfig, "options of type=distributed"
-    )
+    from arealite.api.config import ExperimentConfig
+    from arealite.api.engine import TrainEngine
 
 
 @dataclass(frozen=True)
@@ -77,6 +43,23 @@ class WeightPublisher(ABC):
 
     wants_device = False
     """Whether `stage` takes tensors where the engine has them, not on the CPU."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: ExperimentConfig, engine: TrainEngine) -> WeightPublisher:
+        """Make the publisher of an experiment whose trainer trains `engine`.
+
+        Raises:
+            UserError: this way cannot publish what that engine trains.
+        """
+
+    def hold(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Have who generates from the engine's own parameters wait: they are about to change, and
+        `stage` lets it go on.
+
+        Raises:
+            RoleError: it does not answer.
+        """
 
     @abstractmethod
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
@@ -113,5 +96,6 @@ publishers: Registry[WeightPublisher] = Registry(
         "disk": "arealite.impl.publisher.disk:DiskPublisher",
         "distributed": "arealite.impl.publisher.distributed:DistributedPublisher",
         "tensor": "arealite.impl.publisher.tensor:TensorPublisher",
+        "shared": "arealite.impl.publisher.shared:SharedPublisher",
     },
 )

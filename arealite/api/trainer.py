@@ -20,7 +20,7 @@ from arealite.api.env import EnvConfig
 from arealite.api.fields import opt, sub
 from arealite.api.llm import LLMClientConfig, SamplingConfig
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
-from arealite.api.publisher import PublisherConfig
+from arealite.api.publisher_config import PublisherConfig
 from arealite.base.registry import Registry
 
 

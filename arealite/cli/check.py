@@ -50,10 +50,7 @@ def check(config: ExperimentConfig) -> None:
     check_other_models(config.trainer.ppo, model)
     check_run_folder(config)
     check_resume(config, identity(config, tasks))
-    servers = find_servers(config, model)
-    for server in servers:
-        check_same_model(config, model, server)
-    check_prompts(config, [*tasks, *held_out], servers)
+    check_prompts(config, [*tasks, *held_out], check_servers(config, model))
 
 
 def check_options(config: ExperimentConfig) -> None:
@@ -64,6 +61,7 @@ def check_options(config: ExperimentConfig) -> None:
         check_offline(config.trainer)
     else:
         check_numbers(config.trainer.ppo, config.trainer.type)
+        check_shared(config)
 
 
 def required(value: str | None, key: str) -> str:
@@ -112,6 +110,9 @@ def check_positive(config: ExperimentConfig) -> None:
         "trainer.ppo.eval.samples": ppo.eval.samples,
         "trainer.ppo.checkpoint.keep": ppo.checkpoint.keep,
         "trainer.ppo.publisher.bucket_mb": ppo.publisher.bucket_mb,
+        "trainer.ppo.publisher.shared.max_running_requests": (
+            ppo.publisher.shared.max_running_requests
+        ),
         "launcher.local.trainer_ranks": local.trainer_ranks,
         "launcher.local.rollout_workers": local.rollout_workers,
         "launcher.local.trainer_threads": local.trainer_threads,
@@ -177,6 +178,23 @@ def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
     check_sampling(ppo.eval.sampling, "eval.sampling")
     if ppo.collector.sampling.temperature <= 0:
         raise UserError("collector.sampling.temperature must be above 0: greedy cannot explore.")
+
+
+def check_shared(config: ExperimentConfig) -> None:
+    """Check that a trainer that is to generate from its own parameters has them whole and alone."""
+    ppo, ranks = config.trainer.ppo, config.launcher.local.trainer_ranks
+    if ppo.publisher.type != "shared":
+        return
+    fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
+    if ranks > 1:
+        raise UserError(f"{key} needs launcher.local.trainer_ranks=1, not {ranks}.")
+    if config.llm_server.addresses:
+        raise UserError(f"{key} updates no other server: remove llm_server.addresses.")
+    if fsdp.cpu_offload or (fsdp.dtype != "float32" and not fsdp.lora.rank):
+        raise UserError(
+            f"{key} generates from the parameters that are trained: use engine.fsdp.dtype=float32, "
+            "or lora.rank above 0, and cpu_offload=false."
+        )
 
 
 def check_offline(trainer: TrainerConfig) -> None:
@@ -285,6 +303,18 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
         ) from error
 
 
+def check_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
+    """Check who will generate; return the contexts they say they have."""
+    publisher = config.trainer.ppo.publisher
+    if publisher.type == "shared":
+        context = publisher.shared.context_length or model.get("max_position_embeddings")
+        return [context] if context else []
+    servers = find_servers(config, model)
+    for server in servers:
+        check_same_model(config, model, server)
+    return [length for server in servers if (length := server.value.get("context_length"))]
+
+
 def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: Entry) -> None:
     """Check that the server holds the architecture that will be trained."""
     if difference := other_model(server.value, model):
@@ -294,11 +324,8 @@ def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: En
         )
 
 
-def check_prompts(
-    config: ExperimentConfig, tasks: Sequence[Task], servers: Sequence[Entry]
-) -> None:
+def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Sequence[int]) -> None:
     """Check that every prompt and its answer fit the shortest context of a server."""
-    contexts = [length for server in servers if (length := server.value.get("context_length"))]
     budget = config.trainer.ppo.collector.sampling.max_new_tokens
     if not contexts:
         return

@@ -18,7 +18,8 @@ from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import EnvConfig, envs
 from arealite.api.llm import LLMClientConfig, clients
 from arealite.api.llm_server import LLMServerConfig, servers
-from arealite.api.publisher import PublisherConfig, publishers
+from arealite.api.publisher import publishers
+from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config

@@ -17,7 +17,8 @@ from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients
 from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
 from arealite.api.logger import MetricLogger, loggers
-from arealite.api.publisher import PublisherConfig, WeightPublisher, publishers
+from arealite.api.publisher import WeightPublisher, publishers
+from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import Reward, RewardConfig, RewardFactory, rewards
 from arealite.api.trainer import Trainer, trainers
 

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
+from arealite.api.publisher import PublishReport
+from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.base.errors import RoleError
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.control import Server

@@ -228,11 +228,15 @@ class FSDPEngine(TrainEngine):
         return fingerprint(dict(self.module.named_parameters()), self.device)
 
     def _set_dtypes(self) -> bool:
-        """Keep parameters without training in the compute dtype; say whether all have it now."""
+        """Keep parameters without training in the compute dtype; say whether all that computes in
+        it has it now (adapters take and give any, and compute in their own)."""
         for name, param in self.module.named_parameters():
             if not param.requires_grad and name != loading.SCORE:
                 param.data = param.data.to(self.dtype)
-        return all(param.dtype == self.dtype for param in self.module.parameters())
+        return all(
+            param.dtype == self.dtype or lora.ADAPTER in name
+            for name, param in self.module.named_parameters()
+        )
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device)

@@ -6,6 +6,7 @@ model and head both run inside one root.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,9 +79,15 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def recompute(module: Any) -> None:
-    """Keep only the inputs of each layer for the backward pass."""
+    """Keep only the inputs of each layer for the backward pass, where there is to be one."""
     for layer in layers_of(module):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return checkpoint(forward, *args, use_reentrant=False, **options)
 
 
 def shard(

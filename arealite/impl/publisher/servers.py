@@ -19,8 +19,11 @@ from typing import Any, TypeVar
 import aiohttp
 import torch
 
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.engine import TrainEngine
 from arealite.api.llm_server import UNTRUSTED
-from arealite.api.publisher import PublisherConfig, PublishReport, WeightPublisher
+from arealite.api.publisher import PublishReport, WeightPublisher
+from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, PushTimes, Server
@@ -80,6 +83,16 @@ class ServersPublisher(WeightPublisher):
         self._ready = threading.Event()
         self._thread.start()
         self._ready.wait(10.0)
+
+    @classmethod
+    def of(cls, config: ExperimentConfig, engine: TrainEngine) -> ServersPublisher:
+        return cls(
+            config.trainer.ppo.publisher,
+            registry=NameRegistry.of(config),
+            fallback_dir=run_paths(config).root / "weights",
+            model_path=Path(config.model.path).expanduser(),
+            host=config.cluster.host,
+        )
 
     # ------------------------------------------------------------ called by the trainer
 

@@ -31,10 +31,11 @@ MAX_BODY = 2**30
 class App:
     """Routes and their handlers."""
 
-    def __init__(self, engine: Engine, model: ServedModel) -> None:
+    def __init__(self, engine: Engine, model: ServedModel, *, is_shared: bool = False) -> None:
+        """`is_shared`: no request pauses the engine or changes the model; only its owner does."""
         self.engine = engine
         self.model = model
-        self.updates = UpdateRoutes(engine, model)
+        self._is_shared = is_shared
         self._started = int(time.time())
 
     def make(self) -> web.Application:
@@ -44,10 +45,6 @@ class App:
             [
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort_request),
-                web.post("/pause_generation", self._pause_generation),
-                web.post("/continue_generation", self._continue_generation),
-                *self.updates.routes(),
-                web.post("/flush_cache", self._flush_cache),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/model_info", self._model_info),
@@ -59,7 +56,17 @@ class App:
                 web.get("/openapi.json", self._openapi),
             ]
         )
-        app.on_cleanup.append(self.updates.close)
+        if not self._is_shared:
+            updates = UpdateRoutes(self.engine, self.model)
+            app.add_routes(
+                [
+                    web.post("/pause_generation", self._pause_generation),
+                    web.post("/continue_generation", self._continue_generation),
+                    web.post("/flush_cache", self._flush_cache),
+                    *updates.routes(),
+                ]
+            )
+            app.on_cleanup.append(updates.close)
         return app
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -10,12 +10,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from arealite.api.agent import load_tokenizer
 from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base import log
@@ -25,7 +27,7 @@ from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import ServedModel
-from arealite.impl.server.weights import load_model
+from arealite.impl.server.weights import check_layers, load_model
 from arealite.system import vitals
 from arealite.system.name_registry import NameRegistry
 
@@ -38,8 +40,11 @@ SHUTDOWN_S = 2.0
 class EmbeddedServer(LLMServer):
     """One model, one engine thread, one HTTP port."""
 
-    def __init__(self, args: ServerConfig) -> None:
+    def __init__(self, args: ServerConfig, *, shared: Any = None) -> None:
+        """`shared`: the model of an owner in this process, who alone changes it, between `hold` and
+        `release`; it is held at first."""
         self.config = args
+        self._shared = shared
         self.address = ""
         """Where it listens; set before `ready`."""
         self.ready = asyncio.Event()
@@ -53,20 +58,18 @@ class EmbeddedServer(LLMServer):
             UserError: the model or the port cannot be used.
             RoleError: the engine died.
         """
-        config, loop = self.config, asyncio.get_running_loop()
-        model, tokenizer = await asyncio.to_thread(
-            load_model,
-            config.model.path,
-            dtype=config.model.dtype,
-            device=config.llm_server.embedded.device,
-        )
+        loop, is_shared = asyncio.get_running_loop(), self._shared is not None
+        model, tokenizer = await asyncio.to_thread(self._load)
         self._stopped = loop.create_future()
-        engine = self._engine(model, loop)
-        app = App(engine, self._describe(model, tokenizer))
+        self.engine = engine = self._make_engine(model, loop)
+        self._model = self._describe(model, tokenizer)
+        app = App(engine, self._model, is_shared=is_shared)
         runner = web.AppRunner(
             app.make(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
         await runner.setup()
+        if is_shared:
+            engine.paused = "in_place"
         engine.start()
         try:
             with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
@@ -83,6 +86,24 @@ class EmbeddedServer(LLMServer):
         """Make `serve` return, or raise: a server whose engine died must not look alive."""
         if not self._stopped.done():
             self._stopped.set_result(error)
+
+    def hold(self, mode: str) -> Future[None]:
+        """Stop generating, as /pause_generation does; done once no forward pass runs."""
+        return self.engine.pause(mode)
+
+    def release(self, version: str) -> Future[None]:
+        """Go on, under weights of another version."""
+        self.engine.relabel(version)
+        self._model.version = version
+        return self.engine.resume()
+
+    def _load(self) -> tuple[Any, Any]:
+        config = self.config
+        if self._shared is not None:
+            check_layers(self._shared, config.model.path)
+            return self._shared, load_tokenizer(config.model.path)
+        device = config.llm_server.embedded.device
+        return load_model(config.model.path, dtype=config.model.dtype, device=device)
 
     async def _listen(self, runner: web.AppRunner) -> None:
         server = self.config.llm_server
@@ -103,7 +124,8 @@ class EmbeddedServer(LLMServer):
         cluster = self.config.cluster
         registry = NameRegistry.of(self.config)
         entry_id = self.address.removeprefix("http://").replace(":", "-")
-        vitals.rename(f"llm_server-{entry_id}")
+        if self._shared is None:
+            vitals.rename(f"llm_server-{entry_id}")
         async with registry.registered(
             "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
         ):
@@ -113,7 +135,7 @@ class EmbeddedServer(LLMServer):
         if error is not None:
             raise RoleError(f"llm_server {self.address}: the engine died: {error}")
 
-    def _engine(self, model: Any, loop: asyncio.AbstractEventLoop) -> Engine:
+    def _make_engine(self, model: Any, loop: asyncio.AbstractEventLoop) -> Engine:
         def tell(call: Callable[[Any], None], news: Any) -> None:
             with suppress(RuntimeError):  # the loop is gone: nobody waits any more
                 loop.call_soon_threadsafe(call, news)
@@ -160,7 +182,7 @@ class EmbeddedServer(LLMServer):
         names = ("model_type", "architectures", "vocab_size", "context_length")
         return {
             "address": self.address,
-            "type": "embedded",
+            "type": "embedded" if self._shared is None else "shared",
             "model_path": app.model.folder,  # not the last weights: their folder goes away
             **{name: about[name] for name in names},
             "version": about["weight_version"],

@@ -163,13 +163,18 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
     if info["missing_keys"]:  # transformers fills these with random numbers
         names = ", ".join(sorted(info["missing_keys"])[:5])
         raise UserError(f"model.path={path}: cannot be loaded: its files lack {names}.")
+    check_layers(model, path)
+    return model.to(pick_device(device)).eval().requires_grad_(False), tokenizer
+
+
+def check_layers(model: Any, path: str) -> None:
+    """Raise UserError for a model whose layers the decode loop has no cache for."""
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
     if layers - {"full_attention"}:
         raise UserError(
             f"model.path={path}: has layers of {', '.join(sorted(layers))}; the embedded server "
             "runs models with full attention only. Use SGLang for this one."
         )
-    return model.to(pick_device(device)).eval().requires_grad_(False), tokenizer
 
 
 def pick_device(device: str) -> str:

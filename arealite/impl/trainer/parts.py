@@ -50,10 +50,8 @@ class Parts:
 
 def assemble(config: ExperimentConfig) -> Parts:
     """Join the other ranks, load the model, and open what rank 0 alone has."""
-    ppo, paths = config.trainer.ppo, run_paths(config)
     world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
-    publisher: Any = publishers.get(ppo.publisher.type)
     made = Parts(
         world=world,
         **make_engines(config),
@@ -62,13 +60,8 @@ def assemble(config: ExperimentConfig) -> Parts:
         ),
     )
     if world.lead:
-        made.publisher = publisher(
-            ppo.publisher,
-            registry=registry,
-            fallback_dir=paths.root / "weights",
-            model_path=Path(config.model.path).expanduser(),
-            host=config.cluster.host,
-        )
+        publisher = publishers.get(config.trainer.ppo.publisher.type)
+        made.publisher = publisher.of(config, made.engine)
         made.loggers = open_loggers(config)
     return made
 

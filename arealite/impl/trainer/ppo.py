@@ -76,6 +76,7 @@ class PPOTrainer(Trainer):
         try:
             step = self.begin()
             while (batch := self.next_batch(step)) is not None:
+                self.hold()
                 self.forward(batch)
                 minibatches = self.estimate(batch)
                 stats = [self.update(each) for _ in range(self.ppo.epochs) for each in minibatches]
@@ -127,6 +128,12 @@ class PPOTrainer(Trainer):
             if flags["starving"] > 0.0:
                 self.heal()
         return asked.result()
+
+    def hold(self) -> None:
+        """Let who generates from the trained parameters themselves wait until `publish`."""
+        if self.parts.publisher is not None:
+            with self.clock("wait/hold_s"):
+                self.parts.publisher.hold()
 
     def forward(self, batch: TrainBatch) -> None:
         """Note what the models say of the rows before the first update, by the trainer's maths.

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from arealite.api.publisher import DiskPublisherConfig, PublisherConfig, PublishReport
+from arealite.api.publisher import PublishReport
+from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.name_registry import NameRegistry

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from arealite.api.publisher import PublisherConfig
+from arealite.api.publisher_config import PublisherConfig
 from arealite.base.errors import RoleError
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher import staging

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from arealite.api.config import ClusterConfig, ServerConfig
-from arealite.api.publisher import DistributedPublisherConfig, PublisherConfig, PublishReport
+from arealite.api.publisher import PublishReport
+from arealite.api.publisher_config import DistributedPublisherConfig, PublisherConfig
 from arealite.base.errors import RoleError
 from arealite.impl.launcher.processes import PARENT
 from arealite.impl.publisher import servers as base

@@ -101,13 +101,21 @@ class ScriptedPublisher(WeightPublisher):
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
-        self.hungry = False
+        self.hungry = self.shares = False
         self.on_second_push: Callable[[], None] = lambda: None
         """Called when a version is pushed that was pushed before."""
+
+    @classmethod
+    def of(cls, config: object, engine: object) -> ScriptedPublisher:
+        raise NotImplementedError
 
     @property
     def starving(self) -> bool:
         return self.hungry
+
+    def hold(self) -> None:
+        if self.shares:
+            self.events.add("hold")
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         self.staged = float(dict(weights)["weight"])

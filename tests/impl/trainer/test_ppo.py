@@ -60,6 +60,22 @@ def test_a_synchronous_run_in_order(config: MakeConfig) -> None:
     assert {word for word in threads if threads[word] != "MainThread"} == {"ask 0", "ask 1"}
 
 
+@BOTH
+def test_who_shares_the_parameters_is_held_while_they_are_used(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    stage = Stage()
+    stage.publisher.shares = True
+    trainer(config(total_steps=2), stage.parts()).train()
+    turns = [
+        w for w in stage.events.words if w.split()[0] in ("hold", "forward", "update", "gather")
+    ]
+    assert turns == [
+        "gather",
+        *(w for k in (1, 2) for w in ("hold", "forward", f"update {k}", "gather")),
+    ]
+
+
 def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: MakeConfig) -> None:
     stage = Stage()
 

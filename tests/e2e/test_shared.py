@@ -1,0 +1,65 @@
+"""A run without any server: the trainer's process generates from the parameters it trains, and its
+death takes both; they come back together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.impl.engine import checkpoint
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, Site, strays
+from tests.e2e.test_critic import trainer_of
+from tests.e2e.test_replay import REWARD
+from tests.waiting import spawned, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(240)]
+
+STEPS = 8
+OPTIONS = (
+    "trial_name=shared",
+    "imports=[variety]",
+    "trainer.ppo.collector.env.math.reward.type=variety",
+    "trainer.ppo.publisher.type=shared",
+    "trainer.ppo.max_staleness=2",
+    "trainer.ppo.collector.sampling.max_new_tokens=24",
+    "trainer.ppo.checkpoint.every_steps=2",
+    "trainer.ppo.lr=1e-2",
+    f"trainer.ppo.total_steps={STEPS}",
+)
+
+
+def test_one_set_of_parameters_generates_and_learns(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "variety.py").write_text(REWARD)
+    names = f"cluster.name_root={tmp_path / 'names'}"
+    paths = RunPaths(tmp_path / "e2e" / "shared")
+    environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    with spawned(site.command(tmp_path, *OPTIONS, names), environment) as run:
+        saved = lambda: checkpoint.list_good(paths.checkpoints) or run.poll() is not None  # noqa: E731
+        until(saved, what="a checkpoint", seconds=90)
+        victim = trainer_of(run.pid)
+        assert victim is not None
+        victim.kill()
+        victim.wait(10)
+        shown = run.communicate(timeout=120)[0]
+    assert run.returncode == 0, shown
+    assert "trainer-0 died (killed by SIGKILL); started again" in shown
+    assert "waiting up to" not in shown, "it waited for a server"
+    report = audit(paths.ledger)
+    assert report.ok, report.table()
+    assert report.steps == STEPS
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    trained = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in trained] == list(range(STEPS))
+    assert any("publish/num_bytes" in line for line in trained)
+    for line in trained:
+        assert line["staleness/max"] <= 2
+        assert line.get("publish/num_bytes", 0) == 0
+        assert line["update/grad_norm"] > 0
+    assert trained[0]["mismatch/current_tokens"] > 0
+    assert trained[0]["mismatch/logprob_abs_diff_max_current"] < 1e-4
+    assert trained[-1]["mismatch/logprob_abs_diff_max"] > 1e-2, "the policy did not change"
+    assert not strays(tmp_path)

@@ -1,0 +1,186 @@
+"""The trainer's process serves the parameters it trains: whole turns, at one version each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from arealite.api.config import (
+    ClusterConfig,
+    ExperimentConfig,
+    ModelConfig,
+    name_dir,
+)
+from arealite.api.engine import Sequence
+from arealite.api.engine_config import LoRAConfig
+from arealite.api.publisher_config import PublisherConfig, SharedPublisherConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.base.errors import RoleError, UserError
+from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.publisher.shared import SharedPublisher
+from arealite.system.name_registry import NameRegistry
+from tests.impl.engine.helpers import loss_of, make_engine, make_rows
+from tests.models import tiny_model
+from tests.waiting import until
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class Pair:
+    """An engine and who serves its parameters."""
+
+    def __init__(self, folder: Path, config: PublisherConfig, **options: Any) -> None:
+        self.config = ExperimentConfig(
+            cluster=ClusterConfig(name_root=str(folder / "names"), run_root=str(folder)),
+            model=ModelConfig(path=str(tiny_model(folder / "model", init_std=0.1))),
+            trainer=TrainerConfig(ppo=PPOConfig(publisher=config)),
+        )
+        self.engine: FSDPEngine = make_engine(Path(self.config.model.path), **options)
+        self.publisher = SharedPublisher.of(self.config, self.engine)
+        self.url = self.publisher.server.address
+
+    def learn(self) -> None:
+        """Change the parameters by an update, as a trainer does."""
+        rows = make_rows()
+        lengths = [[len(row.tokens) for row in rows]]
+        stats = self.engine.train_batch(rows, lengths, loss_of(self.engine))
+        assert stats["grad_norm"] > 0
+
+    def release(self, version: int) -> None:
+        copies = self.engine.stream_weights()
+        assert self.publisher.stage(version, copies) is False
+        assert next(copies, None) is not None, "nothing was copied"
+
+    def logprobs(self, tokens: list[int]) -> np.ndarray:
+        """What the engine says of an answer to PROMPT."""
+        whole = np.array(PROMPT + tokens, np.int32)
+        mask = np.arange(len(whole)) >= len(PROMPT)
+        row = Sequence(whole, mask, 1.0, {})
+        return self.engine.forward([row], [[len(whole)]])["logprobs"][0][len(PROMPT) :]
+
+
+async def ask(url: str, *, count: int = 16) -> dict[str, Any]:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": count, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/generate", json=body) as got,
+    ):
+        assert got.status == 200, await got.text()
+        return (await got.json())["meta_info"]
+
+
+def spans(meta: dict[str, Any]) -> list[str]:
+    return [span["version"] for span in meta["weight_versions"]]
+
+
+@pytest.fixture
+def pair(group: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    options = dict(getattr(request, "param", {}))
+    mode = options.pop("pause_mode", "retract")
+    made = Pair(
+        tmp_path, PublisherConfig(type="shared", pause_mode=mode, timeout_s=20.0), **options
+    )
+    yield made
+    made.publisher.close()
+    assert not NameRegistry.of(made.config).list("llm_server"), "it left its name"
+
+
+KINDS = {
+    "plain": {},
+    "packed": {"layout": "packed"},
+    "in place": {"pause_mode": "in_place"},
+    "recomputed": {"gradient_checkpointing": True},
+    "lora": {"lora": LoRAConfig(rank=4)},
+    "lora, low": {"lora": LoRAConfig(rank=4), "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS, indirect=True)
+async def test_it_generates_from_the_trained_parameters_themselves(pair: Pair) -> None:
+    names = NameRegistry.of(pair.config).list("llm_server")
+    assert [entry.value["type"] for entry in names] == ["shared"]
+    close = 2e-5 if pair.engine.dtype == torch.float32 else 0.05
+    told = []
+    for version in range(3):
+        await asyncio.to_thread(pair.release, version)
+        meta = await ask(pair.url)
+        assert spans(meta) == [str(version)]
+        logprobs, tokens = zip(
+            *((lp, t) for lp, t, _ in meta["output_token_logprobs"]), strict=True
+        )
+        await asyncio.to_thread(pair.publisher.hold)
+        np.testing.assert_allclose(logprobs, pair.logprobs(list(tokens)), atol=close)
+        told.append(pair.logprobs(PROMPT))
+        pair.learn()
+    assert np.abs(told[2] - told[0]).max() > 1e-3, "the policy did not change"
+
+
+async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> None:
+    early = asyncio.create_task(ask(pair.url))
+    await asyncio.to_thread(pair.release, 0)
+    assert spans(await early) == ["0"], "it was held until the first version"
+    long = asyncio.create_task(ask(pair.url, count=400))
+    running = pair.publisher.server.engine.decoder.running
+    begun = lambda: running and running[0].output  # noqa: E731
+    await asyncio.to_thread(until, begun, what="a first token", seconds=20)
+    await asyncio.to_thread(pair.publisher.hold)
+    held = asyncio.create_task(ask(pair.url))
+    pair.learn()
+    assert not long.done()
+    assert not held.done()
+    await asyncio.to_thread(pair.release, 1)
+    assert spans(await long) == ["0", "1"]
+    assert spans(await held) == ["1"]
+    report = pair.publisher.push(1)
+    assert (report.version, report.servers, report.num_bytes) == (1, 1, 0)
+    assert report.stall_s > report.pause_s > 0
+
+
+async def test_nobody_else_can_change_the_weights_or_end_a_turn(pair: Pair) -> None:
+    paths = ["pause_generation", "continue_generation", "update_weights_from_tensor", "flush_cache"]
+    async with aiohttp.ClientSession() as session:
+        for path in paths:
+            async with session.post(f"{pair.url}/{path}", json={"mode": "abort"}) as answer:
+                assert answer.status == 404, path
+
+
+async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
+    engine = pair.publisher.server.engine
+
+    def die() -> None:
+        raise MemoryError("no memory")
+
+    assert pair.publisher.starving is False
+    engine._post(die)
+    with pytest.raises(RoleError, match="the engine died: no memory"):
+        await asyncio.to_thread(pair.publisher.hold)
+    with pytest.raises(RoleError, match="no memory"):
+        _ = pair.publisher.starving
+
+
+def test_a_port_in_use_is_the_users_error(group: None, tmp_path: Path, pair: Pair) -> None:
+    taken = int(pair.url.rpartition(":")[2])
+    shared = PublisherConfig(type="shared", shared=SharedPublisherConfig(port=taken))
+    config = replace(
+        pair.config, trial_name="other", trainer=TrainerConfig(ppo=PPOConfig(publisher=shared))
+    )
+    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{taken}"):
+        SharedPublisher.of(config, pair.engine)
+    assert name_dir(config) != name_dir(pair.config)
+
+
+def test_parameters_in_shards_cannot_be_shared(group: None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="one trainer rank"):
+        Pair(tmp_path, PublisherConfig(type="shared"), dtype="bfloat16")
