@@ -19,7 +19,7 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
@@ -91,6 +91,12 @@ bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-
 
 bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
+
+bench-train: bench-trl
+
+# The whole loop against TRL's; both sides run in the virtual environment that has TRL.
+bench-trl: $(PEERS_VENV)/.dev
+	$(PEERS_VENV)/bin/python tools/bench_trl.py
 
 bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py

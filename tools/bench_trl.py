@@ -1,0 +1,372 @@
+"""Trained samples a second of the whole loop against TRL's GRPOTrainer: same model, prompts, loss.
+
+Three cases: answers that end by themselves within 8 tokens, answers of exactly 128, and answers of
+heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128). Ours is what a user starts:
+`launch_llm_server` and `train.py` with datapipe, worker and trainer; TRL generates with
+transformers in the trainer's process. Both have both cores and run in turn. Model: a random Qwen2
+of 0.8 M parameters; 32 prompts × 8 samples a step, one update a step, GRPO with group std, token
+mean, clip 0.2, no reference, AdamW, float32. TRL is given two torch threads, no checkpoints, logs,
+evaluation or gradient checkpointing, and the micro-batch that suits it best (`TRL_ROWS`); our
+settings stand in `OURS` and in the printed table. First and last steps are left out: buffers fill
+and empty there.
+
+    .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy]
+
+Writes out/bench/trl.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from arealite.api.agent import Agent, agents  # noqa: E402
+from arealite.api.env import Env, envs  # noqa: E402
+from arealite.api.task import Task  # noqa: E402
+from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
+
+PROMPTS, SAMPLES, MOST, LR = 32, 8, 128, 1e-5
+BATCH = PROMPTS * SAMPLES
+LENGTH = "completions/mean_length"
+WARM_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How long answers are, how many steps are timed, and what our side is set to."""
+
+    longest: int
+    trl_steps: int
+    our_steps: int
+    wanted: float
+    staleness: int
+    trl_rows: int
+    """Of a micro-batch."""
+    train: tuple[str, ...] = ()
+    server: tuple[str, ...] = ()
+
+
+CASES = {
+    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256),
+    "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256),
+    "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256),
+}
+SPLIT = "rows", "forward", "estimate", "update", "report", "stage", "log", "other"
+
+
+def heavy_length(draw: random.Random) -> int:
+    """Draw the length of one answer."""
+    return round(min(max(draw.lognormvariate(math.log(20), 1.0), 4), MOST))
+
+
+def score(text: str) -> float:
+    """Reward the share of digits: of a random model's answers it differs from one to the next."""
+    return sum(map(str.isdigit, text)) / max(1, len(text))
+
+
+@envs.register("digits")
+class DigitsEnv(Env):
+    """One answer, scored here: TRL's reward function does the same in its own process."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        (agent,) = agents.values()
+        action = await agent.act(task.prompt)
+        agent.reward(score(action.text))
+
+
+class LengthAgent(MathCodeSingleStepAgent):
+    """Generates exactly as many tokens as `length` says."""
+
+    def __init__(self, config: Any, **context: Any) -> None:
+        super().__init__(config, **context)
+        length = self.length()
+        sampling = dataclasses.replace(
+            self.seat.sampling, max_new_tokens=length, min_new_tokens=length
+        )
+        self.seat = dataclasses.replace(self.seat, sampling=sampling)
+
+    def length(self) -> int:
+        """Return the budget of the seat."""
+        return self.seat.sampling.max_new_tokens
+
+
+@agents.register("heavy")
+class HeavyAgent(LengthAgent):
+    """Draws the length from the episode's name."""
+
+    def length(self) -> int:
+        return heavy_length(random.Random(self.seat.episode_id))
+
+
+agents.register("fixed")(LengthAgent)
+agents.register("short")(MathCodeSingleStepAgent)
+
+
+def make_kit(folder: Path) -> None:
+    """Write the model and prompts of 16 tokens."""
+    from tests.models import tiny_model
+
+    tiny_model(
+        folder / "model",
+        seed=0,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        init_std=0.02,
+    )
+    draw = random.Random(0)
+    with (folder / "train.jsonl").open("w") as file:
+        for _ in range(2048):
+            digits = "".join(draw.choice("0123456789") for _ in range(10))
+            file.write(json.dumps({"prompt": f"sort {digits}=", "ground_truth": "x"}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------ TRL
+
+
+def trl_side(name: str, kit: Path) -> None:
+    """Train with TRL in this process and print what was measured."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    case, ends = CASES[name], list[float]()
+    steps = WARM_STEPS + case.trl_steps
+    torch.set_num_threads(2)
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [score(text) for text in completions]
+
+    config = GRPOConfig(
+        output_dir=str(kit / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=case.trl_rows,
+        gradient_accumulation_steps=BATCH // case.trl_rows,
+        num_generations=SAMPLES,
+        max_completion_length=case.longest,
+        generation_kwargs={"min_new_tokens": MOST} if name == "fixed" else None,
+        max_steps=steps,
+        learning_rate=LR,
+        adam_beta2=0.95,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        logging_steps=10**6,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    rows = [json.loads(line) for line in (kit / "train.jsonl").read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(kit / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(kit / "model"),
+        callbacks=[Clock()],
+    )
+    if name == "heavy":
+        end_where_drawn(trainer)
+    trainer.train()
+    seconds = [b - a for a, b in itertools.pairwise(ends)][WARM_STEPS - 1 :]
+    tokens = next(found for line in trainer.state.log_history if (found := line.get(LENGTH)))
+    print(json.dumps({"seconds": statistics.mean(seconds), "tokens": tokens}))
+
+
+def end_where_drawn(trainer: Any) -> None:
+    """Let each row of `generate` end with EOS at a length drawn for it, and not before."""
+    import torch
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    draw, eos = random.Random(0), trainer.model.generation_config.eos_token_id
+
+    class Ends(LogitsProcessor):
+        def __init__(self) -> None:
+            self.shown, self.lengths = MOST**2, torch.empty(0)
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] <= self.shown:  # a new generation
+                self.lengths = torch.tensor([heavy_length(draw) for _ in input_ids])
+                self.first = input_ids.shape[1]
+            self.shown = input_ids.shape[1]
+            now = self.lengths == self.shown - self.first + 1
+            scores[:, eos] = -torch.inf
+            scores[now] = -torch.inf
+            scores[now, eos] = 0.0
+            return scores
+
+    generate, ends = trainer.model.generate, LogitsProcessorList([Ends()])
+    trainer.model.generate = lambda **options: generate(**options, logits_processor=ends)
+
+
+def run_trl(name: str, kit: Path) -> dict[str, float]:
+    """Measure TRL in a process of its own, with both cores."""
+    command, others = [sys.executable, __file__, "--trl", name, "--kit", str(kit)], Others()
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"TRL failed:\n{done.stdout}{done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {"samples_per_s": BATCH / found["seconds"], **found, "others": others.cores()}
+
+
+# ----------------------------------------------------------------------------------------- ours
+
+
+def names(kit: Path) -> list[str]:
+    """Return the overrides by which server and trainer find each other."""
+    return ["experiment_name=bench", "trial_name=t", f"cluster.name_root={kit / 'names'}"]
+
+
+def environment() -> dict[str, str]:
+    """This module is importable as a plugin; threads are set by the config."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tools")}
+
+
+@contextlib.contextmanager
+def server(case: Case, kit: Path) -> Iterator[None]:
+    """Run launch_llm_server for the body's time."""
+    script = ROOT / "arealite" / "launch_llm_server.py"
+    model = f"model.path={kit / 'model'}"
+    command = [sys.executable, str(script), *names(kit), model, *case.server]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:
+    """Train with our loop; return samples a second and where the trainer's seconds went."""
+    case, run_root, others = CASES[name], kit / f"{name}-{repeat}", Others()
+    last = WARM_STEPS + case.our_steps
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *("--config", str(ROOT / "config" / "async_ppo.yaml")),
+        *names(kit),
+        f"model.path={kit / 'model'}",
+        f"dataset.train={kit / 'train.jsonl'}",
+        f"cluster.run_root={run_root}",
+        "imports=[bench_trl]",
+        f"trainer.ppo.collector.agent.type={name}",
+        "trainer.ppo.collector.env.type=digits",
+        f"trainer.ppo.batch_size={BATCH}",
+        f"trainer.ppo.lr={LR}",
+        "trainer.ppo.optimizer.warmup_steps=0",
+        f"trainer.ppo.collector.group_size={SAMPLES}",
+        f"trainer.ppo.collector.sampling.max_new_tokens={case.longest}",
+        f"trainer.ppo.max_staleness={case.staleness}",
+        # What is offered last is generated while the trainer has the machine for itself.
+        f"trainer.ppo.total_steps={last + case.staleness + 1}",
+        "trainer.ppo.checkpoint.every_steps=0",
+        "trainer.ppo.checkpoint.export=false",
+        "logger.types=[]",
+        *case.train,
+    ]
+    with server(case, kit):
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"train.py failed:\n{done.stdout}{done.stderr}")
+    lines = (run_root / "bench" / "t" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines if "throughput/trained_tokens" in line]
+    timed = steps[WARM_STEPS:last]
+    seconds = (timed[-1]["time"] - steps[WARM_STEPS - 1]["time"]) / len(timed)
+
+    def mean(key: str) -> float:
+        return statistics.mean(line.get(key, 0.0) for line in timed)
+
+    split = {f"{part}_s": mean(f"time/{part}_s") for part in SPLIT}
+    split |= {f"wait_{part}_s": mean(f"wait/{part}_s") for part in ("batch", "publish")}
+    tokens = mean("length/trained_mean")
+    found = {"samples_per_s": BATCH / seconds, "seconds": seconds, "tokens": tokens}
+    return found | {"others": others.cores()} | split
+
+
+class Others:
+    """Measures the cores that processes which are not ours used meanwhile."""
+
+    def __init__(self) -> None:
+        self.began = self._read()
+
+    def cores(self) -> float:
+        """Return their number since the start."""
+        return (self._read()[0] - self.began[0]) / (self._read()[1] - self.began[1])
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        lines = Path("/proc/stat").read_text().splitlines()
+        user, nice, system, _, _, irq, soft, *_ = (int(word) for word in lines[0].split()[1:])
+        busy = (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(os.times()[:4]), time.perf_counter()
+
+
+def main() -> None:
+    """Run both sides in turn and compare them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--trl", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--kit", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench" / "trl.json")
+    options = parser.parse_args()
+    if options.trl:
+        trl_side(options.trl, options.kit)
+        return
+    found: dict[str, Any] = {}
+    for name in options.cases:
+        found[name] = compare(name, options.repeats)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    options.out.write_text(json.dumps(before | found, indent=2) + "\n")
+
+
+def compare(name: str, repeats: int) -> dict[str, Any]:
+    """Run one case on both sides, turn by turn; medians."""
+    case, rows = CASES[name], list[tuple[dict[str, float], dict[str, float]]]()
+    print(f"{name}: {case}")
+    for repeat in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            make_kit(Path(folder))
+            rows.append((run_trl(name, Path(folder)), run_ours(name, Path(folder), repeat)))
+        for side, figures in zip(("TRL", "ours"), rows[-1], strict=True):
+            print(f"  {side:5}", "  ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+    ratio = statistics.median(o["samples_per_s"] / t["samples_per_s"] for t, o in rows)
+    print(f"{name}: ours / TRL, median of {repeats} pairs: {ratio:.2f} (wanted: {case.wanted})")
+    sides = {
+        side: {key: statistics.median(row[i][key] for row in rows) for key in rows[0][i]}
+        for i, side in enumerate(("trl", "ours"))
+    }
+    return {"ratio": ratio, **sides, "settings": dataclasses.asdict(case)}
+
+
+if __name__ == "__main__":
+    main()
