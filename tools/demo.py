@@ -39,8 +39,9 @@ BACKENDS = {
         "llm_server.sglang.device=cpu",
         f"llm_server.sglang.python={os.environ.get('SGLANG_PYTHON', SGLANG_PYTHON)}",
     ],
+    "shared": [],
 }
-"""What launch_llm_server is told; training is the same with each."""
+"""What launch_llm_server is told; shared: there is none, the trainer serves its own parameters."""
 SERVER_WAIT_S = 120
 """SGLang takes 20 s to start, and a minute on a loaded machine."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Make the kit, train with real processes, and show what came of it."""
     OUT.mkdir(parents=True, exist_ok=True)
-    trial = f"seed{options.seed}" + ("-sglang" if options.backend == "sglang" else "")
+    trial = f"seed{options.seed}" + (f"-{options.backend}" * (options.backend != "embedded"))
     paths = RunPaths((OUT / trial).absolute())
     with (OUT / f"{trial}.lock").open("w") as lock:
         try:
@@ -86,7 +87,11 @@ def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     clear(paths.root, keep=options.keep)
     names = ["experiment_name=demo", f"trial_name={trial}", f"seed={options.seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]
-    with server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log"):
+    serving = server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log")
+    if options.backend == "shared":
+        serving = contextlib.nullcontext()
+        overrides.append("trainer.ppo.publisher.type=shared")
+    with serving:
         if options.backend == "sglang":
             overrides.append(f"server_wait_s={SERVER_WAIT_S}")
         code = train(kit, overrides, options.steps)
