@@ -39,9 +39,10 @@ BACKENDS = {
         "llm_server.sglang.device=cpu",
         f"llm_server.sglang.python={os.environ.get('SGLANG_PYTHON', SGLANG_PYTHON)}",
     ],
-    "shared": [],
 }
-"""What launch_llm_server is told; shared: there is none, the trainer serves its own parameters."""
+"""What launch_llm_server is told; training is the same with each."""
+SHARED = "shared"
+"""The backend without a server: the trainer's process generates from the parameters it trains."""
 SERVER_WAIT_S = 120
 """SGLang takes 20 s to start, and a minute on a loaded machine."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="batches to train; default: config/demo.yaml's")
-    parser.add_argument("--backend", choices=list(BACKENDS), default="embedded", help="the server")
+    parser.add_argument(
+        "--backend", choices=[*BACKENDS, SHARED], default="embedded", help="the server"
+    )
     parser.add_argument("--keep", action="store_true", help="move an earlier run aside")
     options = parser.parse_args(argv)
     os.chdir(ROOT)
@@ -87,10 +90,11 @@ def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     clear(paths.root, keep=options.keep)
     names = ["experiment_name=demo", f"trial_name={trial}", f"seed={options.seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]
-    serving = server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log")
-    if options.backend == "shared":
+    if options.backend == SHARED:
         serving = contextlib.nullcontext()
         overrides.append("trainer.ppo.publisher.type=shared")
+    else:
+        serving = server([*overrides, *BACKENDS[options.backend]], log=OUT / f"{trial}-server.log")
     with serving:
         if options.backend == "sglang":
             overrides.append(f"server_wait_s={SERVER_WAIT_S}")

@@ -171,6 +171,16 @@ def test_the_server_is_started_as_its_config_allows(monkeypatch, tmp_path, backe
     assert "trial_name=seed4-x" in started["train"][1]
 
 
+def test_without_a_server_the_trainer_shares_its_parameters(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "make_kit", lambda seed: tmp_path)
+    monkeypatch.setattr(demo, "server", lambda *_, **__: pytest.fail("a server was started"))
+    told = []
+    monkeypatch.setattr(demo, "train", lambda kit, words, steps: told.extend(words) or 3)
+    options = SimpleNamespace(seed=4, steps=None, keep=False, backend="shared")
+    assert demo.run_locked(RunPaths(tmp_path / "seed4-shared"), options) == 3
+    assert "trainer.ppo.publisher.type=shared" in told
+
+
 def test_a_kit_that_cannot_be_made_says_why(monkeypatch, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "demo_task.py").write_text("import sys; sys.exit('no torch')")
