@@ -6,11 +6,8 @@ was copied elsewhere.
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,20 +18,74 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.ledger import connect, decode_header
 
-TRAINED = "('trained', 'durable')"
 IN_STATE = {
-    "trained": TRAINED,
-    "filtered": "('filtered')",
-    "buffered": "('complete', 'batched')",
-    "in_flight": "('offered', 'leased')",
+    "trained": ("trained", "durable"),
+    "filtered": ("filtered",),
+    "buffered": ("complete", "batched"),
+    "in_flight": ("offered", "leased"),
 }
-JOINED = "FROM trajectories t JOIN groups g USING (group_id)"
+"""The states of groups, as the balance counts them."""
+TRAINED = f"""
+(SELECT g.step, t.* FROM trajectories t JOIN groups g USING (group_id)
+ WHERE g.state IN {IN_STATE["trained"]})"""
 TOKEN_BYTES = 17
 """Of a token in a payload: its id, mask, logprob, version and reward."""
 SEGMENT_BYTES = len(encode_segments([Segment(b"", b"", b"", b"", b"", 1.0)])) + 5 * 3
 """What a segment has beside its tokens, at most: a long array's length takes 3 bytes more."""
 SHOWN = 5
 """Ids named in a line of problems."""
+
+SAID = "(SELECT step, value AS trajectory_id FROM steps, json_each(trained))"
+CHECKS = {
+    "lost": {
+        "holes in the dataset's order, before": """
+            SELECT 'g' || seq FROM
+              (SELECT seq, LAG(seq, 1, -1) OVER (ORDER BY seq) AS before FROM groups)
+            WHERE seq > before + 1""",
+        "trajectories without a group": """
+            SELECT trajectory_id FROM trajectories
+            WHERE group_id NOT IN (SELECT group_id FROM groups)""",
+        # that is, with a member neither finished nor failed for good
+        "groups with missing members": """
+            SELECT g.group_id FROM groups g
+            WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
+              SELECT COUNT(*) FROM (
+                SELECT member FROM trajectories t WHERE t.group_id = g.group_id
+                UNION SELECT member FROM failures f WHERE f.group_id = g.group_id AND :attempts
+                GROUP BY member HAVING COUNT(*) >= :attempts)
+              ) < (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'group_size')""",
+        "steps reported or trained only": f"""
+            SELECT step FROM (
+              SELECT step FROM steps
+              UNION ALL SELECT DISTINCT step FROM groups WHERE state IN {IN_STATE["trained"]})
+            GROUP BY step HAVING COUNT(*) = 1""",
+        "steps without a report, which a later one has": """
+            SELECT DISTINCT step FROM groups
+            WHERE state = 'batched' AND step < (SELECT MAX(step) FROM steps) ORDER BY step""",
+    },
+    "repeated": {
+        "steps whose trained ids are not the batch's": f"""
+            SELECT DISTINCT step FROM
+              (SELECT * FROM {SAID} UNION ALL SELECT step, trajectory_id FROM {TRAINED})
+            GROUP BY step, trajectory_id HAVING COUNT(*) != 2""",
+        "trained twice": f"""
+            SELECT trajectory_id FROM {SAID} GROUP BY trajectory_id HAVING COUNT(*) > 1""",
+        "kept twice": """
+            SELECT group_id || '/' || member || '/' || seat FROM trajectories
+            GROUP BY group_id, member, seat HAVING COUNT(*) > 1""",
+    },
+    "broken": {
+        "trained with tokens older than max_staleness={max_staleness:g}": f"""
+            SELECT trajectory_id FROM {TRAINED} WHERE step - oldest > :max_staleness""",
+        "trained with a payload unlike its header": f"""
+            SELECT trajectory_id FROM {TRAINED} WHERE is_unlike(header, tokens, LENGTH(payload))""",
+        "with turns left over of an ended episode": """
+            SELECT DISTINCT u.group_id || '/' || u.member FROM turns u LEFT JOIN groups g
+            USING (group_id) LEFT JOIN trajectories t USING (group_id, member)
+            WHERE t.member NOTNULL OR g.state IS NULL OR g.state NOT IN ('offered', 'leased')""",
+    },
+}
+"""By the report's field: what may not be, and the query that finds it."""
 
 
 @dataclass(frozen=True)
@@ -143,120 +194,47 @@ def _audit(db: sqlite3.Connection, promises: Promises) -> AuditReport:
     def one(sql: str) -> int:
         return int(db.execute(sql).fetchone()[0] or 0)
 
-    groups = {
-        name: one(f"SELECT COUNT(*) FROM groups WHERE state IN {states}")
-        for name, states in IN_STATE.items()
+    def balance(sql: str) -> Balance:
+        held = dict(db.execute(f"{sql} GROUP BY state"))
+        sums = {k: sum(held.get(state, 0) for state in v) for k, v in IN_STATE.items()}
+        return Balance(sum(held.values()), **sums)
+
+    db.create_function("is_unlike", 3, _is_unlike)
+    given = vars(promises)
+    problems = {
+        field: [
+            f"{len(names)} {what.format(**given)}: "
+            f"{', '.join(names[:SHOWN])}{' …' if names[SHOWN:] else ''}"
+            for what, sql in checks.items()
+            if (names := [str(name) for (name,) in db.execute(sql, given)])
+        ]
+        for field, checks in CHECKS.items()
     }
-    tokens = {
-        name: one(f"SELECT SUM(t.tokens) {JOINED} WHERE g.state IN {states}")
-        for name, states in IN_STATE.items()
-    }
-    trained = f"{JOINED} WHERE g.state IN {TRAINED}"
-    versions = "SELECT oldest AS v FROM trajectories UNION SELECT newest FROM trajectories"
+    failed = "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
+    versions = "SELECT oldest FROM trajectories UNION SELECT newest FROM trajectories"
     return AuditReport(
-        groups=Balance(one("SELECT COUNT(*) FROM groups"), **groups),
-        tokens=Balance(one("SELECT SUM(tokens) FROM trajectories"), **tokens),
-        filtered_by_reason=dict(
-            db.execute(
-                "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
-            )
+        groups=balance("SELECT state, COUNT(*) FROM groups"),
+        tokens=balance(
+            "SELECT state, SUM(tokens) FROM trajectories LEFT JOIN groups USING (group_id)"
         ),
+        filtered_by_reason=dict(db.execute(failed)),
         failures_by_class=dict(db.execute("SELECT class, COUNT(*) FROM failures GROUP BY class")),
         steps=one("SELECT COUNT(*) FROM steps"),
         checkpoints=one("SELECT COUNT(*) FROM checkpoints"),
-        trained_trajectories=one(f"SELECT COUNT(*) {trained}"),
-        mixed_version_trajectories=one(f"SELECT COUNT(*) {trained} AND t.oldest != t.newest"),
-        interrupted=one(f"SELECT SUM(t.interruptions) {trained}"),
+        trained_trajectories=one(f"SELECT COUNT(*) FROM {TRAINED}"),
+        mixed_version_trajectories=one(f"SELECT COUNT(*) FROM {TRAINED} WHERE oldest != newest"),
+        interrupted=one(f"SELECT SUM(interruptions) FROM {TRAINED}"),
         weight_versions=one(f"SELECT COUNT(*) FROM ({versions})"),
-        max_staleness=one(f"SELECT MAX(g.step - t.oldest) {trained}"),
-        lost=_lost(db, promises.attempts),
-        repeated=_repeated(db),
-        broken=_broken(db, promises.max_staleness),
+        max_staleness=one(f"SELECT MAX(step - oldest) FROM {TRAINED}"),
+        **problems,
     )
 
 
-def _lost(db: sqlite3.Connection, attempts: int) -> list[str]:
-    found: list[str] = []
-    cursor, top = db.execute("SELECT COUNT(*), COALESCE(MAX(seq), -1) + 1 FROM groups").fetchone()
-    if cursor != top:
-        found.append(f"{top - cursor} groups of the dataset's order are missing")
-    orphans = db.execute(
-        "SELECT trajectory_id FROM trajectories WHERE group_id NOT IN (SELECT group_id FROM groups)"
+def _is_unlike(blob: bytes, tokens: int, size: int) -> bool:
+    """Say whether a payload of `size` bytes cannot hold the tokens of its header."""
+    header = decode_header(blob)
+    spare, most = (
+        size - TOKEN_BYTES * header.num_tokens,
+        SEGMENT_BYTES * len(header.segment_lengths),
     )
-    found += _named("trajectories without a group", [row[0] for row in orphans])
-    return found + _named("groups with missing members", _short_groups(db, attempts)) + _holes(db)
-
-
-def _short_groups(db: sqlite3.Connection, attempts: int) -> list[str]:
-    """Groups past completion that have a member neither finished nor failed for good."""
-    (size,) = db.execute("SELECT value FROM meta WHERE key = 'group_size'").fetchone()
-    rows = db.execute(
-        """SELECT g.group_id FROM groups g
-           WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
-             SELECT COUNT(*) FROM (
-               SELECT member FROM trajectories t WHERE t.group_id = g.group_id
-               UNION SELECT member FROM failures f WHERE f.group_id = g.group_id AND ?1
-               GROUP BY member HAVING COUNT(*) >= ?1)) < ?2""",
-        (attempts, int(size)),
-    )
-    return [row[0] for row in rows]
-
-
-def _holes(db: sqlite3.Connection) -> list[str]:
-    """Steps whose groups are trained although the trainer never said so, and the other way; and
-    batches that a later one has overtaken."""
-    reported = set(db.execute("SELECT step FROM steps"))
-    trained = set(db.execute(f"SELECT DISTINCT step FROM groups WHERE state IN {TRAINED}"))
-    odd = sorted(str(step) for (step,) in reported ^ trained)
-    overtaken = db.execute(
-        "SELECT DISTINCT step FROM groups WHERE state = 'batched' "
-        "AND step < (SELECT MAX(step) FROM steps) ORDER BY step"
-    )
-    found = _named("steps reported or trained only", odd)
-    return found + _named("steps without a report", [str(step) for (step,) in overtaken])
-
-
-def _broken(db: sqlite3.Connection, max_staleness: float) -> list[str]:
-    sql = f"SELECT t.trajectory_id {JOINED} WHERE g.state IN {TRAINED} AND g.step - t.oldest > ?"
-    old = [row[0] for row in db.execute(sql, (max_staleness,))]
-    sql = f"SELECT t.header, t.tokens, LENGTH(t.payload) {JOINED} WHERE g.state IN {TRAINED}"
-    unlike: list[str] = []
-    for blob, tokens, size in db.execute(sql):
-        header = decode_header(blob)
-        spare = size - TOKEN_BYTES * header.num_tokens
-        if tokens != header.num_tokens or not 0 < spare <= SEGMENT_BYTES * len(
-            header.segment_lengths
-        ):
-            unlike.append(header.trajectory_id)
-    left = db.execute(
-        "SELECT DISTINCT u.group_id || '/' || u.member FROM turns u LEFT JOIN groups g "
-        "USING (group_id) LEFT JOIN trajectories t USING (group_id, member) "
-        "WHERE t.member NOTNULL OR g.state IS NULL OR g.state NOT IN ('offered', 'leased')"
-    )
-    found = _named(f"trained with tokens older than max_staleness={max_staleness:g}", old)
-    found += _named("trained with a payload unlike its header", unlike)
-    return found + _named("with turns left over of an ended episode", [row[0] for row in left])
-
-
-def _repeated(db: sqlite3.Connection) -> list[str]:
-    found: list[str] = []
-    used: Counter[str] = Counter()
-    for step, text in db.execute("SELECT step, trained FROM steps").fetchall():
-        said: list[str] = json.loads(text)
-        used.update(said)
-        sql = f"SELECT t.trajectory_id {JOINED} WHERE g.step = ? AND g.state IN {TRAINED}"
-        rows = db.execute(sql, (step,))
-        if sorted(said) != sorted(row[0] for row in rows):
-            found.append(f"step {step}: the trainer's ids are not the batch's")
-    found += _named("trained twice", sorted(t for t, n in used.items() if n > 1))
-    twice = db.execute(
-        "SELECT group_id || '/' || member || '/' || seat FROM trajectories "
-        "GROUP BY group_id, member, seat HAVING COUNT(*) > 1"
-    )
-    return found + _named("kept twice", [row[0] for row in twice])
-
-
-def _named(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    return [f"{len(names)} {what}: {', '.join(names[:SHOWN])}{' …' if names[SHOWN:] else ''}"]
+    return tokens != header.num_tokens or not 0 < spare <= most

@@ -64,13 +64,15 @@ def test_a_right_ledger(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "line"),
     [
-        ("UPDATE steps SET trained = '[]' WHERE step = 1", "step 1: the trainer's ids"),
+        ("UPDATE steps SET trained = '[]' WHERE step = 1",
+         "1 steps whose trained ids are not the batch's: 1"),
         ("UPDATE steps SET trained = (SELECT trained FROM steps WHERE step = 0)", "trained twice"),
         ("DELETE FROM trajectories WHERE trajectory_id = 'g0/1/agent'", "missing members: g0"),
-        ("DELETE FROM groups WHERE seq = 2", "1 groups of the dataset's order"),
+        ("DELETE FROM groups WHERE seq = 2", "1 holes in the dataset's order, before: g3"),
         ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 0"),
         ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
-        ("UPDATE groups SET state = 'batched' WHERE step = 0", "steps without a report: 0"),
+        ("UPDATE groups SET state = 'batched' WHERE step = 0",
+         "1 steps without a report, which a later one has: 0"),
         ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
          "2 trained with a payload unlike its header: g1/0/agent, g1/1/agent"),
         ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
