@@ -26,7 +26,7 @@ from arealite.api.trainer_messages import (
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.system import wire
-from arealite.system.waits import Wait, waiting
+from arealite.system.waits import waiting
 
 logger = log.get(__name__)
 
@@ -115,8 +115,6 @@ class TrainerLink:
     def evaluate(self, eval_id: int) -> None:
         """Ask for an evaluation beside training; `eval_result` gives its answer."""
         self._evals[eval_id] = EvalRequest(eval_id)
-        if self._socket is None:
-            self._connect()
         self._send(self._evals[eval_id])
 
     def eval_result(self, *, wait: bool, on_wait: OnWait | None = None) -> EvalResult | None:
@@ -133,10 +131,10 @@ class TrainerLink:
                     pass
         return self._eval_results.pop(0) if self._eval_results else None
 
-    def close(self) -> None:
-        """Close the connection."""
+    def close(self, *, linger_ms: int = 1000) -> None:
+        """Close the connection, giving what was sent `linger_ms` to leave."""
         if self._socket is not None:
-            self._socket.close(linger=1000)
+            self._socket.close(linger=linger_ms)
             self._socket = None
 
     # ------------------------------------------------------------ inside
@@ -153,52 +151,36 @@ class TrainerLink:
     ) -> Answer | None:
         """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
         name, owner = wire.request_name(request), f"trainer rank {self.rank}"
-        with waiting(name, owner=owner, on="datapipe-0", prompt=True) as wait:
-            return self._ask_shown(request, is_answer, on_wait, shown=wait)
-
-    def _ask_shown(
-        self,
-        request: FromTrainer,
-        is_answer: Callable[[ToTrainer], bool],
-        on_wait: OnWait | None,
-        *,
-        shown: Wait,
-    ) -> Answer | None:
-        name = shown.what
-        waited = looked_up = asked = time.monotonic()
-        if self._socket is None:
-            self._connect()
-        self._send(request)
-        while True:
-            now = time.monotonic()
-            silent_s = now - shown.heard
-            self._check_silence(silent_s, name)
-            if now - max(shown.heard, looked_up) > SILENT_S:
-                looked_up = asked = now
-                self._reconnect(request)
-            elif now - asked > RENEW_S:
-                asked = now
-                self._send(request)
-            said = None
-            if (received := self._receive()) is not None:
-                message = received[0]
-                if is_answer(message):
-                    return received
-                said = message if isinstance(message, Waiting) else None
-                shown.hear(said.detail if said is not None else "")
-            elif now - waited > 1.0 and silent_s > 1.0:
-                said = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
-            if said is not None and said.request == name and on_wait is not None:
-                waited = now
-                if on_wait(said):
-                    return None
-
-    def _check_silence(self, silent_s: float, name: str) -> None:
-        if silent_s > self.silence_s:
-            raise RoleError(
-                f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
-                f"trainer rank {self.rank} waits for the answer to '{name}'"
-            )
+        with waiting(name, owner=owner, on="datapipe-0", prompt=True) as shown:
+            waited = looked_up = asked = time.monotonic()
+            self._send(request)
+            while True:
+                now = time.monotonic()
+                silent_s = now - shown.heard
+                if silent_s > self.silence_s:
+                    raise RoleError(
+                        f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
+                        f"{owner} waits for the answer to '{name}'"
+                    )
+                if now - max(shown.heard, looked_up) > SILENT_S:
+                    looked_up = asked = now
+                    self._reconnect(request)
+                elif now - asked > RENEW_S:
+                    asked = now
+                    self._send(request)
+                said = None
+                if (received := self._receive()) is not None:
+                    message = received[0]
+                    if is_answer(message):
+                        return received
+                    said = message if isinstance(message, Waiting) else None
+                    shown.hear(said.detail if said is not None else "")
+                elif now - waited > 1.0 and silent_s > 1.0:
+                    said = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
+                if said is not None and said.request == name and on_wait is not None:
+                    waited = now
+                    if on_wait(said):
+                        return None
 
     def _receive(self, *, block: bool = True) -> Answer | None:
         """Return the next message; keeps an evaluation's scores aside.
@@ -221,6 +203,8 @@ class TrainerLink:
         return message, frames[1:]
 
     def _send(self, message: FromTrainer) -> None:
+        if self._socket is None:
+            self._connect()
         if self._socket is not None:
             with suppress(zmq.Again):  # nobody there: it is sent again after a look-up
                 self._socket.send(wire.encode(message), zmq.NOBLOCK)
@@ -234,14 +218,9 @@ class TrainerLink:
     def _reconnect(self, request: FromTrainer) -> None:
         """Look the datapipe up again and repeat what it has not answered."""
         before = self._address
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None
+        self.close(linger_ms=0)
         self._connect()
         if self._address != before:
             logger.info("datapipe moved", address=self._address, before=before)
-        for message in [
-            request,
-            *(other for other in self._evals.values() if other is not request),
-        ]:
+        for message in (request, *(each for each in self._evals.values() if each is not request)):
             self._send(message)

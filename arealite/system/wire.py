@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from arealite.api.rollout_messages import FromWorker, ToWorker
-from arealite.api.trainer_messages import EvalRequest, Finish, FromTrainer, Published, ToTrainer
+from arealite.api.trainer_messages import FromTrainer, ToTrainer
 
 DRAIN_AT_ONCE = 64
 """Messages handled before the loop gets its turn."""
@@ -30,16 +30,8 @@ decode_to_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrai
 
 def request_name(request: FromTrainer) -> str:
     """Name a request as its answers do: its type and the step or id it carries."""
-    kind = type(request).__name__
-    match request:
-        case Finish():
-            return kind
-        case Published():
-            return f"{kind} {request.version}"
-        case EvalRequest():
-            return f"{kind} {request.eval_id}"
-        case _:
-            return f"{kind} {request.step}"
+    numbers = (getattr(request, name, "") for name in ("step", "version", "eval_id"))
+    return " ".join([type(request).__name__, *(str(n) for n in numbers if n != "")])
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
