@@ -133,21 +133,12 @@ class Recorder(threading.Thread):
         _, started = process(pid) or ("", 0)
         self.vitals = Vitals(name, pid, host, started, f"{name}.stacks")
         self._over = threading.Event()
-        self._renaming = threading.Lock()
         self._was_blocked, self._woke = False, 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._asked = self._ask_time()
         self.beat()
-
-    def rename(self, name: str) -> None:
-        """Show the process under another name from now on."""
-        with self._renaming:
-            old, self.vitals.name = self.vitals.name, name
-            with suppress(OSError):
-                os.replace(self.folder / f"{old}.json", self.folder / f"{name}.json")
-            self._remove(f"{old}.dump")
 
     def beat(self) -> None:
         """Write once."""
@@ -167,11 +158,10 @@ class Recorder(threading.Thread):
         if has_slept or max(vitals.blocked_s, vitals.lag_s) > BLOCKED_S:
             self._woke = vitals.clock
         vitals.awake_s = vitals.clock - self._woke
-        with self._renaming:
-            try:
-                self._write("json", msgspec.json.encode(vitals))
-            except OSError:  # on a full disk the old file can still say that we live
-                os.utime(self.folder / f"{vitals.name}.json")
+        try:
+            self._write("json", msgspec.json.encode(vitals))
+        except OSError:  # on a full disk the old file can still say that we live
+            os.utime(self.folder / f"{vitals.name}.json")
         if (asked := self._ask_time()) != self._asked:
             self._asked = asked
             self._write("dump", stacks().encode())
@@ -182,8 +172,9 @@ class Recorder(threading.Thread):
         self.join(1.0)
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
-        name = self.vitals.name
-        self._remove(f"{name}.json", f"{name}.dump", self.vitals.stacks)
+        for suffix in ("json", "dump", "stacks"):
+            with suppress(OSError):
+                (self.folder / f"{self.vitals.name}.{suffix}").unlink()
 
     def _beat_forever(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -217,11 +208,6 @@ class Recorder(threading.Thread):
         part.write_bytes(content)
         os.replace(part, file)
 
-    def _remove(self, *names: str) -> None:
-        for name in names:
-            with suppress(OSError):
-                (self.folder / name).unlink()
-
 
 _recorder: Recorder | None = None
 
@@ -247,7 +233,7 @@ def start(name: str, folder: Path) -> None:
 def rename(name: str) -> None:
     """Show this process under another name: a server has none before it has a port."""
     if _recorder is not None:
-        _recorder.rename(name)
+        start(name, _recorder.folder)
 
 
 def process(pid: int) -> tuple[str, int] | None:
@@ -263,24 +249,21 @@ def process(pid: int) -> tuple[str, int] | None:
 def _waits() -> list[Waits]:
     """Return the waits of this process, equal ones together, the oldest first."""
     now, groups = time.monotonic(), dict[tuple[str, ...], Waits]()
-    found = [
-        (w.what, w.owner, w.on, w.since, w.heard, w.seconds, w.prompt, w.detail)
-        for w in list(waits.table)
-    ]
+    found = list(waits.table)
     found += [
-        (w.what, w.owner, w.on, w.since, w.since, w.when - w.since, False, "")
+        waits.Wait(w.what, w.owner, w.on, w.when - w.since, since=w.since, heard=w.since)
         for each in list(limits.everywhere)
         for w in list(each.held)
         if w.what
     ]
-    for what, owner, on, since, heard, seconds, prompt, detail in sorted(found, key=lambda w: w[3]):
-        words = (text.partition(" ")[0] for text in (what, owner))
-        key = on, *(word if word.isalpha() else "#" for word in words)
+    for w in sorted(found, key=lambda w: w.since):
+        words = (text.partition(" ")[0] for text in (w.what, w.owner))
+        key = w.on, *(word if word.isalpha() else "#" for word in words)
         if (group := groups.get(key)) is not None:
             group.count += 1
         elif len(groups) < MAX_GROUPS:
-            times = now - since, now - heard
-            groups[key] = Waits(what, owner, on, *times, seconds, prompt, detail)
+            times = now - w.since, now - w.heard
+            groups[key] = Waits(w.what, w.owner, w.on, *times, w.seconds, w.prompt, w.detail)
     return list(groups.values())
 
 

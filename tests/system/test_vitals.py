@@ -170,11 +170,12 @@ def test_a_process_tells_since_when_it_is_awake(tmp_path: Path) -> None:
 
 
 def test_a_new_name_takes_the_old_ones_place(tmp_path: Path) -> None:
-    with recording(tmp_path) as recorder:
-        recorder.rename("llm_server-8123")
-        recorder.beat()
-        assert not shown("me-0", tmp_path)
-        assert shown("llm_server-8123", tmp_path)["pid"] == os.getpid()
+    vitals.start("me-0", tmp_path)
+    vitals.rename("llm_server-8123")
+    assert not shown("me-0", tmp_path)
+    assert shown("llm_server-8123", tmp_path)["pid"] == os.getpid()
+    assert vitals._recorder is not None
+    vitals._recorder.close()
     assert not list(tmp_path.iterdir())
 
 
