@@ -43,9 +43,9 @@ PROMPT_S = 3.0
 LEVEL = 0.6
 """Held-out accuracy that a run must reach; the demo starts at 0.3 and ends near 0.78."""
 OVERRIDES = [
-    "launcher.local.trainer_ranks=2",
-    "launcher.local.rollout_workers=2",
-    "launcher.local.max_restarts=100",
+    "launcher.trainer_ranks=2",
+    "launcher.rollout_workers=2",
+    "launcher.max_restarts=100",
     "trainer.ppo.checkpoint.every_steps=2",
     "logger.types=[]",
 ]

@@ -14,15 +14,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalLauncherConfig:
-    """All roles on this machine."""
+class LauncherConfig:
+    """Which processes a run has, where they are started, and when they are started again."""
 
+    type: str = opt("local", "name in the table of launchers")
     trainer_ranks: int = opt(1, "trainer processes")
     rollout_workers: int = opt(1, "rollout processes")
+    llm_servers: int = opt(
+        0, "language-model servers started with the run; 0: launch_llm_server starts them"
+    )
+    server_args: list[str] = sub(
+        list, "overrides for those, as serve-llm takes them: [llm_server.type=sglang, …]"
+    )
+    trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU")
     drain_timeout_s: float = opt(
         60.0, "after the first Ctrl-C: time to finish the step and checkpoint"
     )
-    trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU")
     max_restarts: int = opt(
         5, "deaths of one role without a trained step in between that are healed; one more stops"
     )
@@ -32,14 +39,6 @@ class LocalLauncherConfig:
     blocked_s: float = opt(
         60.0, "a role whose event loop is blocked for this long is killed and started again"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LauncherConfig:
-    """How the run's processes are started."""
-
-    type: str = opt("local", "name in the table of launchers")
-    local: LocalLauncherConfig = sub(LocalLauncherConfig, "options of type=local")
 
 
 class Launcher(ABC):

@@ -39,7 +39,7 @@ class SharedPublisherConfig:
     )
     max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
     num_threads: int | None = opt(
-        None, "torch threads of generation on a CPU; null: as launcher.local.trainer_threads"
+        None, "torch threads of generation on a CPU; null: as launcher.trainer_threads"
     )
 
 

@@ -94,7 +94,7 @@ def check_names(config: ExperimentConfig) -> None:
 
 def check_positive(config: ExperimentConfig) -> None:
     """Check the numbers that must be at least 1, or above 0 and finite."""
-    ppo, local, offline = config.trainer.ppo, config.launcher.local, config.trainer.offline
+    ppo, local, offline = config.trainer.ppo, config.launcher, config.trainer.offline
     counts = {
         "trainer.offline.epochs": offline.epochs,
         "trainer.offline.batch_size": offline.batch_size,
@@ -113,9 +113,9 @@ def check_positive(config: ExperimentConfig) -> None:
         "trainer.ppo.publisher.shared.max_running_requests": (
             ppo.publisher.shared.max_running_requests
         ),
-        "launcher.local.trainer_ranks": local.trainer_ranks,
-        "launcher.local.rollout_workers": local.rollout_workers,
-        "launcher.local.trainer_threads": local.trainer_threads,
+        "launcher.trainer_ranks": local.trainer_ranks,
+        "launcher.rollout_workers": local.rollout_workers,
+        "launcher.trainer_threads": local.trainer_threads,
     }
     amounts = {
         "trainer.offline.lr": offline.lr,
@@ -127,9 +127,9 @@ def check_positive(config: ExperimentConfig) -> None:
         "cluster.heartbeat_s": config.cluster.heartbeat_s,
         "datapipe.lease_ttl_s": config.datapipe.lease_ttl_s,
         "datapipe.stall_timeout_s": config.datapipe.stall_timeout_s,
-        "launcher.local.silent_s": local.silent_s,
-        "launcher.local.blocked_s": local.blocked_s,
-        "launcher.local.drain_timeout_s": local.drain_timeout_s,
+        "launcher.silent_s": local.silent_s,
+        "launcher.blocked_s": local.blocked_s,
+        "launcher.drain_timeout_s": local.drain_timeout_s,
     }
     not_negative = {
         "trainer.offline.max_steps": offline.max_steps,
@@ -140,7 +140,8 @@ def check_positive(config: ExperimentConfig) -> None:
         "trainer.ppo.checkpoint.every_steps": ppo.checkpoint.every_steps,
         "trainer.ppo.eval.every_steps": ppo.eval.every_steps,
         "trainer.ppo.publisher.verify_every": ppo.publisher.verify_every,
-        "launcher.local.max_restarts": local.max_restarts,
+        "launcher.max_restarts": local.max_restarts,
+        "launcher.llm_servers": local.llm_servers,
     }
     for key, value in not_negative.items():
         if value < 0:
@@ -182,14 +183,16 @@ def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
 
 def check_shared(config: ExperimentConfig) -> None:
     """Check that a trainer that is to generate from its own parameters has them whole and alone."""
-    ppo, ranks = config.trainer.ppo, config.launcher.local.trainer_ranks
+    ppo, ranks = config.trainer.ppo, config.launcher.trainer_ranks
     if ppo.publisher.type != "shared":
         return
     fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
     if ranks > 1:
-        raise UserError(f"{key} needs launcher.local.trainer_ranks=1, not {ranks}.")
-    if config.llm_server.addresses:
-        raise UserError(f"{key} updates no other server: remove llm_server.addresses.")
+        raise UserError(f"{key} needs launcher.trainer_ranks=1, not {ranks}.")
+    if config.llm_server.addresses or config.launcher.llm_servers:
+        raise UserError(
+            f"{key} updates no other server: remove llm_server.addresses and launcher.llm_servers."
+        )
     if fsdp.cpu_offload or (fsdp.dtype != "float32" and not fsdp.lora.rank):
         raise UserError(
             f"{key} generates from the parameters that are trained: use engine.fsdp.dtype=float32, "
@@ -306,7 +309,7 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
 def check_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
     """Check who will generate; return the contexts they say they have."""
     publisher = config.trainer.ppo.publisher
-    if publisher.type == "shared":
+    if publisher.type == "shared" or config.launcher.llm_servers:  # there are none yet
         context = publisher.shared.context_length or model.get("max_position_embeddings")
         return [context] if context else []
     servers = find_servers(config, model)

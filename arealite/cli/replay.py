@@ -115,7 +115,7 @@ async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
     from arealite.impl.launcher.processes import PARENT, rank_environments, threads
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
-    shared = os.environ | threads(load(segment.config).launcher.local.trainer_threads)
+    shared = os.environ | threads(load(segment.config).launcher.trainer_threads)
     shared |= {PARENT: str(os.getpid())}
     ranks = [
         await asyncio.create_subprocess_exec(*command, env=shared | rank)

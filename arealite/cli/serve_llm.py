@@ -15,7 +15,7 @@ from arealite.api.llm_server import servers
 from arealite.base import log
 from arealite.cli import configs, options
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.impl.launcher.server import keep
+from arealite.impl.launcher.server import IS_KEPT, keep
 from arealite.system import vitals
 
 KEPT = ("embedded",)
@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
     config = configs.load(ServerConfig, layers.files, layers.overrides)
-    is_kept = die_with_parent()
-    if config.llm_server.type in KEPT and not is_kept:
+    die_with_parent()
+    if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
         return keep(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)
     vitals.start(f"llm_server-{socket.gethostname()}-{os.getpid()}", name_dir(config) / "vitals")

@@ -42,8 +42,8 @@ def test_another_model_is_told_by_what_is_known_of_it(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("launcher.local.max_restarts", -1),
-        ("launcher.local.silent_s", 0),
+        ("launcher.max_restarts", -1),
+        ("launcher.silent_s", 0),
         ("trainer.ppo.checkpoint.every_steps", -5),
         ("trainer.ppo.checkpoint.keep", 0),
         ("trainer.ppo.publisher.verify_every", -1),

@@ -105,10 +105,10 @@ def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
         "trainer.ppo.collector.episode_timeout_s=6",
         "trainer.ppo.total_steps=100000",
         "trainer.ppo.checkpoint.every_steps=3",
-        "launcher.local.trainer_ranks=2",
-        "launcher.local.silent_s=4",
-        "launcher.local.blocked_s=5",
-        "launcher.local.max_restarts=20",
+        "launcher.trainer_ranks=2",
+        "launcher.silent_s=4",
+        "launcher.blocked_s=5",
+        "launcher.max_restarts=20",
         "logger.types=[]",
     )
     script = str(ROOT / "arealite" / "launch_llm_server.py")

@@ -88,7 +88,7 @@ def test_the_synchronous_trainer_with_weights_in_requests(site: Site, tmp_path: 
 
 
 def test_two_ranks_and_two_workers_with_weights_through_a_group(site: Site, tmp_path: Path):
-    two = ["launcher.local.trainer_ranks=2", "launcher.local.rollout_workers=2"]
+    two = ["launcher.trainer_ranks=2", "launcher.rollout_workers=2"]
     without_files(site, tmp_path, "distributed", *two, "trainer.ppo.updates=2")
 
 
@@ -122,7 +122,7 @@ def test_resume_goes_on_goes_back_on_purpose_and_begins_anew(
 def test_resume_at_another_number_of_ranks(site: Site, tmp_path: Path):
     every = "trainer.ppo.checkpoint.every_steps=1"
     for steps, ranks in ((1, 2), (2, 1), (3, 2)):
-        number = [f"trainer.ppo.total_steps={steps}", f"launcher.local.trainer_ranks={ranks}"]
+        number = [f"trainer.ppo.total_steps={steps}", f"launcher.trainer_ranks={ranks}"]
         done = site.train(tmp_path, *number, every)
         assert done.code == 0, done.shown + done.logs()
         manifest = done.paths.checkpoints / f"step-{steps:06d}" / "manifest.json"

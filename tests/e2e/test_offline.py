@@ -74,7 +74,7 @@ class Run:
             *(sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "config/sft.yaml")),
             *("experiment_name=e2e", "trial_name=t", f"cluster.name_root={folder / 'names'}"),
             *(f"model.path={model}", f"cluster.run_root={folder / 'runs'}"),
-            *(f"dataset.train={folder / 'answers.jsonl'}", "launcher.local.trainer_ranks=2"),
+            *(f"dataset.train={folder / 'answers.jsonl'}", "launcher.trainer_ranks=2"),
             *("trainer.offline.batch_size=16", "trainer.offline.epochs=50"),
             *("trainer.offline.checkpoint_every_steps=20", "trainer.offline.lr=1e-3"),
         ]

@@ -121,8 +121,8 @@ def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
     finished = site.train(
         run_root,
         *OPTIONS,
-        "launcher.local.trainer_ranks=2",
-        "launcher.local.rollout_workers=2",
+        "launcher.trainer_ranks=2",
+        "launcher.rollout_workers=2",
     )
     assert finished.code == 0, finished.shown + finished.logs()
     return History(finished, rows, checkpoint)

@@ -102,7 +102,7 @@ def start(
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run train.py as a person would, with two ranks and a checkpoint every two steps."""
     fast = ["dataset.eval=null", "logger.types=[]", "trainer.ppo.checkpoint.export=false"]
-    two = ["launcher.local.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
+    two = ["launcher.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
     command = site.command(folder, *names(folder), *fast, *two, *overrides)
     return spawned(command, ENVIRONMENT)
 

@@ -8,11 +8,13 @@ stops it. In each, no child survives.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import fields
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
@@ -36,7 +38,7 @@ class LocalLauncher(Launcher):
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
-        self.options = config.launcher.local
+        self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
         total, evaluates = config.trainer.ppo.total_steps, config.dataset.eval is not None
@@ -45,8 +47,9 @@ class LocalLauncher(Launcher):
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
         self.trainer = self._role(*ranks, leads=True)
-        is_offline = config.trainer.is_offline
-        self.roles = [self.trainer] if is_offline else [self.datapipe, *rollouts, self.trainer]
+        servers = [self._role(f"llm_server-{i}") for i in range(self.options.llm_servers)]
+        others = [] if config.trainer.is_offline else [*servers, self.datapipe, *rollouts]
+        self.roles = [*others, self.trainer]
         self.trained, self.over = asyncio.Event(), asyncio.Event()
         """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
         or a person stops the run."""
@@ -96,9 +99,11 @@ class LocalLauncher(Launcher):
     # ------------------------------------------------------------ starting
 
     def command(self, role: str, index: int) -> list[str]:
-        """Return the command line of one role."""
-        module = "arealite.cli.main"
-        return [sys.executable, "-m", module, "role", role, str(index), str(self.paths.root)]
+        """Return the command line of one role; another launcher puts its own words before."""
+        arealite = [sys.executable, "-m", "arealite.cli.main"]
+        if role == "llm_server":
+            return [*arealite, "serve-llm", *server_overrides(self.config)]
+        return [*arealite, "role", role, str(index), str(self.paths.root)]
 
     async def _start(self, role: Role) -> None:
         """Start all processes of a role."""
@@ -133,6 +138,7 @@ class LocalLauncher(Launcher):
         role.ended = True
         if role is self.trainer:
             self.over.set()
+            self._terminate("llm_server")
         if role is self.datapipe:
             self._terminate("rollout")  # one that came too late was not let go
 
@@ -157,7 +163,7 @@ class LocalLauncher(Launcher):
         text = budget.first
         if budget.limit:
             text = f"{dead.death}, {budget.deaths} times without a further trained step; "
-            text += f"launcher.local.max_restarts={budget.limit}. The first: {budget.first}"
+            text += f"launcher.max_restarts={budget.limit}. The first: {budget.first}"
         raise Died(text, max(dead.code, 1))
 
     def _check_stopping(self, role: Role, dead: Child) -> None:
@@ -251,3 +257,17 @@ class LocalLauncher(Launcher):
             return code
         self.progress.say(report.table())
         return code or (0 if report.ok else 1)
+
+
+def server_overrides(config: ExperimentConfig) -> list[str]:
+    """Return the words that make serve-llm serve this experiment."""
+    given = {
+        "experiment_name": config.experiment_name,
+        "trial_name": config.trial_name,
+        "seed": config.seed,
+        "model.path": config.model.path,
+        "model.dtype": config.model.dtype,
+        **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
+    }
+    words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return [*words, *config.launcher.server_args]

@@ -27,6 +27,10 @@ PLANNED = (0, 130, *STOPPING)
 """Exit codes after which the server is not started again."""
 
 
+IS_KEPT = "AREALITE_IS_KEPT"
+"""Environment variable that tells a server that its parent brings it back."""
+
+
 class ServerKeeper:
     """One server process, started again when it dies or hangs."""
 
@@ -72,7 +76,7 @@ class ServerKeeper:
     async def _start(self) -> Process:
         self._process = await asyncio.create_subprocess_exec(
             *self.command,
-            env=os.environ | {PARENT: str(os.getpid())},
+            env=os.environ | {PARENT: str(os.getpid()), IS_KEPT: "1"},
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
         )

@@ -70,7 +70,7 @@ class SharedPublisher(WeightPublisher):
         with suppress(OSError):  # few models have none; then the config's end tokens hold
             module.generation_config = GenerationConfig.from_pretrained(folder)
         options = ppo.publisher.shared
-        threads = options.num_threads or config.launcher.local.trainer_threads
+        threads = options.num_threads or config.launcher.trainer_threads
         served = ServerConfig(
             experiment_name=config.experiment_name,
             trial_name=config.trial_name,

@@ -264,7 +264,7 @@ class OfflineTrainer(Trainer):
     def assemble(self) -> OfflineParts:
         """Join the other ranks, read the rows, and load the model."""
         config = self.config
-        world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
+        world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
         train, held_out = read_dataset(config)
         training = Training(
             self.offline.optimizer, self.offline.lr, count_steps(config, len(train))

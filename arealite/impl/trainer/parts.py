@@ -50,7 +50,7 @@ class Parts:
 
 def assemble(config: ExperimentConfig) -> Parts:
     """Join the other ranks, load the model, and open what rank 0 alone has."""
-    world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
+    world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
     made = Parts(
         world=world,

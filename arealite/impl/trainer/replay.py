@@ -137,7 +137,7 @@ def replay(
             if leave:
                 super().checkpoint(step)
 
-    world = World.join(threads=config.launcher.local.trainer_threads, seed=config.seed)
+    world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
     link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
     trainer = Replayer(config, Parts(world, **make_engines(config), connect=link))
     try:

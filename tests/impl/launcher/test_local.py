@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig
-from arealite.api.launcher import LauncherConfig, LocalLauncherConfig
+from arealite.api.launcher import LauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import UserError
 from arealite.impl.launcher import local, supervisor
@@ -74,12 +74,11 @@ class ScriptedLauncher(LocalLauncher):
             dataset=DatasetConfig(eval=held_out),
             trainer=TrainerConfig(ppo=PPOConfig(total_steps=steps)),
             launcher=LauncherConfig(
-                local=LocalLauncherConfig(
-                    trainer_ranks=2,
-                    drain_timeout_s=drain_s,
-                    max_restarts=restarts,
-                    silent_s=silent_s,
-                )
+                trainer_ranks=2,
+                drain_timeout_s=drain_s,
+                max_restarts=restarts,
+                silent_s=silent_s,
+                llm_servers=int("llm_server" in scripts),
             ),
         )
         super().__init__(config)

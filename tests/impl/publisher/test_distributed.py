@@ -22,6 +22,7 @@ from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DistributedPublisherConfig, PublisherConfig
 from arealite.base.errors import RoleError
 from arealite.impl.launcher.processes import PARENT
+from arealite.impl.launcher.server import IS_KEPT
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.name_registry import NameRegistry
@@ -58,7 +59,8 @@ class Servers:
                     stdout=log,
                     stderr=log,
                     cwd=self.folder,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", PARENT: str(os.getpid())},
+                    env=os.environ
+                    | {"OMP_NUM_THREADS": "1", PARENT: str(os.getpid()), IS_KEPT: "1"},
                 )
             self.processes[str(process.pid)] = process
         alive = lambda: {pid for pid, p in self.processes.items() if p.poll() is None}  # noqa: E731
