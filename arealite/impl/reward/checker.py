@@ -4,9 +4,8 @@ Killing the child mid-check is the only sure end of a pathological answer; forki
 parent that has math-verify loaded takes milliseconds instead of a second. `pool.py` runs this as a
 script; it imports nothing of the package.
 
-Lines of JSON on stdin and stdout. A new child says {"pid": 7} and ignores what it reads up to
-{"go": 7}: whatever its predecessor left unread in the pipe. Then {"completion", "truth"} is
-answered with {"equal"}.
+A line of JSON on stdin, [completion, truth, seconds], is answered by one on stdout: the verdict, or
+"timeout" or "died", of the child that had the check.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import resource
 import signal
 import sys
-from typing import Any, BinaryIO
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
 MEMORY_BYTES = 4 << 30
 PR_SET_PDEATHSIG = 1
@@ -41,36 +43,42 @@ def is_equal(completion: str, truth: str) -> bool:
 
 
 def main() -> None:
-    """Fork children, one after the other, until one ends by itself: its stdin was closed."""
+    """Have a child answer requests until the end of stdin, and fork the next when it failed."""
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
     is_equal("$\\frac{1}{2}$", "0.5")
-    status = 1
-    while status != 0:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent(parent)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-            serve(sys.stdin.buffer, answers)
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
+    context = multiprocessing.get_context("fork")
+    child = pipe = None
+    for line in sys.stdin.buffer:
+        if child is None or pipe is None:
+            pipe, theirs = context.Pipe()
+            child = context.Process(target=serve, args=(theirs, pipe, os.getpid()), daemon=True)
+            child.start()
+            theirs.close()
+        *question, seconds = json.loads(line)
+        try:
+            pipe.send(question)
+            answer = pipe.recv() if pipe.poll(seconds) else "timeout"
+        except (EOFError, OSError):
+            answer = "died"
+        if not isinstance(answer, bool):
+            child.kill()
+            child.join()
+            child = None
+        answers.write(json.dumps(answer).encode() + b"\n")
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until the end of file."""
-    answers.write(b'{"pid": %d}\n' % os.getpid())
-    go = b'{"go": %d}\n' % os.getpid()
-    while (line := requests.readline()) != go:
-        if not line:
-            return
-    for line in requests:
-        request = json.loads(line)
-        equal = is_equal(request["completion"], request["truth"])
-        answers.write(json.dumps({"equal": equal}).encode() + b"\n")
+def serve(pipe: Connection, parents: Connection, parent: int) -> None:
+    """Be a child."""
+    die_with_parent(parent)
+    parents.close()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send(is_equal(*pipe.recv()))
 
 
 def die_with_parent(parent: int) -> None:

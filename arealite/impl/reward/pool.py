@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from arealite.base.errors import DeadlineError, EpisodeError, RewardTimeout, RoleError
+from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.base.log import get
 from arealite.system.deadlines import deadline
 
@@ -26,10 +23,6 @@ START_S = 60.0
 log = get(__name__)
 
 
-class CheckerDied(Exception):
-    """The process ended in the middle of a check."""
-
-
 class CheckerCrash(EpisodeError):
     """The answer ended its checker process twice; the sample has no reward."""
 
@@ -37,99 +30,44 @@ class CheckerCrash(EpisodeError):
 
 
 class Checker:
-    """One warm parent process and its working child; checks one answer at a time."""
+    """One warm process and its working child; checks one answer at a time."""
 
     def __init__(self) -> None:
-        self.pid: int | None = None
-        """Of the child; None until `revive` has found one that waits for requests."""
         self._process: Process | None = None
-        self._closed = False
 
-    async def check(self, completion: str, truth: str, timeout_s: float) -> bool:
-        """Return whether the answers are equal.
+    async def ask(self, completion: str, truth: str, timeout_s: float) -> bool | str:
+        """Return whether the answers are equal, "timeout" if it took too long, or "died".
 
         Raises:
-            RewardTimeout: the limit has passed; the child is dead.
-            CheckerDied: the child, or its parent, ended.
+            DeadlineError: the process cannot be started, or its parent does nothing.
         """
-        if self.pid is None:
-            await self.revive()
+        what, seconds = "a reward check", START_S + timeout_s
         try:
-            what, on = "a reward check", f"reward checker {self.pid}"
-            async with deadline(what, owner="reward pool", on=on, seconds=timeout_s):
-                await self._send({"completion": completion, "truth": truth})
-                answer = await self._receive()
-        except DeadlineError as error:
-            self._kill()
-            raise RewardTimeout(f"a reward check was killed after {timeout_s} s") from error
-        except asyncio.CancelledError:
-            self._kill()
+            async with deadline(what, owner="reward pool", on="reward checker", seconds=seconds):
+                if self._process is None:
+                    self._process = await asyncio.create_subprocess_exec(
+                        *COMMAND, stdin=PIPE, stdout=PIPE, limit=1024
+                    )
+                stdin, stdout = self._process.stdin, self._process.stdout
+                assert stdin is not None and stdout is not None
+                stdin.write(json.dumps([completion, truth, timeout_s]).encode() + b"\n")
+                await stdin.drain()
+                return json.loads(await stdout.readline())
+        except (ValueError, ConnectionError, RuntimeError):  # it is no more; the last is uvloop's
+            log.warning("reward checker ended")
+            await self.close()
+            return "died"
+        except BaseException:  # so that its answer never reaches the next check
+            await self.close()
             raise
-        if "pid" in answer:
-            await self._greet(answer["pid"])
-            raise CheckerDied
-        return bool(answer["equal"])
-
-    async def revive(self) -> None:
-        """Wait for the newest child to report, starting the parent if it is gone."""
-        what, on = "a reward checker to start", "reward checker"
-        async with deadline(what, owner="reward pool", on=on, seconds=START_S):
-            while self.pid is None:
-                if self._closed:
-                    raise CheckerDied
-                try:
-                    if self._process is None:
-                        self._process = await asyncio.create_subprocess_exec(
-                            *COMMAND, stdin=PIPE, stdout=PIPE
-                        )
-                    message = await self._receive()
-                    if "pid" in message:
-                        await self._greet(message["pid"])
-                except CheckerDied:
-                    log.warning("reward checker ended")
 
     async def close(self) -> None:
-        """End both processes for good and wait for them."""
-        self._closed = True
-        await self._stop()
-
-    def _kill(self) -> None:
-        """End the child at once; its parent forks the next."""
-        if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self.pid = None
-
-    async def _stop(self) -> None:
-        self._kill()
+        """End the process, which takes its child along, and wait for it."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-    async def _greet(self, pid: int) -> None:
-        """Tell a new child that what comes next is for it."""
-        # Known before the send: cancelled in it, the child still gets the word and waits for work.
-        self.pid = pid
-        await self._send({"go": pid})
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            await self._stop()
-            raise CheckerDied from error
-
-    async def _receive(self) -> dict[str, int]:
-        assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line.endswith(b"\n"):
-            await self._stop()
-            raise CheckerDied
-        return json.loads(line)
 
 
 class CheckerPool:
@@ -144,25 +82,24 @@ class CheckerPool:
 
     async def start(self) -> None:
         """Start all processes together; a checker that cannot be started stops the run."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for checker in self.checkers:
-                    group.create_task(checker.revive())
-        except* RoleError as errors:
-            raise errors.exceptions[0] from None
+        await asyncio.gather(*(self.check("1", "1", START_S) for _ in self.checkers))
 
-    async def check(self, completion: str, truth: str) -> bool:
+    async def check(self, completion: str, truth: str, timeout_s: float | None = None) -> bool:
         """Return whether the last answer in `completion` equals `truth`, once a checker is free.
 
         Raises:
             RewardTimeout: the check ran longer than `timeout_s` and was killed.
             CheckerCrash: its process died twice.
         """
+        seconds = timeout_s or self.timeout_s
         checker = await self._free.get()
         try:
             for _ in range(2):
-                with suppress(CheckerDied):
-                    return await checker.check(completion, truth, self.timeout_s)
+                answer = await checker.ask(completion, truth, seconds)
+                if answer == "timeout":
+                    raise RewardTimeout(f"a reward check was killed after {seconds} s")
+                if isinstance(answer, bool):
+                    return answer
             raise CheckerCrash("a reward check ended its process twice")
         finally:
             self._free.put_nowait(checker)

@@ -4,12 +4,11 @@ die when they must."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 
 import psutil
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from arealite.base.errors import RewardTimeout, UserError, failure_class
 from arealite.impl.reward.checker import is_equal
 from arealite.impl.reward.math_verify import MathVerifyReward, equal_integers
 from arealite.impl.reward.pool import CheckerCrash, CheckerPool
+from tests.waiting import until
 
 ENDLESS = "$9^{9^{9^{9}}}$", "9^9^9^9^9", "$" + "(" * 3000 + "x" + ")" * 3000 + "$"
 
@@ -142,35 +142,31 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
     assert await reward.score("1/2", "1/3") == 0.0
 
 
-async def test_a_greeting_that_is_cancelled_reaches_its_child(reward, monkeypatch):
-    monkeypatch.setattr("arealite.impl.reward.pool.START_S", 60.0)
-    checker, sent = reward.pool.checkers[0], asyncio.Event()
-    send = checker._send
-
-    async def send_and_stay(message):
-        await send(message)
-        sent.set()
-        await asyncio.Event().wait()
-
-    checker._kill()
-    with monkeypatch.context() as patch:
-        patch.setattr(checker, "_send", send_and_stay)
-        check = asyncio.ensure_future(reward.score("1/2", "0.5"))
-        await sent.wait()
-        check.cancel()
-        await asyncio.gather(check, return_exceptions=True)
-    assert await reward.score("1/2", "0.5") == 1.0
-
-
 @pytest.mark.parametrize("victim", [0, 1], ids=["child", "parent"])
 async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victim):
     before = family(reward.pool)
     before[victim].kill()
-    before[victim].wait(timeout=60)
+    until(lambda: ended(before[victim]), what="its end")
     assert await reward.score("1/2", "0.5") == 1.0
     after = family(reward.pool)
     assert len(after) == 2
     assert not {p.pid for p in after} & {before[0].pid}
+
+
+def test_a_dead_worker_is_started_again_in_the_loop_that_rollouts_use():
+    async def check() -> bool:
+        pool = CheckerPool(workers=1, timeout_s=600.0)
+        await pool.start()
+        parent = family(pool)[-1]
+        parent.kill()
+        assert pool.checkers[0]._process is not None
+        await pool.checkers[0]._process.wait()
+        equal = await pool.check("1/2", "0.5")
+        await pool.close()
+        return equal
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(check())
 
 
 async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
@@ -178,10 +174,10 @@ async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
     killed: list[int] = []
     async with asyncio.timeout(60):
         while not check.done():
-            pid = reward.pool.checkers[0].pid
-            if pid is not None and pid not in killed:
-                killed.append(pid)
-                os.kill(pid, signal.SIGKILL)
+            for child in family(reward.pool)[:-1]:
+                if child.pid not in killed and not ended(child):
+                    killed.append(child.pid)
+                    child.kill()
             await asyncio.wait([check], timeout=0.01)
     with pytest.raises(CheckerCrash):
         await check
@@ -216,14 +212,15 @@ async def test_checks_run_in_parallel_and_keep_their_answers():
 @pytest.mark.processes
 async def test_death_of_the_owner_ends_the_workers(tmp_path):
     code = """
-import asyncio, os, sys
+import asyncio, psutil
 from arealite.impl.reward.pool import CheckerPool
 async def main():
     pool = CheckerPool(workers=1, timeout_s=600.0)
     await pool.start()
     busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "5"))
     await asyncio.wait([busy], timeout=0.1)
-    print(pool.checkers[0].pid, pool.checkers[0]._process.pid, flush=True)
+    parent = psutil.Process(pool.checkers[0]._process.pid)
+    print(parent.pid, parent.children()[0].pid, flush=True)
     await busy
 asyncio.run(main())
 """
