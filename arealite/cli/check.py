@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.agent import agents, load_tokenizer
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.engine import engines
 from arealite.api.env import envs
 from arealite.api.launcher import launchers
@@ -26,17 +26,22 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.model_folder import other_model, vocab_size
+from arealite.cli import configs
 from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
+from arealite.impl.launcher.local import server_overrides
 from arealite.system.dataset import identity, load_tasks
 from arealite.system.name_registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
 
 
-def check(config: ExperimentConfig) -> None:
-    """Check numbers, names, files, dataset and server of an experiment, in this order."""
+def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
+    """Check numbers, names, files, dataset and server of an experiment, in this order.
+
+    `has_servers` False: none needs to be there yet.
+    """
     check_options(config)
     model = check_model(config.model.path)
     if config.trainer.is_offline:
@@ -50,7 +55,9 @@ def check(config: ExperimentConfig) -> None:
     check_other_models(config.trainer.ppo, model)
     check_run_folder(config)
     check_resume(config, identity(config, tasks))
-    check_prompts(config, [*tasks, *held_out], check_servers(config, model))
+    is_served = has_servers and not serves_itself(config)
+    contexts = check_servers(config, model) if is_served else own_contexts(config, model)
+    check_prompts(config, [*tasks, *held_out], contexts)
 
 
 def check_options(config: ExperimentConfig) -> None:
@@ -308,14 +315,30 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
 
 def check_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
     """Check who will generate; return the contexts they say they have."""
-    publisher = config.trainer.ppo.publisher
-    if publisher.type == "shared" or config.launcher.llm_servers:  # there are none yet
-        context = publisher.shared.context_length or model.get("max_position_embeddings")
-        return [context] if context else []
     servers = find_servers(config, model)
     for server in servers:
         check_same_model(config, model, server)
     return [length for server in servers if (length := server.value.get("context_length"))]
+
+
+def serves_itself(config: ExperimentConfig) -> bool:
+    """Whether nobody else has to start a server."""
+    return bool(config.trainer.ppo.publisher.type == "shared" or config.launcher.llm_servers)
+
+
+def own_server(config: ExperimentConfig) -> ServerConfig:
+    """Return the config of the servers that are started with this run."""
+    file, words = configs.CONFIG_DIR / "llm_server.yaml", server_overrides(config)
+    return configs.load(ServerConfig, file, words)
+
+
+def own_contexts(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
+    """Return the context that servers of this run will have, [] where the model tells none."""
+    wanted = config.trainer.ppo.publisher.shared.context_length
+    if config.launcher.llm_servers:
+        wanted = own_server(config).llm_server.context_length
+    context = wanted or model.get("max_position_embeddings")
+    return [context] if context else []
 
 
 def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: Entry) -> None:

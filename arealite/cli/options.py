@@ -48,9 +48,17 @@ def parse(
         metavar="FILE",
         help=f"YAML file ({default.name}); may be given several times, later ones win",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help="dotted overrides; FILE.yaml is the same as --config FILE.yaml",
+    )
     options = parser.parse_intermixed_args(argv)
-    return Layers(options.config or [default], options.overrides)
+    is_file = [word.endswith((".yaml", ".yml")) and "=" not in word for word in options.words]
+    files = [Path(word) for word, yes in zip(options.words, is_file, strict=True) if yes]
+    overrides = [word for word, yes in zip(options.words, is_file, strict=True) if not yes]
+    return Layers([*(options.config or []), *files] or [default], overrides)
 
 
 def parse_stages(
