@@ -17,6 +17,7 @@ from arealite.cli import configs, options
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import IS_KEPT, keep
 from arealite.system import vitals
+from arealite.system.name_registry import NameRegistry
 
 KEPT = ("embedded",)
 """Types that live in one process and are brought back by a parent; others see to it themselves."""
@@ -33,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
     config = configs.load(ServerConfig, layers.files, layers.overrides)
-    die_with_parent()
+    if not die_with_parent():  # else it waits for the names to be back
+        NameRegistry.of(config).check()
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
         return keep(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)

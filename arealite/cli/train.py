@@ -12,6 +12,7 @@ from arealite.base.errors import UserError
 from arealite.cli import configs, options
 from arealite.system import vitals
 from arealite.system.locks import held
+from arealite.system.name_registry import NameRegistry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,6 +50,7 @@ def run(config: ExperimentConfig) -> int:
     from arealite.cli import resume
     from arealite.cli.check import check
 
+    NameRegistry.of(config).check()
     check(config)
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names = name_dir(config)

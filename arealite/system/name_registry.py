@@ -1,6 +1,7 @@
 """Tells a trial's processes where the others are: one small JSON file a name, kept by heartbeats.
 
-Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share.
+Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share;
+`name_etcd` is for those who have an etcd.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
 from arealite.base import log
-from arealite.base.errors import UserError
+from arealite.base.errors import RoleError, UserError
 from arealite.system.deadlines import deadline
 
 logger = log.get(__name__)
@@ -45,17 +46,35 @@ class NameRegistry:
     def __init__(self, root: Path, *, ttl_s: float = 5.0) -> None:
         self.root = root
         self.ttl_s = ttl_s
+        self.where = str(root)
+        """For people."""
 
     @classmethod
-    def of(cls, config: ExperimentConfig | ServerConfig) -> NameRegistry:
-        """Return the registry of a config's trial."""
-        return cls(name_dir(config), ttl_s=config.cluster.ttl_s)
+    def of(
+        cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
+    ) -> NameRegistry:
+        """Return the registry of a config's trial, in the store that the config names."""
+        cluster, root = config.cluster, name_dir(config)
+        ttl_s = cluster.ttl_s if ttl_s is None else ttl_s
+        if cluster.name_store == "file":
+            return cls(root, ttl_s=ttl_s)
+        from arealite.system.name_etcd import EtcdRegistry  # which is made of this class
+
+        return EtcdRegistry("/".join(root.parts[-3:]), cluster.etcd, ttl_s=ttl_s)
+
+    def check(self) -> None:
+        """Refuse a store that is not there, before anything starts; a folder can be made.
+
+        Raises:
+            UserError: it does not answer.
+        """
 
     def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
         """Write or renew a name atomically: readers see the old file or the new, never half of one.
 
         Raises:
             UserError: the folder cannot be written.
+            RoleError: the etcd is away.
         """
         folder, name = self.root / role, ""
         try:
@@ -90,6 +109,13 @@ class NameRegistry:
                 found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
         return found
 
+    def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
+        """Return what lives under this name in any trial of the store, with that trial's root."""
+        found = self.root.parents[2].glob(f"*/*/*/{role}/{entry_id}.json")
+        roots = [file.parents[1] for file in found]
+        live = [(root, NameRegistry(root, ttl_s=self.ttl_s).list(role)) for root in roots]
+        return [(root, each) for root, all_ in live for each in all_ if each.id == entry_id]
+
     def address(self, role: str) -> str | None:
         """Return where the first live name of a role listens; None while there is none."""
         return next((str(entry.value["address"]) for entry in self.list(role)), None)
@@ -99,20 +125,27 @@ class NameRegistry:
         self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], *,
         heartbeat_s: float = 1.0,
     ) -> AsyncGenerator[None, None]:  # fmt: skip
-        """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value."""
+        """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value.
+
+        Raises:
+            UserError: the folder cannot be written; a store that is away is waited for.
+        """
         over = asyncio.Event()
+
+        async def put(*tolerated: type[Exception]) -> None:
+            try:
+                await asyncio.to_thread(self.put, role, entry_id, value())
+            except tolerated as error:  # a full disk may be emptied; its age tells others
+                logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
 
         async def beat() -> None:
             while True:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), heartbeat_s)
                     return
-                try:
-                    await asyncio.to_thread(self.put, role, entry_id, value())
-                except UserError as error:  # a full disk may be emptied; its age tells others
-                    logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
+                await put(UserError, RoleError)
 
-        first = asyncio.ensure_future(asyncio.to_thread(self.put, role, entry_id, value()))
+        first = asyncio.ensure_future(put(RoleError))
         beating = asyncio.create_task(beat(), name=f"heartbeat of {role}/{entry_id}")
         try:
             await asyncio.shield(first)
@@ -126,9 +159,9 @@ class NameRegistry:
         """Wait until at least `count` live names of a role exist, and return them.
 
         Raises:
-            DeadlineError: they did not appear in time; names the role, the folder and the owner.
+            DeadlineError: they did not appear in time; names the role, the store and the owner.
         """
-        what = f"{count} live '{role}' in {self.root / role}"
+        what = f"{count} live '{role}' in {self.where}"
         async with deadline(what, owner=owner, on=role, seconds=seconds):
             while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(POLL_S)

@@ -39,7 +39,7 @@ class ServerKeeper:
     ) -> None:
         self.command, self.say = command, say
         self._vitals = name_dir(config) / "vitals"
-        self._names = NameRegistry(name_dir(config), ttl_s=math.inf)
+        self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
         self._budget = Budget(config.llm_server.embedded.max_restarts)
         self._lives = 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
@@ -166,14 +166,11 @@ def check_form(address: str, addresses: Sequence[str]) -> None:
 
 def taken(config: ExperimentConfig, address: str) -> str | None:
     """Say which trial has a live name for this server, if one has besides this run's own."""
-    own = name_dir(config)
-    for file in own.parents[2].glob(f"*/*/*/llm_server/{entry_id(address)}.json"):
-        root = file.parents[1]
-        for entry in NameRegistry(root, ttl_s=config.cluster.ttl_s).list("llm_server"):
-            is_ours = root == own and entry.value.get("type") == "external"
-            if entry.id == file.stem and not is_ours:
-                trial = "/".join(root.parts[-2:])
-                return f"{trial} has this server already. Remove the address, or end that trial."
+    names = NameRegistry.of(config)
+    for root, entry in names.everywhere("llm_server", entry_id(address)):
+        if root != names.root or entry.value.get("type") != "external":
+            trial = "/".join(root.parts[-2:])
+            return f"{trial} has this server already. Remove the address, or end that trial."
     return None
 
 
