@@ -14,25 +14,12 @@ from arealite.api.llm import SamplingConfig
 from arealite.base.errors import InvariantError
 
 
-class Sampling(msgspec.Struct, omit_defaults=True):
-    """All that changes the distribution, because servers have defaults of their own."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    min_new_tokens: int
-    ignore_eos: bool
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-
-
 class Body(msgspec.Struct):
     """A request. Filled by the client."""
 
     rid: str
     input_ids: list[int]
-    sampling_params: Sampling
+    sampling_params: dict[str, Any]
     return_logprob: bool = True
 
 
@@ -89,18 +76,16 @@ decode_answer = msgspec.json.Decoder(Answer).decode
 decode_model_info = msgspec.json.Decoder(ModelInfo).decode
 
 
-def sampling_params(config: SamplingConfig, used: int) -> Sampling:
-    """Return the parameters of a generation that has spent `used` tokens of its budget."""
-    return Sampling(
-        config.temperature,
-        config.top_p,
-        config.top_k,
-        config.max_new_tokens - used,
-        max(0, config.min_new_tokens - used),
-        False,
-        config.stop or None,
-        config.stop_token_ids or None,
-    )
+def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:
+    """Return the parameters of a generation that has spent `used` tokens of its budget.
+
+    All that changes the distribution, because servers have defaults of their own.
+    """
+    return vars(config) | {
+        "ignore_eos": False,
+        "max_new_tokens": config.max_new_tokens - used,
+        "min_new_tokens": max(0, config.min_new_tokens - used),
+    }
 
 
 @lru_cache(maxsize=4096)
