@@ -62,7 +62,7 @@ class Datapipe:
         eval: Sequence[Task],
         registry: NameRegistry | None,
         address: str = "tcp://127.0.0.1:0",
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        context: wire.Context | None = None,
     ) -> None:
         """Open the trial's ledger.
 
@@ -77,7 +77,7 @@ class Datapipe:
         self.ready = asyncio.Event()
         """Set once `address` is where to connect."""
         self._registry = registry
-        self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._context = context
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
         shuffle = config.dataset.shuffle
         self.book = GroupBook(self.ledger, train, ppo=ppo, seed=config.seed, shuffle=shuffle)

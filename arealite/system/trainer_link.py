@@ -54,13 +54,13 @@ class TrainerLink:
         rank: int,
         world_size: int,
         silence_s: float = 30.0,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        context: wire.Context | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.silence_s = silence_s
         self._resolve = resolve
-        self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._context = context
         self._socket: zmq.Socket[bytes] | None = None
         self._address: str | None = None
         self._evals: dict[int, EvalRequest] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ DRAIN_AT_ONCE = 64
 STOP_WAITING = "a rank was asked to stop while it waited"
 """Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
 
+Context = zmq.Context[zmq.Socket[bytes]]
 ToDatapipe = FromWorker | FromTrainer
 encode = msgspec.msgpack.Encoder().encode
 decode_to_datapipe: Callable[[bytes], ToDatapipe] = msgspec.msgpack.Decoder(ToDatapipe).decode
@@ -34,13 +36,13 @@ def request_name(request: FromTrainer) -> str:
     return " ".join([type(request).__name__, *(str(n) for n in numbers if n != "")])
 
 
-def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def open_socket(context: Context | None, kind: int) -> zmq.Socket[bytes]:
     """Make a socket that never blocks in send and drops what is unsent when closed.
 
     Queues are unbounded because credit bounds what is in flight, and acknowledgements, not queues,
     keep results safe.
     """
-    socket = context.socket(kind)
+    socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
     for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
     return socket

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import cast
 
 import zmq
 
@@ -62,7 +61,7 @@ class WorkerLink:
         *,
         worker_id: str,
         capacity: int,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        context: wire.Context | None = None,
         silence_s: float = 120.0,
     ) -> None:
         self.worker_id = worker_id
@@ -74,7 +73,7 @@ class WorkerLink:
         a datapipe that died may be lost. The worker sets it."""
         self._resolve = resolve
         self._silence_s = silence_s
-        self._context = context or cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._context = context
         self._channel: wire.Channel | None = None
         self._address = ""
         self._heard = self._connected = time.monotonic()
