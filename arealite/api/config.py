@@ -33,7 +33,9 @@ class ClusterConfig:
     user: str | None = opt(None, "whose names; null takes the login name")
     heartbeat_s: float = opt(1.0, "how often a role renews its name")
     ttl_s: float = opt(5.0, "a name not renewed for this long is dead")
-    host: str = opt("127.0.0.1", "address under which this host's roles are reached")
+    host: str = opt(
+        "127.0.0.1", "address under which this host's roles are reached; auto: each host's own"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.config import ExperimentConfig, ServerConfig, run_paths
 from arealite.api.engine import engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import EnvConfig, envs
@@ -26,8 +26,10 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.registry import import_plugins
 from arealite.cli.options import Layers
+from arealite.impl.launcher.processes import own_address
 
 C = TypeVar("C")
+Root = TypeVar("Root", ExperimentConfig, ServerConfig)
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """The YAML files, in a checkout (through a link) and in an installed wheel."""
@@ -44,6 +46,13 @@ def load(schema: type[C], files: Path | Sequence[Path], overrides: Sequence[str]
     files = [files] if isinstance(files, Path) else files
     import_plugins(_imports(files, overrides))
     return base_config.load(schema, files, overrides, parts())
+
+
+def at_home(config: Root) -> Root:
+    """Return the config of a process on this host: `cluster.host=auto` is its own address."""
+    if config.cluster.host != "auto":
+        return config
+    return replace(config, cluster=replace(config.cluster, host=own_address()))
 
 
 def load_stages(stages: Sequence[Layers]) -> list[ExperimentConfig]:

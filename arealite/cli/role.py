@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(role: str, index: int, config: ExperimentConfig) -> int:
     """Set up logging and run one role of `config`."""
+    config = configs.at_home(config)
     log.setup(f"{role}-{index}", config.logger.level)
     vitals.start(f"{role}-{index}", name_dir(config) / "vitals")
     ROLES[role](config, index)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         schema=ServerConfig,
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
-    config = configs.load(ServerConfig, layers.files, layers.overrides)
+    config = configs.at_home(configs.load(ServerConfig, layers.files, layers.overrides))
     if not die_with_parent():  # else it waits for the names to be back
         NameRegistry.of(config).check()
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):

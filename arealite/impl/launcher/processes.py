@@ -130,6 +130,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def own_address() -> str:
+    """Return the IP address under which other hosts reach this one: its name's, or that of the
+    interface with the way out where the name is a loopback's; loopback without a network."""
+    own = "127.0.0.1"
+    with suppress(OSError):
+        own = socket.gethostbyname(socket.gethostname())
+    if own.startswith("127."):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a way
+            own = str(probe.getsockname()[0])
+    return own
+
+
 def rank_environments(count: int) -> list[dict[str, str]]:
     """Return what each of `count` ranks on this host has to know to find the others."""
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

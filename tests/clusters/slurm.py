@@ -1,0 +1,179 @@
+"""A real Slurm in a temporary folder, of nodes that share this machine but each have a hostname, an
+address and, if wanted, folders of their own; everything it started is ended.
+
+Needs Debian's `slurm-wlm` and root (hostnames and folders are namespaces): `missing()` says what is
+not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from arealite.impl.launcher.processes import free_port
+from tests.waiting import until
+
+PROGRAMS = "munged", "slurmctld", "slurmd", "sbatch", "unshare"
+CONF = """\
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+# Heterogeneous jobs are started by the backfill scheduler only.
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,requeue_delay=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait={kill_wait_s}
+SlurmdTimeout=10
+MinJobAge=3600
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%h
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%h.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%h.log
+GresTypes=gpu
+"""
+
+
+def missing() -> str:
+    """Say why no Slurm can be started here; "" where it can."""
+    if lacking := [name for name in PROGRAMS if not shutil.which(name)]:
+        return f"no {', '.join(lacking)} on the PATH (Debian: apt-get install slurm-wlm)"
+    if os.geteuid() != 0:
+        return "the nodes' hostnames and folders are namespaces, which need root"
+    probe = subprocess.run(["unshare", "-mu", "true"], capture_output=True, text=True)
+    return f"unshare -mu: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+@dataclass
+class Slurm:
+    """A live cluster; its commands take `environment`."""
+
+    folder: Path
+    nodes: tuple[str, ...]
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def command(self, *words: str, check: bool = True) -> str:
+        """Run one of Slurm's commands; return what it printed."""
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=self.environment, timeout=60
+        )
+        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def start(self, name: str, *words: str) -> None:
+        with (self.folder / f"{name}.out").open("ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                words, stdout=log, stderr=log, env=self.environment, start_new_session=True
+            )
+
+    def start_node(self, name: str, *, own: Sequence[Path] = ()) -> None:
+        """Start a node; `own` are folders that it does not share with the others."""
+        hosts = self.folder / f"hosts-{name}"
+        lines = [f"127.0.0.{i} {node}" for i, node in enumerate(self.nodes, start=1)]
+        hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+        mounts = [f"mount -t tmpfs none {path}" for path in own]
+        begin = [f"hostname {name}", f"mount --bind {hosts} /etc/hosts", *mounts]
+        script = " && ".join([*begin, f"exec slurmd -D -f {self.folder}/slurm.conf"])
+        self.start(name, "unshare", "-mu", "sh", "-c", script)
+
+    def state(self, node: str) -> str:
+        return self.command("sinfo", "-h", "-n", node, "-o", "%T")
+
+    def until_idle(self) -> None:
+        until(
+            lambda: all(self.state(node) == "idle" for node in self.nodes),
+            what=lambda: f"idle nodes: {self.command('sinfo', '-Nl')}",
+        )
+
+    def job_state(self, job: str) -> str:
+        shown = self.command("scontrol", "show", "job", job, check=False)
+        return shown.partition("JobState=")[2].partition(" ")[0]
+
+    def end(self) -> None:
+        """Cancel all jobs, then end the daemons and whatever still runs under them."""
+        for job in self.command("squeue", "-h", "-o", "%A", check=False).split():
+            self.command("scancel", "--signal=KILL", job, check=False)
+            self.command("scancel", job, check=False)
+        with suppress(BaseException):
+            until(lambda: not self.command("squeue", "-h", check=False), what="jobs", seconds=20)
+        kin = []
+        for daemon in reversed(self.daemons.values()):
+            with suppress(psutil.NoSuchProcess):
+                kin += psutil.Process(daemon.pid).children(recursive=True)
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        for process in [*kin, *self.strays()]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def strays(self) -> list[psutil.Process]:
+        """List live processes that name this cluster's folder or were started in it."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            with suppress(psutil.Error):
+                named = any(str(self.folder) in word for word in process.info["cmdline"] or [])
+                if named or process.environ().get("SLURM_CONF", "").startswith(str(self.folder)):
+                    found.append(process)
+        return [each for each in found if each.pid != os.getpid()]
+
+
+@contextmanager
+def real_slurm(
+    folder: Path, *, nodes: Sequence[str] = ("head", "gpu"), kill_wait_s: int = 30, more: str = ""
+) -> Iterator[Slurm]:
+    """Start a cluster of idle nodes with 16 CPUs and 4 pretended GPUs each; end it with the body.
+
+    `more` are lines of slurm.conf, in place of the one partition of all nodes.
+    """
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o600)
+    lines = [CONF.format(folder=folder, port=free_port(), kill_wait_s=kill_wait_s)]
+    for i, node in enumerate(nodes, start=1):
+        address = f"NodeAddr=127.0.0.{i} NodeHostname={node} Port={free_port()}"
+        lines.append(f"NodeName={node} {address} CPUs=16 RealMemory=8000 Gres=gpu:4")
+    lines.append(more or "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-3]\n")
+    slurm = Slurm(folder, tuple(nodes))
+    try:
+        files = [f"--{what}={folder}/munge.{what}" for what in ("socket", "pid-file", "seed-file")]
+        more_files = [f"--log-file={folder}/munge.log", f"--key-file={folder}/key"]
+        slurm.start("munged", "munged", "-F", "--force", *files, *more_files)
+        until((folder / "munge.socket").exists, what="munge")
+        slurm.start("slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
+        for node in nodes:
+            slurm.start_node(node)
+        slurm.until_idle()
+        yield slurm
+    finally:
+        slurm.end()
