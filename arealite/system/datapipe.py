@@ -25,7 +25,7 @@ from arealite.api.task import Task
 from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Refused
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
-from arealite.system import vitals, wire
+from arealite.system import wire
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import OutOfStep, TrainerDesk
@@ -247,7 +247,7 @@ class Datapipe:
         if self.desk.finish is None:
             self._give_leases()
         self.desk.answer_evals()
-        for route, request in self.desk.take_ready(self._observe):
+        for route, request in self.desk.take_ready():
             self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
 
     def _give_leases(self) -> None:
@@ -281,9 +281,6 @@ class Datapipe:
         held.sent = time.monotonic()
         if worker.route is not None:
             self._send(worker.route, lease, payloads)
-
-    def _observe(self) -> dict[str, float]:
-        return {"loop_lag_max_s": vitals.lag_max_s(), **self.workers.metrics()}
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
         self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))

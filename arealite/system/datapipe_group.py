@@ -10,8 +10,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+
+import msgspec
 
 from arealite.api.rollout_messages import Lease, TurnHeader
 from arealite.api.task import Task
@@ -24,8 +25,7 @@ BACK_OFF_S, MAX_BACK_OFF_S = 0.2, 5.0
 """How long after its first failure, doubled with each further one, an episode is offered again."""
 
 
-@dataclass
-class Group:
+class Group(msgspec.Struct, eq=False):
     """One group that is not trained yet: who runs which of its episodes, and what came back."""
 
     seq: int
@@ -35,20 +35,16 @@ class Group:
     epoch: int
     row: int
     """Of the dataset, where the task is from."""
-    finished: dict[int, list[TrajectoryHeader]] = field(
-        default_factory=dict[int, list[TrajectoryHeader]]
-    )
-    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
+    finished: dict[int, list[TrajectoryHeader]] = {}
+    leases: dict[str, Lease] = {}
     """Live ones; their `members` that are neither finished nor failed are still due."""
-    owners: dict[str, str] = field(default_factory=dict[str, str])
+    owners: dict[str, str] = {}
     """By lease id: the worker."""
-    failures: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
+    failures: list[tuple[int, str, str]] = []
     """(member, lease id, class) of each failed attempt."""
-    turns: dict[int, dict[tuple[str, int], TurnHeader]] = field(
-        default_factory=dict[int, dict[tuple[str, int], TurnHeader]]
-    )
+    turns: dict[int, dict[tuple[str, int], TurnHeader]] = {}
     """By member, then by (seat, index): turns of unfinished episodes that are kept."""
-    rests_until: dict[int, float] = field(default_factory=dict[int, float])
+    rests_until: dict[int, float] = {}
     """When (monotonic) members that have failed may be offered again."""
     state: str = "offered"
     reason: str | None = None

@@ -22,6 +22,7 @@ from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
+from arealite.system import vitals
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_workers import Workers
@@ -93,7 +94,7 @@ class TrainerDesk:
         """Something happened since the last attempt to compose a batch."""
         self._batch_requests: dict[int, tuple[bytes, BatchRequest]] = {}
         """By rank: (whom to answer, what is asked)."""
-        self._eval_requests: dict[int, bytes] = {}
+        self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
         self._tickets = count(book.ledger.boot << 20)
         self._ticket = 0
@@ -125,7 +126,7 @@ class TrainerDesk:
             case BatchRequest():
                 self._take_batch_request(route, request)
             case EvalRequest():
-                self._take_eval_request(route, request.eval_id)
+                self._take_eval_request(route, request)
             case TrainerStart(ticket=0):
                 self._send(route, messages.Ticket(next(self._tickets)))
             case TrainerStart(ticket=ticket) if ticket <= self._ticket:
@@ -144,7 +145,7 @@ class TrainerDesk:
         for eval_id, metrics in self.evals.take_finished():
             self.book.ledger.add_eval(eval_id, metrics)
             answer = messages.EvalResult(eval_id, metrics)
-            route = self._eval_requests.pop(eval_id)
+            route, _ = self._eval_requests.pop(eval_id)
             self._writer.after_commit(partial(self._send, route, answer), hurry=True)
 
     def tell_waiting(self) -> None:
@@ -154,35 +155,31 @@ class TrainerDesk:
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
-        for eval_id, route in self._eval_requests.items():
+        for eval_id, (route, request) in self._eval_requests.items():
             left = self.evals.runs[eval_id].left
             detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"
-            self._send(route, messages.Waiting(request_name(EvalRequest(eval_id)), detail))
+            self._send(route, messages.Waiting(request_name(request), detail))
 
     def refuse(self, reason: str) -> None:
         """Tell everyone who waits that the run stops."""
-        waiting: list[tuple[bytes, FromTrainer]] = [*self._batch_requests.values()]
-        waiting += [(route, EvalRequest(eval_id)) for eval_id, route in self._eval_requests.items()]
-        if self._start is not None:
-            waiting.append(self._start)
-        for route, request in waiting:
+        starts = [self._start] if self._start is not None else []
+        for route, request in (
+            *self._batch_requests.values(), *self._eval_requests.values(), *starts
+        ):  # fmt: skip
             self._send(route, messages.Refused(request_name(request), reason))
 
     # ------------------------------------------------------------ batches
 
-    def take_ready(
-        self, observed: Callable[[], dict[str, float]]
-    ) -> list[tuple[bytes, BatchRequest]]:
+    def take_ready(self) -> list[tuple[bytes, BatchRequest]]:
         """Return the batch requests that can be answered, and forget them.
 
-        Composes the next batch where it is asked for and may be released; what is `observed` then
-        joins what the batch says about waits.
+        Composes the next batch where it is asked for and may be released.
         """
         if not (self._batch_requests and self.changed):
             return []
         self.changed = False
         if any(r.step == self.book.next_step for _, r in self._batch_requests.values()):
-            self._compose(observed)
+            self._compose()
         ready = [
             pair for pair in self._batch_requests.values() if pair[1].step in self.book.batches
         ]
@@ -198,7 +195,7 @@ class TrainerDesk:
         waits = self._waits.get(request.step, {})
         return shard(request, headers, updates=updates, seed=seed, waits=waits)
 
-    def _compose(self, observed: Callable[[], dict[str, float]]) -> None:
+    def _compose(self) -> None:
         book, step = self.book, self.book.next_step
         groups = book.compose()
         if groups is None:
@@ -217,7 +214,8 @@ class TrainerDesk:
             "stale_trajectories": stale,
             **{k.replace(":", "_"): v for k, v in book.counts.items() if ":" in k},
             **{f"stale_below_{k}": v for k, v in book.dropped_lengths.items()},
-            **observed(),
+            "loop_lag_max_s": vitals.lag_max_s(),
+            **self._workers.metrics(),
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 
@@ -290,15 +288,14 @@ class TrainerDesk:
                 self.asked = time.monotonic()
             self._batch_requests[request.rank] = (route, request)
 
-    def _take_eval_request(self, route: bytes, eval_id: int) -> None:
-        if eval_id in self.evals.results:
-            answer = messages.EvalResult(eval_id, self.evals.results[eval_id])
-            self._send(route, answer)
+    def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
+        if (metrics := self.evals.results.get(request.eval_id)) is not None:
+            self._send(route, messages.EvalResult(request.eval_id, metrics))
             return
         if not self.is_waiting:
             self.asked = time.monotonic()
-        self.evals.begin(eval_id)
-        self._eval_requests[eval_id] = route
+        self.evals.begin(request.eval_id)
+        self._eval_requests[request.eval_id] = (route, request)
 
     def _begin(self) -> None:
         """Roll the ledger back: between two commits, when nobody else uses the connection."""
@@ -337,10 +334,9 @@ class TrainerDesk:
             case messages.Checkpointed():
                 self.book.mark_durable(request.step)
                 self.book.ledger.checkpoint(request.step, request.path)
-            case messages.Finish():
-                self._note_finish(request)
             case _:
-                raise AssertionError(request)
+                assert isinstance(request, messages.Finish)
+                self._note_finish(request)
 
     def _note_version(self, version: int) -> None:
         """Take a newer version; one that is older, or of steps rolled back, came late."""

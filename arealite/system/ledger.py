@@ -329,8 +329,7 @@ def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]
     """Return headers and payloads of the turns with which a lease's members go on, in its order."""
     sql = "SELECT header, payload FROM turns WHERE group_id = ? ORDER BY member, seat, idx"
     with closing(connect(path, read_only=True)) as db:
-        rows = [
-            (decode_turn(header), payload) for header, payload in db.execute(sql, (lease.group_id,))
-        ]
-    rows = [row for row in rows if row[0].member in lease.members]
-    return [header for header, _ in rows], [payload for _, payload in rows]
+        rows = db.execute(sql, (lease.group_id,)).fetchall()
+    turns = [(decode_turn(header), payload) for header, payload in rows]
+    kept = [(turn, payload) for turn, payload in turns if turn.member in lease.members]
+    return [turn for turn, _ in kept], [payload for _, payload in kept]
