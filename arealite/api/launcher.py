@@ -14,6 +14,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """Parts of a Slurm job, each in sbatch's own words; one without words is on the head's nodes.
+
+    What a node of a part has (CPUs, GPUs) is asked for per node.
+    """
+
+    every: list[str] = sub(list, "words for every part: [--account=a,--time=24:00:00]")
+    head: list[str] = sub(lambda: ["--cpus-per-task=4"], "the supervisor's and the datapipe's")
+    servers: list[str] = sub(list, "of launcher.llm_servers: [--nodes=4,--gres=gpu:8]")
+    workers: list[str] = sub(list, "of launcher.rollout_workers: [--nodes=2,--partition=cpu]")
+    trainers: list[str] = sub(list, "of launcher.trainer_ranks: [--nodes=4,--gres=gpu:8]")
+    start_s: float = opt(300.0, "how long nodes may take to answer before they are named")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
     """Which processes a run has, where they are started, and when they are started again."""
 
@@ -39,6 +54,7 @@ class LauncherConfig:
     blocked_s: float = opt(
         60.0, "a role whose event loop is blocked for this long is killed and started again"
     )
+    slurm: SlurmConfig = sub(SlurmConfig, "for `arealite launch slurm`")
 
 
 class Launcher(ABC):
@@ -54,5 +70,9 @@ class Launcher(ABC):
 
 
 launchers: Registry[Launcher] = Registry(
-    "launcher", {"local": "arealite.impl.launcher.local:LocalLauncher"}
+    "launcher",
+    {
+        "local": "arealite.impl.launcher.local:LocalLauncher",
+        "slurm": "arealite.impl.launcher.slurm:SlurmLauncher",
+    },
 )

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log
 from arealite.base.names import RunPaths
+from arealite.base.signals import STOP
 from arealite.cli import configs
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system import vitals
@@ -80,7 +80,7 @@ async def until_terminated(work: Coroutine[Any, Any, None]) -> None:
     """Await `work`; SIGTERM cancels it, so that it can take its name back."""
     task = asyncio.ensure_future(work)
     vitals.watch(asyncio.get_running_loop())
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    asyncio.get_running_loop().add_signal_handler(STOP, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 

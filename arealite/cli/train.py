@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
@@ -47,11 +48,20 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: ExperimentConfig) -> int:
     """Run one experiment to its end; return its exit code."""
+    with prepared(config) as config:
+        vitals.start("launcher-0", name_dir(config) / "vitals")
+        return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+
+
+@contextmanager
+def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator[ExperimentConfig]:
+    """Check an experiment, and hold its folder as `resume` wants it; yield its config from then
+    on."""
     from arealite.cli import resume
     from arealite.cli.check import check
 
     NameRegistry.of(config).check()
-    check(config)
+    check(config, has_servers=has_servers)
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names = name_dir(config)
     names.mkdir(parents=True, exist_ok=True)
@@ -60,6 +70,4 @@ def run(config: ExperimentConfig) -> int:
             resume.begin_anew(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
         with held(paths.root / ".lock", fix=fix):  # the folder may be another one than before
-            config = resume.settle(config)
-            vitals.start("launcher-0", names / "vitals")
-            return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+            yield resume.settle(config)

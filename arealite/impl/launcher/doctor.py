@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +35,8 @@ class Doctor:
     """Examines the vitals in `folder`."""
 
     folder: Path
-    pids: Callable[[], Collection[int]]
-    """Of the children, each leader of a session: nobody else is ever killed."""
+    child: Callable[[Finding], int | None]
+    """Tells the child that a finding is about, leader of a session: nobody else is killed."""
     say: Callable[[str], None]
     silent_s: float = 8.0
     blocked_s: float = 60.0
@@ -71,10 +71,10 @@ class Doctor:
     def _heal(self, finding: Finding) -> None:
         limits = {"stopped": self.silent_s, "silent": self.silent_s, "blocked": self.blocked_s}
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
-        if is_due and finding.pid in self.pids():  # not a successor's, which has another
+        if is_due and (pid := self.child(finding)):
             self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
             with suppress(ProcessLookupError):
-                os.killpg(finding.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
 
 
 def trouble(finding: Finding) -> Trouble:

@@ -25,7 +25,7 @@ from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
 from arealite.system import vitals
 from arealite.system.audit import audit
-from arealite.system.diagnosis import examine
+from arealite.system.diagnosis import Finding, examine
 from arealite.system.explain import explain
 
 TERMINATE_GRACE_S = 5.0
@@ -35,6 +35,9 @@ STOPPED = 130
 
 class LocalLauncher(Launcher):
     """Starts, watches, brings back and ends the roles of one experiment on this machine."""
+
+    stop = signal.SIGTERM
+    """Asks a child to end."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
@@ -83,17 +86,25 @@ class LocalLauncher(Launcher):
 
     def _doctor(self) -> Doctor:
         """Return who looks for roles that do nothing; a dead one of ours is no news."""
-        for kind in ("datapipe", "rollout", "trainer"):
+        servers = ["llm_server"] if self.options.llm_servers else []  # else not ours
+        for kind in ("datapipe", "rollout", "trainer", *servers):
             for stale in self.vitals.glob(f"{kind}-*"):
                 stale.unlink(missing_ok=True)
         ours = {name for role in self.roles for name in role.names}
         return Doctor(
             self.vitals,
-            lambda: [child.process.pid for child in self.children if child.running],
+            self.culprit,
             self.progress.say,
             self.options.silent_s,
             self.options.blocked_s,
             lambda finding: finding.cause != "dead" or finding.culprit not in ours,
+        )
+
+    def culprit(self, finding: Finding) -> int | None:
+        """Return the process of a child that a finding is about: not a successor's, which has
+        another."""
+        return next(
+            (finding.pid for c in self.children if c.running and c.process.pid == finding.pid), None
         )
 
     # ------------------------------------------------------------ starting
@@ -109,11 +120,19 @@ class LocalLauncher(Launcher):
         """Start all processes of a role."""
         shared, role.children = threads(self.options.trainer_threads), []
         count = len(role.names)
-        own = rank_environments(count) if role is self.trainer else [dict[str, str]()] * count
+        own = self.rank_environments() if role is self.trainer else [dict[str, str]()] * count
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
             role.children.append(await spawn(name, command, log=log, environment=shared | rank))
+
+    def rank_environments(self) -> list[dict[str, str]]:
+        """Return what each rank has to know to find the others."""
+        return rank_environments(self.options.trainer_ranks)
+
+    async def clear(self, role: Role) -> None:
+        """Kill what is left of a role, and see it gone."""
+        await role.clear()
 
     # ------------------------------------------------------------ watching
 
@@ -129,7 +148,7 @@ class LocalLauncher(Launcher):
             if again:
                 self.progress.say(again)
             dead = await role.end(self.trained if role.leads else self.over)
-            await role.clear()
+            await self.clear(role)
             if dead is None or (pause := self._judge(role, dead)) is None:
                 break
             await asyncio.sleep(pause)
@@ -151,7 +170,7 @@ class LocalLauncher(Launcher):
         if dead.code in STOPPING:
             raise Died(dead.obituary, dead.code)
         if self.trainer.ended or self.datapipe.ended:  # the trainer's last word has been heard
-            if dead.code != -signal.SIGTERM:
+            if dead.code != -self.stop:
                 self.progress.say(f"{dead.death}; no longer needed")
             return None
         self._check_stopping(role, dead)
@@ -169,7 +188,7 @@ class LocalLauncher(Launcher):
     def _check_stopping(self, role: Role, dead: Child) -> None:
         """A trainer that dies while it is stopped is not started again."""
         if self._stops and role is self.trainer:
-            code = STOPPED if dead.code == -signal.SIGTERM else max(dead.code, 1)
+            code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
             raise Died(f"{dead.death} while the run was being stopped", code)
 
     async def _watch(self) -> int:
@@ -231,7 +250,7 @@ class LocalLauncher(Launcher):
     def _terminate(self, role: str) -> None:
         for child in self.children:
             if child.name.startswith(role) and child.running:
-                child.process.terminate()
+                child.process.send_signal(self.stop)
 
     async def _end_all(self) -> None:
         """End what still runs: ask, wait a little, then kill; a session is killed as a group."""
@@ -267,6 +286,7 @@ def server_overrides(config: ExperimentConfig) -> list[str]:
         "seed": config.seed,
         "model.path": config.model.path,
         "model.dtype": config.model.dtype,
+        "llm_server.host": "127.0.0.1" if config.cluster.host == "127.0.0.1" else "0.0.0.0",
         **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
     }
     words = [f"{key}={json.dumps(value)}" for key, value in given.items()]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arealite.base.errors import UserError
+from arealite.base.signals import heed_only_stop
 
 PARENT = "AREALITE_PARENT"
 """Environment variable that tells a process who brings it back: a process id."""
@@ -44,8 +45,9 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code; of a death by signal, the signal's number below zero."""
-        return self.process.returncode or 0
+        """Its exit code; of a death by signal, the signal's number below zero, whoever tells."""
+        code = self.process.returncode or 0
+        return 128 - code if code > 128 else code
 
     def kill(self) -> None:
         """Kill it and what it has started, at once."""
@@ -106,6 +108,7 @@ def die_with_parent() -> bool:
     Raises:
         UserError: it is dead already.
     """
+    heed_only_stop()
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return False

@@ -15,6 +15,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 
 from arealite.api.config import ServerConfig, name_dir
+from arealite.base.signals import STOP
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import STOPPING, Budget
@@ -50,7 +51,7 @@ class ServerKeeper:
     async def run(self) -> int:
         """Keep the server alive until told to stop; return the exit code it had, or should have."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
         again = ""
         while True:
@@ -97,8 +98,10 @@ class ServerKeeper:
 
     async def _live(self, process: Process) -> int:
         """Wait until the process has ended; a doctor kills it when it stops living."""
-        pids = (process.pid,)
-        doctor = Doctor(self._vitals, lambda: pids, self.say, is_shown=lambda _: False)
+        child = {process.pid: process.pid}
+        doctor = Doctor(
+            self._vitals, lambda finding: child.get(finding.pid), self.say, is_shown=lambda _: False
+        )
         watching = asyncio.ensure_future(doctor.run())
         try:
             return await process.wait()

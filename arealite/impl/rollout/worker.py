@@ -7,7 +7,6 @@ episode never ends it, a broken invariant does.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
+from arealite.base.signals import STOP
 from arealite.impl.rollout.collector import Collector, cause
 from arealite.system import vitals
 
@@ -81,11 +81,11 @@ class RolloutWorker:
             tasks.create_task(self.link.run(), name="worker link")
             async with asyncio.TaskGroup() as episodes:
                 leasing = episodes.create_task(self._take_leases(episodes), name="leases")
-                loop.add_signal_handler(signal.SIGTERM, leasing.cancel)
+                loop.add_signal_handler(STOP, leasing.cancel)
                 await asyncio.wait((leasing,))
                 await self._drain()
             self.link.drain()
-        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(STOP)
 
     async def _take_leases(self, episodes: asyncio.TaskGroup) -> None:
         """Begin the episodes of each lease, until there are no more."""

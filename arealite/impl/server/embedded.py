@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.base.signals import STOP
 from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
@@ -73,12 +73,12 @@ class EmbeddedServer(LLMServer):
         engine.start()
         try:
             with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
-                loop.add_signal_handler(signal.SIGTERM, self.stop, None)
+                loop.add_signal_handler(STOP, self.stop, None)
             await self._listen(runner)
             await self._until_stopped(app)
         finally:
             with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.remove_signal_handler(signal.SIGTERM)
+                loop.remove_signal_handler(STOP)
             await asyncio.to_thread(engine.close)
             await runner.cleanup()
 

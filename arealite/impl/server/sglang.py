@@ -22,6 +22,7 @@ from arealite.api.llm_server import LLMServer
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
+from arealite.base.signals import STOP
 from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
 
 ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
@@ -80,7 +81,7 @@ class SGLangServer(LLMServer):
             for task in tasks:
                 task.cancel()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         try:
             async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
@@ -88,7 +89,7 @@ class SGLangServer(LLMServer):
                     server = SGLangProcess(launch, self.config, session)
                     tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (STOP, signal.SIGINT):
                 loop.remove_signal_handler(number)
         if not any(task.cancelled() for task in tasks):
             raise RoleError("every SGLang server died again and again; the first words are above.")

@@ -22,6 +22,7 @@ from arealite.api.publisher import WeightPublisher, publishers
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
+from arealite.base.signals import STOP
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.world import World
 from arealite.system.name_registry import NameRegistry
@@ -174,7 +175,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
-        wanted = (signal.SIGTERM, signal.SIGINT)
+        wanted = (STOP, signal.SIGINT)
         self._before = {number: signal.signal(number, self._on_signal) for number in wanted}
 
     def restore(self) -> None:

@@ -57,7 +57,9 @@ async def test_only_a_child_is_killed(
         if text.startswith("rollout-0 is dead: "):
             looked_again.set()
 
-    watching = asyncio.ensure_future(Doctor(tmp_path, lambda: [mine.pid], say, silent_s=0.5).run())
+    child = {mine.pid: mine.pid}
+    of_mine = Doctor(tmp_path, lambda finding: child.get(finding.pid), say, silent_s=0.5)
+    watching = asyncio.ensure_future(of_mine.run())
     try:
         assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
         await asyncio.wait_for(looked_again.wait(), 60)
@@ -84,7 +86,7 @@ async def test_what_cannot_be_examined_does_not_end_it(
 
     monkeypatch.setattr(doctor, "EXAMINE_S", 0.01)
     monkeypatch.setattr(doctor, "examine", examine)
-    watching = asyncio.ensure_future(Doctor(tmp_path, list, print).run())
+    watching = asyncio.ensure_future(Doctor(tmp_path, lambda finding: None, print).run())
     await asyncio.wait_for(looks.wait(), 60)
     watching.cancel()
 
