@@ -11,7 +11,8 @@ KILLS ?= 1000
 WORKERS ?= 3
 # How many simulated runs.
 SEEDS ?= 1000
-# embedded, or sglang: a real SGLang server on the CPU, in a virtual environment of its own.
+# embedded; sglang: a real SGLang server on the CPU, in a virtual environment of its own; or shared:
+# no server, the trainer's process generates.
 BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
 # The peers that some tests and benchmarks compare with.
@@ -19,10 +20,10 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
-	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang)"
+	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make test         the tests, in several processes (WORKERS=3)"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
@@ -87,9 +88,9 @@ check: $(VENV)/.dev
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/check_sizes.py
 
-bench: bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async
+bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async
 
-bench-start bench-server bench-rollout bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
+bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-train: bench-trl

@@ -48,16 +48,21 @@ GROUP, BATCH = 8, 64
 """Trajectories a group, and groups a batch, in the large ledger."""
 TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 SERVE = """
-import asyncio, pickle, sys, time
+import asyncio, gc, pickle, sys
 from pathlib import Path
 from arealite.api.config import name_dir
 from arealite.api.task import Task
 from arealite.system.datapipe import Datapipe
+from arealite.system import vitals
 from arealite.system.name_registry import NameRegistry
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
 tasks = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 names = NameRegistry(name_dir(config))
-asyncio.run(Datapipe(config, train=tasks, eval=[], registry=names).run())
+async def main():
+    vitals.watch(asyncio.get_running_loop())
+    await Datapipe(config, train=tasks, eval=[], registry=names).run()
+gc.freeze()
+asyncio.run(main())
 """
 
 
@@ -112,7 +117,7 @@ def serving(config: ExperimentConfig) -> Iterator[tuple[subprocess.Popen[bytes],
     names = NameRegistry(name_dir(config))
     begin = time.perf_counter()
     command = [sys.executable, "-c", SERVE, str(folder / "pickle")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while names.address("datapipe") is None:
         assert process.poll() is None, "the datapipe did not start"
         time.sleep(0.002)

@@ -7,6 +7,7 @@ more than the message.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
@@ -17,8 +18,8 @@ import zmq
 from arealite.api.rollout_messages import FromWorker, ToWorker
 from arealite.api.trainer_messages import FromTrainer, ToTrainer
 
-DRAIN_AT_ONCE = 64
-"""Messages handled before the loop gets its turn."""
+TURN_S = 0.005
+"""How long messages are handled before the loop gets its turn."""
 STOP_WAITING = "a rank was asked to stop while it waited"
 """Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
 
@@ -82,7 +83,8 @@ class Channel:
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        for _ in range(DRAIN_AT_ONCE):
+        end = time.monotonic() + TURN_S
+        while time.monotonic() < end:
             if self.socket.closed:
                 return
             try:
