@@ -6,8 +6,9 @@ has no effect, or one that nobody wants, is a typo that costs a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf, isfinite
+from operator import attrgetter
 
 from arealite.api.trainer import PPOConfig
 from arealite.base.errors import UserError
@@ -15,28 +16,53 @@ from arealite.base.errors import UserError
 Rule = tuple[bool, str]
 """Whether it holds, and what to say after `trainer.ppo.` where it does not."""
 
+NUMBERS: tuple[tuple[Callable[[float], bool], str, str], ...] = (
+    (lambda x: x >= 0, "not be negative.", "loss.eps_low loss.eps_high advantage.eps"),
+    (lambda x: 0 <= x < inf, "be a number of at least 0.", "kl.coef"),
+    (lambda x: 0 < x < inf, "be a number above 0.", "loss.sapo_tau loss.sapo_tau_neg critic.lr"),
+    (
+        lambda x: x > 0,
+        "be above 0, or null for none.",
+        "loss.behav_weight_cap loss.m2_threshold reward.clip critic.value_clip",
+    ),
+    (
+        lambda x: 0 < x < inf,
+        "be above 0; trainer.ppo.reward.overlong_buffer=0 takes no penalty.",
+        "reward.overlong_penalty",
+    ),
+    (isfinite, "be a number.", "loss.entropy_coef reward.bias"),
+    (lambda x: isfinite(x) and x != 0, "be a number other than 0.", "reward.scale"),
+    (lambda x: 0 < x <= 1, "be in (0, 1].", "advantage.gamma"),
+    (lambda x: 0 <= x <= 1, "be in [0, 1].", "advantage.gae_lambda"),
+)
+"""What a number must be, with the keys of which that is so; null is for the schema to refuse."""
+
 
 def check_algorithm(ppo: PPOConfig) -> None:
     """Raise UserError with the first rule that the options break."""
-    for rules in (loss_rules, kl_rules, reward_rules, advantage_rules):
+    for rules in (number_rules, loss_rules, kl_rules, reward_rules, advantage_rules):
         for holds, text in rules(ppo):
             if not holds:
                 raise UserError(f"trainer.ppo.{text}")
 
 
+def number_rules(ppo: PPOConfig) -> Iterator[Rule]:
+    """Yield what must hold for each number by itself."""
+    for fits, what, keys in NUMBERS:
+        for key in keys.split():
+            value = attrgetter(key)(ppo)
+            yield value is None or fits(value), f"{key}={value} must {what}"
+
+
 def loss_rules(ppo: PPOConfig) -> Iterator[Rule]:
     """Yield what must hold for the policy loss."""
     loss, objective = ppo.loss, f"objective={ppo.loss.objective}"
-    yield loss.eps_low >= 0, f"loss.eps_low={loss.eps_low} must not be negative."
-    yield loss.eps_high >= 0, f"loss.eps_high={loss.eps_high} must not be negative."
     if (bound := loss.dual_clip) is not None:
         yield bound > 1, f"loss.dual_clip={bound} must be above 1. Use 3.0, or null for none."
         yield (
             loss.objective == "ppo",
             f"loss.dual_clip is of objective=ppo; {objective} has no such bound. Use null.",
         )
-    taus = loss.sapo_tau, loss.sapo_tau_neg
-    yield min(taus) > 0, f"loss.sapo_tau and sapo_tau_neg, {taus}, must be above 0."
     if loss.objective == "reinforce":
         yield (
             loss.decoupled,
@@ -45,7 +71,6 @@ def loss_rules(ppo: PPOConfig) -> Iterator[Rule]:
         )
         yield loss.ratio == "token", f"loss.ratio={loss.ratio}: {objective} takes none. Use token."
     cap, masks = loss.behav_weight_cap, loss.behav_weight == "mask"
-    yield cap is None or cap > 0, f"loss.behav_weight_cap={cap} must be above 0, or null."
     yield (
         not masks or (cap is not None and cap > 1),
         f"loss.behav_weight=mask keeps tokens in [1/cap, cap]: behav_weight_cap={cap} must be "
@@ -56,15 +81,11 @@ def loss_rules(ppo: PPOConfig) -> Iterator[Rule]:
         "loss.behav_weight and behav_weight_level are of the decoupled loss. Use "
         "trainer.ppo.loss.decoupled=true, or leave them out.",
     )
-    m2 = loss.m2_threshold
-    yield m2 is None or m2 > 0, f"loss.m2_threshold={m2} must be above 0, or null for no M2PO."
-    yield isfinite(loss.entropy_coef), f"loss.entropy_coef={loss.entropy_coef} must be a number."
 
 
 def kl_rules(ppo: PPOConfig) -> Iterator[Rule]:
     """Yield what must hold for the distance to the reference."""
     kl = ppo.kl
-    yield 0 <= kl.coef < inf, f"kl.coef={kl.coef} must be a number of at least 0."
     yield (
         kl.coef == 0 or kl.reference is not None,
         f"kl.coef={kl.coef} needs a reference policy. Use trainer.ppo.kl.reference=initial for the "
@@ -81,23 +102,9 @@ def reward_rules(ppo: PPOConfig) -> Iterator[Rule]:
     """Yield what must hold for the shaping of rewards."""
     reward, limit = ppo.reward, ppo.collector.sampling.max_new_tokens
     yield (
-        isfinite(reward.scale) and reward.scale != 0,
-        f"reward.scale={reward.scale} must be a number other than 0.",
-    )
-    yield (
-        reward.clip is None or reward.clip > 0,
-        f"reward.clip={reward.clip} must be above 0, or null for none.",
-    )
-    yield isfinite(reward.bias), f"reward.bias={reward.bias} must be a number."
-    yield (
         0 <= reward.overlong_buffer <= limit,
         f"reward.overlong_buffer={reward.overlong_buffer} must be at least 0 and at most "
         f"collector.sampling.max_new_tokens={limit}, before which it lies.",
-    )
-    yield (
-        0 < reward.overlong_penalty < inf,
-        f"reward.overlong_penalty={reward.overlong_penalty} must be above 0; "
-        "trainer.ppo.reward.overlong_buffer=0 takes no penalty.",
     )
 
 
@@ -115,12 +122,6 @@ def advantage_rules(ppo: PPOConfig) -> Iterator[Rule]:
         "filter_zero_variance would leave out every group of collector.group_size 1. Use "
         "trainer.ppo.filter_zero_variance=false, or a larger group.",
     )
-    yield advantage.eps >= 0, f"advantage.eps={advantage.eps} must not be negative."
-    yield 0 < advantage.gamma <= 1, f"advantage.gamma={advantage.gamma} must be in (0, 1]."
-    yield (
-        0 <= advantage.gae_lambda <= 1,
-        f"advantage.gae_lambda={advantage.gae_lambda} must be in [0, 1].",
-    )
     yield (
         advantage.gamma == 1 or not advantage.is_relative,
         f"advantage.gamma={advantage.gamma} discounts nothing in {kind}, which takes an episode "
@@ -129,9 +130,4 @@ def advantage_rules(ppo: PPOConfig) -> Iterator[Rule]:
     yield (
         critic.path is None or advantage.type == "gae",
         f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae.",
-    )
-    yield 0 < critic.lr < inf, f"critic.lr={critic.lr} must be a number above 0."
-    yield (
-        critic.value_clip is None or critic.value_clip > 0,
-        f"critic.value_clip={critic.value_clip} must be above 0, or null for none.",
     )
