@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from statistics import fmean
+
+import msgspec
 
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
@@ -22,19 +23,16 @@ SOLVED = 1.0
 """Reward from which a sample counts as solved in pass@k."""
 
 
-@dataclass
-class EvalGroup:
+class EvalGroup(msgspec.Struct, eq=False):
     """One held-out task and its samples."""
 
     group_id: str
     task: Task
     wanted: dict[int, float]
     """Samples that nobody runs, and when (monotonic) each may be offered."""
-    finished: dict[int, list[TrajectoryHeader]] = field(
-        default_factory=dict[int, list[TrajectoryHeader]]
-    )
-    failures: Counter[int] = field(default_factory=Counter[int])
-    failed: set[int] = field(default_factory=set[int])
+    finished: dict[int, list[TrajectoryHeader]] = {}
+    failures: Counter[int] = msgspec.field(default_factory=Counter[int])
+    failed: set[int] = set()
     """Samples that failed for good."""
 
     @property
@@ -43,8 +41,7 @@ class EvalGroup:
         return [fmean(h.reward for h in headers) for headers in self.finished.values() if headers]
 
 
-@dataclass
-class EvalRun:
+class EvalRun(msgspec.Struct, eq=False):
     """One evaluation under way."""
 
     eval_id: int

@@ -68,16 +68,10 @@ class Generation:
             self.versions += begun.versions
             self.interruptions = begun.interruptions + 1
 
-    def response(self, stop_reason: str) -> LLMResponse:
-        """Return what has been sampled."""
-        tokens = self.output_ids, self.logprobs, self.versions
+    def response(self, stop_reason: str = "") -> LLMResponse:
+        """Return what has been sampled, to be kept while the generation goes on."""
+        tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
         return LLMResponse(*tokens, stop_reason, self.interruptions)
-
-    def tell_partial(self) -> None:
-        """Tell whoever keeps partial output what there is."""
-        if self.request.on_partial is not None:
-            tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
-            self.request.on_partial(LLMResponse(*tokens, "", self.interruptions))
 
 
 class SGLangClient(LLMClient):
@@ -159,10 +153,10 @@ class SGLangClient(LLMClient):
                 self._stats["interruptions"] += generation.interruptions
                 return generation.response(stop_reason)
             self._stats["resubmissions"] += 1
-            if answer.output_ids:
-                generation.tell_partial()
-            else:
+            if not answer.output_ids:
                 await self._back_off(generation)
+            elif request.on_partial is not None:
+                request.on_partial(generation.response())
 
     # ------------------------------------------------------------ one attempt
 
