@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 from arealite.api.config import ServerConfig, name_dir
 from arealite.base.signals import STOP
@@ -26,8 +27,6 @@ TERMINATE_S = 10.0
 """From a person's signal to SIGKILL."""
 PLANNED = (0, 130, *STOPPING)
 """Exit codes after which the server is not started again."""
-
-
 IS_KEPT = "AREALITE_IS_KEPT"
 """Environment variable that tells a server that its parent brings it back."""
 
@@ -35,10 +34,8 @@ IS_KEPT = "AREALITE_IS_KEPT"
 class ServerKeeper:
     """One server process, started again when it dies or hangs."""
 
-    def __init__(
-        self, config: ServerConfig, command: Sequence[str], say: Callable[[str], None]
-    ) -> None:
-        self.command, self.say = command, say
+    def __init__(self, config: ServerConfig, command: Sequence[str]) -> None:
+        self.command = command
         self._vitals = name_dir(config) / "vitals"
         self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
@@ -53,37 +50,20 @@ class ServerKeeper:
         loop = asyncio.get_running_loop()
         for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
-        again = ""
         while True:
             begin = time.monotonic()
-            process = await self._start()
-            if again:
-                self.say(again)
-            code = await self._live(process)
+            code = await self._live()
             if self._stopping.is_set() or code in PLANNED:
                 return max(code, 0)
             said, lived_s = f"llm_server died ({how_ended(code)})", time.monotonic() - begin
             pause = self._budget.spend(said, mark=self._lives, lived_s=lived_s)
             if pause is None:
-                self.say(f"error: {said}, for the {self._budget.deaths}th time in a row")
+                say(f"error: {said}, for the {self._budget.deaths}th time in a row")
                 return max(code, 1)
-            again = f"{said}; started again ({self._budget.deaths} of {self._budget.limit})"
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
                 return 0
-            except TimeoutError:
-                continue
-
-    async def _start(self) -> Process:
-        self._process = await asyncio.create_subprocess_exec(
-            *self.command,
-            env=os.environ | {PARENT: str(os.getpid()), IS_KEPT: "1"},
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-        )
-        if self._stopping.is_set():
-            self._kill()
-        return self._process
+            say(f"{said}; started again ({self._budget.deaths} of {self._budget.limit})")
 
     def _stop(self, number: int) -> None:
         """Pass a signal on, and see to it that the child ends."""
@@ -96,12 +76,18 @@ class ServerKeeper:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def _live(self, process: Process) -> int:
-        """Wait until the process has ended; a doctor kills it when it stops living."""
-        child = {process.pid: process.pid}
-        doctor = Doctor(
-            self._vitals, lambda finding: child.get(finding.pid), self.say, is_shown=lambda _: False
+    async def _live(self) -> int:
+        """Start the server and wait until it has ended; a doctor kills it when it stops living."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self.command,
+            env=os.environ | {PARENT: str(os.getpid()), IS_KEPT: "1"},
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
         )
+        if self._stopping.is_set():
+            self._kill()
+        child = {process.pid: process.pid}
+        doctor = Doctor(self._vitals, lambda f: child.get(f.pid), say, is_shown=lambda _: False)
         watching = asyncio.ensure_future(doctor.run())
         try:
             return await process.wait()
@@ -122,11 +108,9 @@ class ServerKeeper:
 
 def keep(config: ServerConfig, command: Sequence[str]) -> int:
     """Run `command`, a server, until a person stops it; return the exit code."""
+    return asyncio.run(ServerKeeper(config, command).run())
 
-    def say(text: str) -> None:
-        sys.stderr.write(text + "\n")
 
-    async def run() -> int:
-        return await ServerKeeper(config, command, say).run()
-
-    return asyncio.run(run())
+def say(text: str) -> None:
+    """Tell whoever watches the server's log."""
+    sys.stderr.write(text + "\n")
