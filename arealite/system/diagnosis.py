@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from arealite.system.clocks import folder_time
 from arealite.system.vitals import Vitals, Waits, process
 from arealite.system.waits import ITSELF, OTHER_RANKS
 
@@ -88,15 +89,16 @@ class Role:
 def read(folder: Path) -> list[Role]:
     """Read the vitals in `folder`, and what the kernel says of this host's processes."""
     found: list[Role] = []
+    now = folder_time(folder)
     for path in sorted(folder.glob("[!.]*.json")):
         try:
             vitals = msgspec.json.decode(path.read_bytes(), type=Vitals)
             written = path.stat().st_mtime
         except (OSError, msgspec.DecodeError):
             continue  # removed while we looked
-        ages, state = [time.time() - vitals.beat, time.time() - written], ""
+        ages, state = [now - written], ""
         if vitals.host == socket.gethostname():
-            ages.append(time.monotonic() - vitals.clock)  # the wall clock may be set meanwhile
+            ages.append(time.monotonic() - vitals.clock)
             if vitals.started:
                 state, started = process(vitals.pid) or ("X", vitals.started)
                 state = state if started == vitals.started else "X"

@@ -14,12 +14,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.system.clocks import folder_time
 from arealite.system.deadlines import deadline
 
 logger = log.get(__name__)
@@ -40,6 +42,14 @@ class Entry:
     """Seconds since its last heartbeat."""
 
 
+class _Look(NamedTuple):
+    """A name's file as it was read last: its time, since when it was so, and when that was read."""
+
+    written: float
+    changed: float
+    at: float
+
+
 class NameRegistry:
     """The names of one trial, below `root`; one not renewed for `ttl_s` is dead and not listed."""
 
@@ -48,6 +58,7 @@ class NameRegistry:
         self.ttl_s = ttl_s
         self.where = str(root)
         """For people."""
+        self._looks = dict[Path, _Look]()
 
     @classmethod
     def of(
@@ -99,15 +110,32 @@ class NameRegistry:
     def list(self, role: str) -> list[Entry]:
         """Return the live names of a role, sorted by id."""
         found: list[Entry] = []
+        folder_now = cache(partial(folder_time, self.root / role))
         for path in sorted((self.root / role).glob("*.json")):
             try:
-                age = max(0.0, time.time() - path.stat().st_mtime)
-                value = json.loads(path.read_text(encoding="utf-8"))
+                with path.open(encoding="utf-8") as file:
+                    written, value = os.fstat(file.fileno()).st_mtime, json.load(file)
             except (OSError, ValueError):
                 continue  # removed while we looked, or not ours
+            age = self._age(path, written, folder_now)
             if age <= self.ttl_s and isinstance(value, dict):
                 found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
         return found
+
+    def _age(self, path: Path, written: float, folder_now: Callable[[], float]) -> float:
+        """Return the seconds since a file was written, by no host's time of day.
+
+        A change that we saw was now; where we did not look for long, the folder's clock tells.
+        """
+        now, last = time.monotonic(), self._looks.get(path)
+        if last is not None and last.written == written:
+            changed = last.changed
+        elif last is not None and now - last.at <= self.ttl_s:
+            changed = now
+        else:
+            changed = now - max(0.0, folder_now() - written)
+        self._looks[path] = _Look(written, changed, now)
+        return now - changed
 
     def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
         """Return what lives under this name in any trial of the store, with that trial's root."""

@@ -68,10 +68,8 @@ class Vitals(msgspec.Struct):
     """In the kernel's ticks: tells a process from a later one with its pid. 0: not known."""
     stacks: str
     """File in the same folder to which SIGUSR1 adds all threads' stacks."""
-    beat: float = 0.0
-    """Wall clock, which other hosts share."""
     clock: float = 0.0
-    """Monotonic clock, which the processes of one host share."""
+    """When it was written, by the monotonic clock, which the processes of one host share."""
     awake_s: float = 0.0
     """Since it began, or was last stopped or blocked: before, it could hear nobody."""
     lag_s: float = 0.0
@@ -143,7 +141,7 @@ class Recorder(threading.Thread):
     def beat(self) -> None:
         """Write once."""
         vitals, before = self.vitals, self.vitals.clock
-        vitals.beat, vitals.clock = time.time(), time.monotonic()
+        vitals.clock = time.monotonic()
         vitals.lag_s = max((each.lag_s for each in _loops), default=0.0)
         for each in _loops:
             each.lag_s = 0.0

@@ -98,7 +98,9 @@ def test_a_blocked_loop_comes_with_the_line_that_blocks_it(run: Run, capsys) -> 
 
 def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(run: Run, capsys) -> None:
     with living("rollout-0", run.vitals, HOLDS_THE_INTERPRETER) as process:
-        until(lambda: time.time() - shown("rollout-0", run.vitals)["beat"] > 4.2, what="silence")
+        until(
+            lambda: time.monotonic() - shown("rollout-0", run.vitals)["clock"] > 4.2, what="silence"
+        )
         code, text = why(run, capsys)
         assert process.poll() is None
     assert code == 1

@@ -99,7 +99,6 @@ def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any
         "host": socket.gethostname(),
         "started": MY_START,
         "stacks": f"{name}.stacks",
-        "beat": time.time() - age_s,
         "clock": time.monotonic() - age_s,
         "awake_s": 1000.0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -178,9 +179,18 @@ def test_a_reused_pid_is_a_death_and_an_old_one_is_forgotten(tmp_path: Path) -> 
     assert only(examine(tmp_path)).cause == "dead", "missed by somebody"
 
 
-def test_a_clock_that_was_set_makes_nobody_silent(tmp_path: Path) -> None:
-    show(tmp_path, "rollout-0", beat=time.time() - 3600.0)
-    assert examine(tmp_path) == []
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+@pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
+def test_clocks_apart_make_nobody_silent_and_hide_no_silence(
+    tmp_path: Path, monkeypatch, apart_s: float, host: str
+) -> None:
+    show(tmp_path, "rollout-0", host=host, age_s=1.0)
+    show(tmp_path, "rollout-1", host=host, age_s=20.0)
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + apart_s)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("rollout-1", "silent")
+    assert 19.9 < finding.since_s < 30.0
 
 
 def test_on_a_full_disk_silence_tells_nothing(tmp_path: Path, monkeypatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import DeadlineError, UserError
+from arealite.system import name_registry
 from arealite.system.name_registry import NameRegistry
 from tests.waiting import eventually
 
@@ -40,6 +41,61 @@ def test_a_silent_name_is_dead_until_it_beats_again(tmp_path: Path) -> None:
     assert names.list("datapipe") == []
     names.put("datapipe", "0", {})
     assert len(names.list("datapipe")) == 1
+
+
+@pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
+def test_a_readers_clock_that_is_off_hides_nobody_and_shows_no_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
+) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("rollout", "live", {})
+    names.put("rollout", "dead", {})
+    old = time.time() - 6.0
+    os.utime(tmp_path / "rollout" / "dead.json", (old, old))
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + apart_s)
+    assert [entry.id for entry in names.list("rollout")] == ["live"]
+    names.put("rollout", "dead", {})
+    assert [entry.id for entry in names.list("rollout")] == ["dead", "live"]
+    assert len(list((tmp_path / "rollout").iterdir())) == 2, "asking the folder left a file"
+
+
+@pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
+def test_a_writers_clock_that_stamps_its_files_may_be_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
+) -> None:
+    names, clock, begin = NameRegistry(tmp_path, ttl_s=5.0), [1000.0], time.time()
+    monkeypatch.setattr(name_registry.time, "monotonic", lambda: clock[0])
+
+    def beat(at: float) -> None:
+        clock[0] = 1000.0 + at
+        names.put("rollout", "0", {})
+        os.utime(tmp_path / "rollout" / "0.json", (begin + apart_s + at,) * 2)
+
+    def lives(at: float) -> bool:
+        clock[0] = 1000.0 + at
+        return bool(names.list("rollout"))
+
+    beat(0.0)
+    assert lives(0.0) == (apart_s > 0), "nothing tells that its time is not ours"
+    beat(1.0)
+    assert lives(1.0) and lives(5.9), "it changed while we looked"
+    assert not lives(6.1)
+    beat(7.0)
+    assert lives(7.0)
+
+
+def test_who_did_not_look_for_long_asks_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, clock = NameRegistry(tmp_path, ttl_s=5.0), [1000.0]
+    monkeypatch.setattr(name_registry.time, "monotonic", lambda: clock[0])
+    names.put("rollout", "0", {})
+    assert names.list("rollout")
+    died = time.time() - 60.0
+    os.utime(tmp_path / "rollout" / "0.json", (died, died))
+    clock[0] += 100.0
+    assert not names.list("rollout"), "it changed, but not lately"
 
 
 def test_half_written_and_foreign_files_are_skipped(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_process_shows_itself_and_takes_its_files_back(tmp_path: Path) -> None
         first = shown("idle-0", tmp_path)
         assert first["pid"] == process.pid
         assert vitals.process(process.pid)[1] == first["started"]
-        until(lambda: shown("idle-0", tmp_path).get("beat", 0) > first["beat"], what="a beat")
+        until(lambda: shown("idle-0", tmp_path).get("clock", 0) > first["clock"], what="a beat")
         assert process.wait(60) == 0
         assert not [file for file in tmp_path.iterdir() if file.suffix != ".log"]
 
@@ -161,12 +161,12 @@ def test_a_process_tells_since_when_it_is_awake(tmp_path: Path) -> None:
     with living("idle-0", tmp_path, IDLE) as process:
         until(lambda: shown("idle-0", tmp_path)["awake_s"] > 1.5, what="a process awake for long")
         process.send_signal(signal.SIGSTOP)
-        until(lambda: time.time() - shown("idle-0", tmp_path)["beat"] > 2.2, what="silence")
-        resumed = time.time()
+        until(lambda: time.monotonic() - shown("idle-0", tmp_path)["clock"] > 2.2, what="silence")
+        resumed = time.monotonic()
         process.send_signal(signal.SIGCONT)
-        until(lambda: shown("idle-0", tmp_path)["beat"] > resumed + 0.1, what="one that has woken")
+        until(lambda: shown("idle-0", tmp_path)["clock"] > resumed + 0.1, what="one that has woken")
         seen = shown("idle-0", tmp_path)
-        assert seen["awake_s"] < seen["beat"] - resumed + 1.5, "from before it was stopped"
+        assert seen["awake_s"] < seen["clock"] - resumed + 1.5, "from before it was stopped"
 
 
 def test_a_new_name_takes_the_old_ones_place(tmp_path: Path) -> None:

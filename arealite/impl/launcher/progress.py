@@ -6,7 +6,6 @@ Apart from the launcher, because what a person sees is not what a process does.
 from __future__ import annotations
 
 import json
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,13 +33,15 @@ class Progress:
     ) -> None:
         self._file = metrics
         self._inode = self._offset = 0
-        self._since = time.time()
         self._total = total_steps
         self.newest = -1
         """The furthest step that was trained since."""
         self._evaluates, self._evaluated = evaluates, -1
         self._every = every
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self._read = set[float]()
+        """Times of the lines so far: equal ones are one, but another host's clock orders none."""
+        self._new_lines()  # an earlier run's
 
     @property
     def trained(self) -> bool:
@@ -54,8 +55,13 @@ class Progress:
 
     def poll(self) -> None:
         """Show what was written since the last call."""
+        for metrics in self._new_lines():
+            self.show(metrics)
+
+    def _new_lines(self) -> list[dict[str, float]]:
+        found = list[dict[str, float]]()
         if not self._file.exists():
-            return
+            return found
         if (inode := self._file.stat().st_ino) != self._inode:  # a resumed trainer writes it anew
             self._inode, self._offset = inode, 0
         with self._file.open("rb") as file:
@@ -65,9 +71,10 @@ class Progress:
             self._offset += len(line) + 1
             with suppress(ValueError):  # torn: its writer was killed
                 metrics = json.loads(line)
-                if metrics["time"] > self._since:
-                    self._since = metrics["time"]
-                    self.show(metrics)
+                if metrics["time"] not in self._read:
+                    self._read.add(metrics["time"])
+                    found.append(metrics)
+        return found
 
     def show(self, metrics: dict[str, float]) -> None:
         """Show one line of metrics."""

@@ -83,3 +83,13 @@ def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Pat
     assert plain.finished and evaluates.trained and not evaluates.finished
     evaluates.show({"step": 3, "time": 0.0, "eval/accuracy": 0.5})
     assert evaluates.finished
+
+
+def test_lines_of_a_host_whose_clock_is_behind_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, now = tmp_path / "metrics.jsonl", time.time()
+    progress = Progress(file, total_steps=2, every=1)
+    file.write_text(line(0, at=now - 3600) + line(1, at=now - 7200))
+    progress.poll()
+    assert len(capsys.readouterr().out.splitlines()) == 2 and progress.trained
