@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,16 @@ def trainer(config: ExperimentConfig, index: int) -> None:
     trainers.get(config.trainer.type)(config).train()  # type: ignore[call-arg]
 
 
+def companion(config: ExperimentConfig, index: int) -> None:
+    """Keep the roles beside torchrun's ranks."""
+    from arealite.impl.launcher.torchrun import Companion
+
+    sys.exit(Companion(config).run())
+
+
 ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {
     "datapipe": datapipe,
     "rollout": rollout,
     "trainer": trainer,
+    "companion": companion,
 }

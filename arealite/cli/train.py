@@ -1,11 +1,11 @@
-"""`arealite train` and train.py: the local launcher, or one trainer rank where RANK is set
-(torchrun, Slurm)."""
+"""`arealite train` and train.py: a launcher, or one trainer rank where RANK is set (torchrun)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
@@ -27,11 +27,9 @@ def main(argv: Sequence[str]) -> int:
     )
     stages = configs.load_stages(layers)
     if "RANK" in os.environ:
-        from arealite.cli import role
-
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: without --then, a command for each.")
-        return role.run("trainer", int(os.environ["RANK"]), stages[0])
+        return run_rank(stages[0], int(os.environ["RANK"]))
 
     from arealite.cli.check import check_options
 
@@ -51,6 +49,24 @@ def run(config: ExperimentConfig) -> int:
     with prepared(config) as config:
         vitals.start("launcher-0", name_dir(config) / "vitals")
         return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+
+
+def run_rank(config: ExperimentConfig, rank: int) -> int:
+    """Train as one rank. Of torchrun's ranks, the first brings up the run's other roles."""
+    from arealite.cli import role
+    from arealite.cli.check import check_options
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return role.run("trainer", rank, config)
+    ranks = int(os.environ["WORLD_SIZE"])
+    config = replace(config, launcher=replace(config.launcher, trainer_ranks=ranks))
+    check_options(config)
+    if rank:  # by the time the ranks meet, the first has settled what `resume` wants
+        return role.run("trainer", rank, replace(config, resume="auto"))
+    from arealite.impl.launcher.torchrun import companion
+
+    with prepared(config) as config, companion(config):
+        return role.run("trainer", rank, config)
 
 
 @contextmanager

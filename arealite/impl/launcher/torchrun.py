@@ -1,0 +1,69 @@
+"""Runs whose ranks torchrun starts: rank 0 keeps the other roles, in a process of its own.
+
+Of its own, because rank 0's event loop would stand still while it trains. It dies with rank 0, so
+that a restart by torchrun begins with new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.base.errors import RoleError
+from arealite.impl.launcher.local import LocalLauncher
+from arealite.impl.launcher.processes import PARENT, how_ended
+
+
+class Companion(LocalLauncher):
+    """Datapipe, workers and servers beside ranks of others; all may end when its standard input
+    does."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        super().__init__(config)
+        self.roles.remove(self.trainer)
+
+    async def _watch(self) -> int:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sys.stdin.fileno(), self._let_go)
+        try:
+            return await super()._watch()
+        finally:
+            loop.remove_reader(sys.stdin.fileno())
+
+    def _let_go(self) -> None:
+        """The trainer has told the datapipe its last word."""
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        self.trainer.ended = True
+        self.over.set()
+        self._terminate("llm_server")
+
+
+@contextmanager
+def companion(config: ExperimentConfig) -> Generator[None]:
+    """Keep the other roles of a run for the body's time, and end them well after it.
+
+    Raises:
+        RoleError: they ended badly, or the books do not balance.
+    """
+    root = str(run_paths(config).root)
+    command = [sys.executable, "-m", "arealite.cli.main", "role", "companion", "0", root]
+    environment = os.environ | {PARENT: str(os.getpid())}
+    # A session of its own: who stops the ranks lets the trainer finish its step with a datapipe.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+    ) as process:
+        try:
+            yield
+        except BaseException:
+            process.send_signal(signal.SIGKILL)  # and what it started dies with it
+            raise
+        process.communicate()
+    if process.returncode:
+        ended = how_ended(process.returncode)
+        raise RoleError(f"the roles beside the trainer ended badly ({ended}): see {root}/logs")
