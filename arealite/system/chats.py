@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -171,7 +171,9 @@ def make_encoder(
         if "tokens" in held:
             return [_collected_example(columns, where, limit)]
         if "messages" in held:
-            messages = _messages(columns["messages"], where, "messages")
+            if isinstance(messages := check_prompt(columns["messages"], where, "messages"), str):
+                what = '`messages` must be a list of {"role": …, "content": …}.'
+                raise UserError(f"{where}: {what}")
             return [_chat(tokenizer, messages, where, limit, only_last=only_last)]
         if {"prompt", "completion"} <= held:
             return [_answer(tokenizer, columns, where, "completion", limit)]
@@ -288,9 +290,3 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of what two sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _messages(value: Any, where: str, column: str) -> Messages:
-    if not isinstance(value, list):
-        raise UserError(f'{where}: `{column}` must be a list of {{"role": …, "content": …}}.')
-    return cast(Messages, check_prompt(cast(Any, value), where, column))

@@ -69,7 +69,8 @@ class Router:
         able = [s for s in self.servers.values() if s.alive and s.version >= min_version]
         if not able:
             return None
-        server = min((s for s in able if s is not avoid), key=_load, default=able[0])
+        others = (s for s in able if s is not avoid)
+        server = min(others, key=lambda s: (s.in_flight, s.served), default=able[0])
         if len(self._groups) >= STICKY_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._groups[group_id] = server
@@ -84,7 +85,3 @@ class Router:
             for s in self.servers.values()
         )
         return f"none may have a request of version >= {min_version}: {', '.join(states)}"
-
-
-def _load(server: Server) -> tuple[int, int]:
-    return server.in_flight, server.served
