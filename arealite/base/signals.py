@@ -8,8 +8,8 @@ import signal
 from types import FrameType
 
 OWN_STOP = "AREALITE_OWN_STOP"
-"""Environment variable that makes SIGTERM say nothing, and SIGUSR1 what SIGTERM says else."""
-STOP = signal.SIGUSR1 if os.environ.get(OWN_STOP) else signal.SIGTERM
+"""Environment variable that makes SIGTERM say nothing, and SIGUSR2 what SIGTERM says else."""
+STOP = signal.SIGUSR2 if os.environ.get(OWN_STOP) else signal.SIGTERM
 
 
 def heed_only_stop() -> None:

@@ -116,7 +116,7 @@ class Nodes:
 class SlurmLauncher(LocalLauncher):
     """Starts, watches, brings back and ends the roles of one experiment as steps of this job."""
 
-    stop = signal.SIGUSR1
+    stop = signal.SIGUSR2
     """scancel sends SIGTERM to everyone; the supervisor is to ask them one after the other."""
 
     def __init__(self, config: ExperimentConfig) -> None:
