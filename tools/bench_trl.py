@@ -67,11 +67,14 @@ class Case:
     server: tuple[str, ...] = ()
 
 
-SMALL = ("trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",)
+OURS = (
+    "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
+    "trainer.ppo.publisher.pause_mode=in_place",
+)
 CASES = {
-    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, train=SMALL),
-    "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, train=SMALL),
-    "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, train=SMALL),
+    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, train=OURS),
+    "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, train=OURS),
+    "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, train=OURS),
 }
 SPLIT = "rows", "forward", "estimate", "update", "report", "stage", "log", "other"
 

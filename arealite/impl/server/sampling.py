@@ -57,9 +57,14 @@ def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: s
 
 def ban_stops(logits_BV: torch.Tensor, generations: Sequence[Generation]) -> None:
     """Forbid stop tokens, in place, in rows that have not reached their `min_new_tokens`."""
-    for row, generation in enumerate(generations):
-        if len(generation.output) < generation.sampling.min_new_tokens and generation.stops:
-            logits_BV[row, list(generation.stops)] = -torch.inf
+    banned = [
+        (row, stop)
+        for row, generation in enumerate(generations)
+        if len(generation.output) < generation.sampling.min_new_tokens
+        for stop in generation.stops
+    ]
+    if banned:  # in one write: one for each of 256 rows takes a millisecond
+        logits_BV[tuple(zip(*banned, strict=True))] = -torch.inf
 
 
 def draw(
