@@ -21,6 +21,9 @@ COMMANDS = {
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
     "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
     "why": ("arealite.cli.why", "name who holds a run up, who waits for whom, and where"),
+    "export": ("arealite.cli.export", "write a run's checkpoint as a Hugging Face folder"),
+    "info": ("arealite.cli.info", "show versions, devices and what is missing"),
+    "completion": ("arealite.cli.completion", "print a script for the shell: bash, zsh, fish"),
     "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
 }
 

@@ -15,26 +15,39 @@ from arealite.system import vitals
 from arealite.system.locks import held
 from arealite.system.name_registry import NameRegistry
 
+FLAGS = ("--resume", "--dry-run")
+
 
 def main(argv: Sequence[str]) -> int:
     """Check the experiment, then run it to its end; its stages one after the other."""
+    words = [word for word in argv if word not in FLAGS]
+    if "--resume" in argv:
+        if any(word.startswith("--then") for word in words):
+            raise UserError("--resume is for one stage. Stages go on by themselves: leave it out.")
+        words.append("resume=must")
     layers = options.parse_stages(
-        argv,
+        words,
         command="train.py",
-        about="Train an agent: datapipe, rollout workers and trainer ranks on this machine.",
+        about="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
+        "--resume is resume=must; --dry-run checks everything and starts nothing.",
         schema=ExperimentConfig,
         default=configs.CONFIG_DIR / "async_ppo.yaml",
     )
     stages = configs.load_stages(layers)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and "--dry-run" not in argv:
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: without --then, a command for each.")
         return run_rank(stages[0], int(os.environ["RANK"]))
 
-    from arealite.cli.check import check_options
+    from arealite.cli.check import check, check_options
 
     for config in stages:
         check_options(config)
+    if "--dry-run" in argv:
+        NameRegistry.of(stages[0]).check()
+        check(stages[0])
+        print("all checks passed; nothing was started")
+        return 0
     for number, config in enumerate(stages, start=1):
         if len(stages) > 1:
             what = f"{config.trainer.type}, {run_paths(config).root}"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, strays
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished, Site, strays
 from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -131,6 +132,10 @@ def test_resume_at_another_number_of_ranks(site: Site, tmp_path: Path):
     report = audit(done.paths.ledger)
     assert report.ok
     assert report.groups.trained == 3 * 4
+    command = [sys.executable, "-m", "arealite.cli.main", "export", str(done.paths.root)]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True)
+    exported = (done.paths.root / "export-step-000003" / "model.safetensors").read_bytes()
+    assert exported == (done.paths.export / "model.safetensors").read_bytes()
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(

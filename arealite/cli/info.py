@@ -1,0 +1,154 @@
+"""`arealite info`: what is here of all that runs may use, and the command that installs the rest.
+
+Versions are read from packages' metadata and tools' own words: what is broken must not break this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib import metadata, util
+from pathlib import Path
+
+from arealite import __version__
+from arealite.api.agent import agents
+from arealite.api.config import ServerConfig
+from arealite.api.engine import engines
+from arealite.api.env import envs
+from arealite.api.launcher import launchers
+from arealite.api.llm import clients
+from arealite.api.llm_server import servers
+from arealite.api.logger import loggers
+from arealite.api.publisher import publishers
+from arealite.api.reward import rewards
+from arealite.api.trainer import trainers
+from arealite.cli import configs, options
+
+Line = tuple[str, str]
+TABLES = (
+    trainers, engines, agents, envs, rewards, clients, servers, publishers, launchers, loggers
+)  # fmt: skip
+TOOLS = (
+    ("etcd", "etcd", "apt-get install etcd-server"),
+    ("slurm", "sinfo", "apt-get install slurm-wlm"),
+)
+ANSWER_S = 5.0
+LANDLOCK_CREATE_RULESET = 444
+"""System call; with flag 1 it returns the version of Landlock's interface."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table; overrides say where else to look (llm_server.sglang.python)."""
+    layers = options.parse(
+        argv,
+        command="arealite info",
+        about="Show versions, devices, back ends, extras, sandboxes, and what installs the rest.",
+        schema=ServerConfig,
+        default=configs.CONFIG_DIR / "llm_server.yaml",
+    )
+    config = configs.load(ServerConfig, layers.files, layers.overrides)
+    parts = {
+        "versions": versions(config.llm_server.sglang.python),
+        "devices": devices(),
+        "back ends": ((table.kind, ", ".join(table.names())) for table in TABLES),
+        "extras": extras(),
+        "sandbox": sandbox(),
+    }
+    for title, lines in parts.items():
+        print(title)
+        for name, text in lines:
+            print(f"  {name:<16} {text}")
+    return 0
+
+
+def versions(sglang_python: str | None) -> Iterator[Line]:
+    """Yield what is installed, and with what the rest can be; SGLang perhaps for another Python."""
+    yield "arealite", __version__
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    built_for = cuda()
+    yield "torch", package("torch") + (f" (CUDA {built_for})" if built_for else " (CPU only)")
+    yield "transformers", package("transformers")
+    if sglang_python:
+        ask = "import importlib.metadata as m; print(m.version('sglang'))"
+        found = said([str(Path(sglang_python).expanduser()), "-c", ask])
+        yield "sglang", f"{found or 'missing'} ({sglang_python})"
+    else:
+        more = ", or name its Python with llm_server.sglang.python=PATH"
+        yield "sglang", package("sglang") or f"missing: pip install sglang{more}"
+    yield "ray", package("ray") or "missing: pip install ray"
+    for name, command, fix in TOOLS:
+        there = f"there, but `{command} --version` fails"
+        why = there if shutil.which(command) else f"missing: {fix}"
+        yield name, said([command, "--version"]).partition("\n")[0] or why
+
+
+def devices() -> Iterator[Line]:
+    """Yield cores, memory and GPUs."""
+    yield "CPU cores", str(os.cpu_count())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield "memory", f"{memory / 2**30:.1f} GiB"
+    what = "--query-gpu=name,memory.total,driver_version"
+    gpus = said(["nvidia-smi", what, "--format=csv,noheader"])
+    for number, gpu in enumerate(gpus.splitlines()):
+        yield f"GPU {number}", gpu + ("" if cuda() else "; unused: install a torch for CUDA")
+    if not gpus:
+        yield "GPUs", "none that nvidia-smi shows"
+
+
+def extras() -> Iterator[Line]:
+    """Yield each extra of this package: whether what it needs is there."""
+    wanted = defaultdict[str, list[str]](list)
+    for line in (package("arealite") and metadata.requires("arealite")) or []:
+        if match := re.match(r"([\w.-]+).*extra == ['\"]([\w.-]+)", line):
+            wanted[match[2]].append(match[1])
+    for extra, names in wanted.items():
+        absent = [name for name in names if not package(name)]
+        fix = f"missing {', '.join(absent)}: pip install 'arealite[{extra}]'"
+        yield extra, fix if absent else "installed"
+    if not wanted:
+        yield "?", "arealite is not installed: pip install -e . in its folder"
+
+
+def sandbox() -> Iterator[Line]:
+    """Yield what could confine an agent's programs here."""
+    version = said(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
+    why = "missing: apt-get install bubblewrap"
+    if shutil.which("bwrap"):
+        why = "there, but it may not make namespaces here: sysctl -w user.max_user_namespaces=15000"
+    yield "bubblewrap", version or why
+    linux = sys.platform == "linux"
+    found = ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, 1) if linux else -1
+    why = "not in this kernel: Linux 5.13 or newer, with lsm=landlock"
+    yield "Landlock", f"interface {found}" if found > 0 else why
+
+
+def package(name: str) -> str:
+    """Return an installed package's version, "" of one that is not."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def cuda() -> str:
+    """Return the version of CUDA that the installed torch was built for; "": none."""
+    spec = util.find_spec("torch")
+    file = Path(spec.origin or "").with_name("version.py") if spec else Path()
+    found = re.search(r"^cuda.*= '([\d.]+)'", file.read_text() if file.is_file() else "", re.M)
+    return found[1] if found else ""
+
+
+def said(command: Sequence[str]) -> str:
+    """Return what a program prints; "" where it is not there, fails, or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,81 @@
+"""A checkpoint becomes a folder that transformers loads, with the weights of its step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.engine import Training
+from arealite.base import config as base_config
+from arealite.base.names import RunPaths
+from arealite.cli import configs
+from arealite.cli import main as cli
+from arealite.impl.trainer.parts import make_engine
+from arealite.impl.trainer.world import World
+from tests.models import tiny_model
+
+
+def make_run(folder: Path, *overrides: str, head: str = "lm") -> RunPaths:
+    """Write a run of two checkpoints, steps 2 and 4, whose parameters are all 2 and all 4."""
+    paths, empty = RunPaths(folder / "run"), folder / "empty.yaml"
+    paths.root.mkdir()
+    empty.write_text("")
+    words = [f"model.path={tiny_model(folder / 'model')}", *overrides]
+    config = configs.load(ExperimentConfig, empty, words)
+    options = config.trainer.offline if config.trainer.is_offline else config.trainer.ppo
+    world = World.join(threads=1, seed=1)
+    training = Training(options.optimizer, options.lr, 10)
+    engine = make_engine(config, training=training, head=head)  # type: ignore[arg-type]
+    for step in (2, 4):
+        for parameter in engine.module.parameters():
+            parameter.data.fill_(float(step))
+        engine.save(paths.checkpoints / f"step-{step:06d}", {"step": step})
+    world.leave()
+    part = "offline" if config.trainer.is_offline else "ppo"
+    many = f"trainer.{part}.engine.fsdp.shard_size=8"  # as eight ranks had it
+    base_config.save(configs.load(ExperimentConfig, empty, [*words, many]), paths.config)
+    return paths
+
+
+def values(folder: Path) -> set[float]:
+    tensors = load_file(folder / "model.safetensors").values()
+    return {float(value) for tensor in tensors for value in tensor.unique()}
+
+
+def test_the_newest_or_the_step_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    paths = make_run(tmp_path)
+    assert cli.main(["export", str(paths.root)]) == 0
+    newest = paths.root / "export-step-000004"
+    assert capsys.readouterr().out.splitlines()[-1] == str(newest)
+    assert values(newest) == {4.0}
+    out = tmp_path / "there" / "model"
+    assert cli.main(["export", str(paths.root), "--step", "2", "--out", str(out)]) == 0
+    assert values(out) == {2.0}
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.all(loaded.get_input_embeddings().weight == 2.0)
+    assert AutoTokenizer.from_pretrained(out).decode([10]) == "7"
+    assert cli.main(["export", str(paths.root)]) == 2
+    assert f"{newest} exists. Remove it" in capsys.readouterr().err
+
+
+def test_a_reward_model_keeps_its_head(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "trainer.type=reward", head="value")
+    assert cli.main(["export", str(paths.root), "--step", "4"]) == 0
+    assert "score.weight" in load_file(paths.root / "export-step-000004" / "model.safetensors")
+
+
+def test_what_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(tmp_path)]) == 2
+    assert f"no good checkpoint in {tmp_path / 'checkpoints'}" in capsys.readouterr().err
+    paths = make_run(tmp_path)
+    assert cli.main(["export", str(paths.root), "--step", "3"]) == 2
+    assert "of step 3 in" in (said := capsys.readouterr().err)
+    assert "Steps that have one: 2, 4." in said

@@ -1,0 +1,95 @@
+"""What is there is shown with its version, what is not with the command that installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from arealite import __version__
+from arealite.cli import info
+from arealite.cli import main as cli
+
+
+def table(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    assert cli.main(["info", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {line[2:18].rstrip(): line[19:] for line in lines if line.startswith("  ")}
+
+
+def test_it_says_what_is_here_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from arealite.cli.main import main; main(['info']); "
+        "heavy = ('torch', 'transformers', 'aiohttp', 'zmq', 'ray'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "[]"
+    titles = [line for line in lines[:-1] if not line.startswith(" ")]
+    assert titles == ["versions", "devices", "back ends", "extras", "sandbox"]
+
+
+def test_what_is_missing_has_a_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    there = metadata.version
+    gone = {"peft", "sglang", "ray"}
+
+    def version(name: str) -> str:
+        if name in gone:
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    shown = table(capsys)
+    assert shown["arealite"] == __version__
+    assert shown["transformers"] == there("transformers")
+    assert shown["sglang"].startswith("missing: pip install sglang, or name its Python")
+    assert shown["ray"] == "missing: pip install ray"
+    assert shown["etcd"] == "missing: apt-get install etcd-server"
+    assert shown["slurm"] == "missing: apt-get install slurm-wlm"
+    assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"
+    assert shown["lora"] == "missing peft: pip install 'arealite[lora]'"
+    assert shown["CPU cores"] == str(os.cpu_count())
+    assert "ddp, fsdp" in shown["train_engine"] and "embedded" in shown["llm_server"]
+
+
+def test_tools_speak_for_themselves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    said = {
+        "etcd": "echo 'etcd Version: 3.5.1'; echo 'Git SHA: x'",
+        "sinfo": "echo no configuration >&2; exit 1",
+        "nvidia-smi": "echo 'NVIDIA H100, 81559 MiB, 570.1'; echo 'NVIDIA H100, 81559 MiB, 570.1'",
+        "python-with-sglang": "echo 0.5.9",
+    }
+    for name, words in said.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
+        (tmp_path / name).chmod(0o755)
+    python = tmp_path / "python-with-sglang"
+    shown = table(capsys, f"llm_server.sglang.python={python}")
+    assert shown["etcd"] == "etcd Version: 3.5.1"
+    assert shown["slurm"] == "there, but `sinfo --version` fails"
+    assert shown["GPU 1"].startswith("NVIDIA H100, 81559 MiB, 570.1")
+    assert shown["sglang"] == f"0.5.9 ({python})"
+
+
+def test_the_cuda_that_torch_was_built_for_is_read_not_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('a broken driver')")
+    version = tmp_path / "torch" / "version.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    version.write_text("cuda: Optional[str] = '12.8'\n")
+    assert info.cuda() == "12.8"
+    version.write_text("cuda: Optional[str] = None\n")
+    assert info.cuda() == ""
