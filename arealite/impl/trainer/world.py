@@ -6,20 +6,30 @@ second process.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from arealite.base.errors import RoleError
 from arealite.system.waits import OTHER_RANKS, counters, waiting
 
 TIMEOUT = timedelta(hours=1)
 """Of a collective: longer than any evaluation or publish that one rank may wait for alone."""
+
+
+MEET_S = 300.0
+"""For ranks to start, which is as long as one checks the run and settles what to resume."""
+POLL_S = 0.05
+"""How often a rank looks for the others: a key that is left from before has no event."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class World:
         np.random.seed((seed + rank) % 2**32)
         torch.manual_seed(seed + rank)
         store = HashStore() if size == 1 else None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = meet(rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         return cls(rank, size)
 
@@ -92,3 +104,36 @@ class World:
         counters["ranks"] = self.size
         with waiting(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
             dist.all_reduce(numbers, op=op)
+
+
+def meet(rank: int, size: int, *, seconds: float = MEET_S) -> Store:
+    """Wait for the other ranks of this attempt; return a store that only they share.
+
+    torchrun keeps one store for all its attempts: a rank that is early finds addresses of the dead
+    in it. So each says a word of its own, and goes on when rank 0 has said it back.
+
+    Raises:
+        RoleError: the others did not come; names them.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False)
+    own, others = uuid4().hex, range(1, size)
+
+    def said(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    store.set(f"here/{rank}", own)
+    end, met, missing = time.monotonic() + seconds, {"name": own}, list(others)
+    with waiting("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
+        while missing if rank == 0 else met.get(str(rank)) != own:
+            if time.monotonic() > end:
+                absent = ", ".join(map(str, missing)) if rank == 0 else "0"
+                raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
+            if rank == 0:
+                store.set("met", json.dumps(met | {str(r): said(f"here/{r}") for r in others}))
+                missing = [r for r in others if said(f"seen/{r}") != own]
+            else:
+                met = json.loads(said("met") or "{}")
+            time.sleep(POLL_S)
+    store.set(f"seen/{rank}", met["name"])
+    return PrefixStore(met["name"], store)

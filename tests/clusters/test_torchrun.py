@@ -1,0 +1,137 @@
+"""Runs under torchrun, with two agents as two nodes would have: a killed rank and a lost node are
+survived, with whatever number of ranks is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.impl.engine import checkpoint
+from arealite.system.audit import audit
+from tests.e2e.conftest import ENVIRONMENT, ROOT, strays, write_rows
+from tests.models import tiny_model
+from tests.waiting import until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STEPS = 12
+
+
+class Torchrun:
+    """Agents of one job, and the run they train."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.paths = folder, RunPaths(folder / "runs" / "e2e" / "torchrun")
+        self.agents: list[subprocess.Popen[bytes]] = []
+        model = tiny_model(folder / "model")
+        write_rows(folder / "train.jsonl", 64, seed=1)
+        self.words = [
+            "experiment_name=e2e",
+            "trial_name=torchrun",
+            f"cluster.name_root={folder / 'names'}",
+            f"cluster.run_root={folder / 'runs'}",
+            f"model.path={model}",
+            f"dataset.train={folder / 'train.jsonl'}",
+            "trainer.ppo.batch_size=16",
+            "trainer.ppo.collector.group_size=4",
+            "trainer.ppo.collector.sampling.max_new_tokens=6",
+            f"trainer.ppo.total_steps={STEPS}",
+            "trainer.ppo.checkpoint.every_steps=2",
+            "launcher.llm_servers=1",
+            "logger.types=[]",
+        ]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    @contextmanager
+    def agent(self, nodes: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Start one agent, as on one node."""
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
+        command += ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=t", "--max-restarts=3"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--local-addr=127.0.0.1"]
+        conf = "--rdzv-conf=join_timeout=60,last_call_timeout=2,close_timeout=5"
+        command += [conf, str(ROOT / "train.py"), *self.words, *more]
+        log = (self.folder / f"agent-{len(self.agents)}.log").open("wb")
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            stdout=log,
+            stderr=log,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+        self.agents.append(process)
+        try:
+            yield process
+        finally:
+            family = (
+                [*psutil.Process(process.pid).children(recursive=True)]
+                if process.poll() is None
+                else []
+            )
+            for each in [*family, process]:
+                each.kill()
+            process.wait(10)
+            log.close()
+
+    def ranks(self, agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        return psutil.Process(agent.pid).children()
+
+    def saved(self) -> int:
+        return len(checkpoint.list_good(self.paths.checkpoints))
+
+    def told(self) -> str:
+        return "\n".join(log.read_text() for log in self.folder.glob("agent-*.log"))
+
+    def assert_balanced(self) -> None:
+        report = audit(self.paths.ledger)
+        assert report.ok, report.table()
+        assert report.steps == STEPS
+        lines = [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+        assert [line["step"] for line in lines if "reward/mean" in line] == list(range(STEPS))
+        until(lambda: not strays(self.folder), what="all processes to be gone", seconds=30)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Torchrun:
+    return Torchrun(tmp_path)
+
+
+def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
+    with ExitStack() as agents:
+        both = [agents.enter_context(job.agent("2")) for _ in range(2)]
+        until(lambda: job.saved() or both[0].poll() is not None, what="a checkpoint", seconds=120)
+        victim = job.ranks(both[1])[0]
+        victim.send_signal(signal.SIGKILL)
+        for agent in both:
+            assert agent.wait(150) == 0, job.told()
+    assert not victim.is_running()
+    assert "going on after step" in job.told()
+    job.assert_balanced()
+
+
+def test_a_lost_node_leaves_a_job_of_one_rank(job: Torchrun) -> None:
+    """The rendezvous is with the first agent; the second is lost as a whole."""
+    with job.agent("1:2") as first, ExitStack() as other:
+        second = other.enter_context(job.agent("1:2"))
+        until(lambda: job.saved() or first.poll() is not None, what="a checkpoint", seconds=120)
+        for each in [*psutil.Process(second.pid).children(recursive=True), second]:
+            each.kill()
+        assert first.wait(200) == 0, job.told()
+    facts = [
+        json.loads((p / "manifest.json").read_text())
+        for p in checkpoint.list_good(job.paths.checkpoints)
+    ]
+    assert facts[-1]["world_size"] == 1
+    job.assert_balanced()
