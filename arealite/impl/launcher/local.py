@@ -103,9 +103,8 @@ class LocalLauncher(Launcher):
     def culprit(self, finding: Finding) -> int | None:
         """Return the process of a child that a finding is about: not a successor's, which has
         another."""
-        return next(
-            (finding.pid for c in self.children if c.running and c.process.pid == finding.pid), None
-        )
+        running = {child.process.pid for child in self.children if child.running}
+        return finding.pid if finding.pid in running else None
 
     # ------------------------------------------------------------ starting
 
@@ -250,7 +249,7 @@ class LocalLauncher(Launcher):
     def _terminate(self, role: str) -> None:
         for child in self.children:
             if child.name.startswith(role) and child.running:
-                child.process.send_signal(self.stop)
+                child.send(self.stop)
 
     async def _end_all(self) -> None:
         """End what still runs: ask, wait a little, then kill; a session is killed as a group."""
@@ -262,20 +261,16 @@ class LocalLauncher(Launcher):
             await role.clear()
 
     def _close(self, code: int) -> int:
+        """Show the ledger's balance; one that is off makes a good end a bad one."""
         if not self.config.trainer.is_offline:
-            code = self._audit(code)
+            try:
+                report = audit(self.paths.ledger)
+                self.progress.say(report.table())
+                code = code or int(not report.ok)
+            except UserError as error:  # the run ended before there was a ledger to hold against
+                self.progress.say(f"no audit: {error}")
         self.progress.say(f"run folder: {self.paths.root}")
         return code
-
-    def _audit(self, code: int) -> int:
-        """Show the ledger's balance; one that is off makes a good end a bad one."""
-        try:
-            report = audit(self.paths.ledger)
-        except UserError as error:  # the run ended before there was a ledger to hold it against
-            self.progress.say(f"no audit: {error}")
-            return code
-        self.progress.say(report.table())
-        return code or (0 if report.ok else 1)
 
 
 def server_overrides(config: ExperimentConfig) -> list[str]:

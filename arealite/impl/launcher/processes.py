@@ -49,6 +49,12 @@ class Child:
         code = self.process.returncode or 0
         return 128 - code if code > 128 else code
 
+    def send(self, number: int) -> None:
+        """Send it a signal, past subprocess: that looks first whether it has ended, and takes its
+        exit code away from asyncio."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         """Kill it and what it has started, at once."""
         with suppress(ProcessLookupError):
@@ -122,7 +128,8 @@ def die_with_parent() -> bool:
 def how_ended(code: int) -> str:
     """Say how a process ended, from the code that its parent got."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"killed by {known.get(-code, f'signal {-code}')}"
     return f"exit code {code}" if code else "left too early"
 
 

@@ -68,13 +68,14 @@ class ServerKeeper:
     def _stop(self, number: int) -> None:
         """Pass a signal on, and see to it that the child ends."""
         self._stopping.set()
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
-            asyncio.get_running_loop().call_later(TERMINATE_S, self._kill)
+        self._send(number)
+        asyncio.get_running_loop().call_later(TERMINATE_S, self._send, signal.SIGKILL)
 
-    def _kill(self) -> None:
+    def _send(self, number: int) -> None:
+        """Send the server a signal; see Child.send for why so."""
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def _live(self) -> int:
         """Start the server and wait until it has ended; a doctor kills it when it stops living."""
@@ -85,7 +86,7 @@ class ServerKeeper:
             start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
         )
         if self._stopping.is_set():
-            self._kill()
+            self._send(signal.SIGKILL)
         child = {process.pid: process.pid}
         doctor = Doctor(self._vitals, lambda f: child.get(f.pid), say, is_shown=lambda _: False)
         watching = asyncio.ensure_future(doctor.run())
