@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.cli import check, configs, options
 from arealite.system.dataset import load_tasks
@@ -63,7 +65,7 @@ def report(config: ExperimentConfig) -> Iterator[Line]:
         yield "servers", _about_servers(config)
         yield "staleness", staleness(config)
     needed = dict(memory(config, model, numel))
-    yield from (("memory", f"{who}: about {_size(size)}") for who, size in needed.items())
+    yield from (("memory", f"{who}: about {decimal(int(size))}") for who, size in needed.items())
     yield from _too_little(config, needed)
     yield "disk", disk(config, numel)
 
@@ -145,8 +147,8 @@ def disk(config: ExperimentConfig, numel: int) -> str:
     ledger = 0 if offline else LEDGER_TOKEN * tokens
     free = shutil.disk_usage(paths.root).free
     text = (
-        f"{paths.root}: at most {_size(saved)} of checkpoints and export, {_size(ledger)} of "
-        f"answers; {_size(free)} free"
+        f"{paths.root}: at most {decimal(int(saved))} of checkpoints and export, "
+        f"{decimal(int(ledger))} of answers; {decimal(free)} free"
     )
     return text + (". WARNING: it may fill up" if saved + ledger > free else "")
 
@@ -185,7 +187,7 @@ def _too_little(config: ExperimentConfig, needed: dict[str, float]) -> Iterator[
     if gpu:
         has, total, where = gpu, max(needed.values()), "a GPU has"
     if total > has and config.launcher.type == "local":
-        yield "WARNING", f"that is {_size(total)}, and {where} {_size(has)}"
+        yield "WARNING", f"that is {decimal(int(total))}, and {where} {decimal(int(has))}"
 
 
 def _gpu_memory() -> int:
@@ -206,11 +208,3 @@ def _shapes(path: str) -> dict[str, list[int]]:
         with opened as held:
             found |= {str(name): held.get_slice(name).get_shape() for name in held.keys()}  # noqa: SIM118
     return found
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            break
-        count, unit = count / 1000, {"B": "KB", "KB": "MB", "MB": "GB", "GB": "TB"}[unit]
-    return f"{count:.3g} {unit}"

@@ -308,8 +308,6 @@ class GroupBook:
         have them.
         """
         self.ledger.roll_back(step)
-        if self.version is not None and self.version > step:
-            self.ledger.forget_meta("version")
         self.ledger.commit()
         rolled = self.next_step > step
         self._load()

@@ -160,10 +160,6 @@ class Ledger:
         """Remember a value under a key."""
         self._put("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
-    def forget_meta(self, key: str) -> None:
-        """Let go of what is under a key."""
-        self._put("DELETE FROM meta WHERE key = ?", key)
-
     def put_group(self, group: Group) -> None:
         """Keep a group, as it will be when the writes are taken."""
         self._groups[group.seq] = group
@@ -207,7 +203,10 @@ class Ledger:
         self._put("UPDATE groups SET state = 'durable' WHERE state = 'trained' AND step < ?", step)
 
     def roll_back(self, step: int) -> None:
-        """Undo batches from `step` on; their groups are complete again and keep step and place."""
+        """Undo batches from `step` on; their groups are complete again and keep step and place.
+
+        A later version is confirmed no more.
+        """
         self._put(
             "UPDATE groups SET state = 'complete' "
             "WHERE step >= ? AND state IN ('batched', 'trained', 'durable')",
@@ -216,6 +215,7 @@ class Ledger:
         self._put("DELETE FROM steps WHERE step >= ?", step)
         self._put("DELETE FROM checkpoints WHERE step > ?", step)
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
+        self._put("DELETE FROM meta WHERE key = 'version' AND CAST(value AS INTEGER) > ?", step)
 
     def forget_plans(self) -> None:
         """Free rolled-back groups of their step (the batch size was changed)."""

@@ -88,7 +88,7 @@ def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypat
     monkeypatch.setattr(checkup.os, "sysconf", lambda name: 1)
     monkeypatch.setattr(checkup, "_gpu_memory", lambda: 0)
     assert main(words) == 0
-    assert "this host has free 1 B" in said(capsys)["WARNING"]
+    assert "this host has free 1 byte" in said(capsys)["WARNING"]
 
 
 @pytest.mark.parametrize(
