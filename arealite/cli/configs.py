@@ -24,7 +24,7 @@ from arealite.api.reward import RewardConfig, rewards
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
-from arealite.base.registry import import_plugins
+from arealite.base.registry import Registry, import_plugins
 from arealite.cli.options import Layers
 from arealite.impl.launcher.processes import own_address
 
@@ -33,6 +33,17 @@ Root = TypeVar("Root", ExperimentConfig, ServerConfig)
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """The YAML files, in a checkout (through a link) and in an installed wheel."""
+TABLES: dict[type, Registry[Any]] = {
+    TrainerConfig: trainers,
+    TrainEngineConfig: engines,
+    AgentConfig: agents,
+    EnvConfig: envs,
+    RewardConfig: rewards,
+    LLMClientConfig: clients,
+    LLMServerConfig: servers,
+    PublisherConfig: publishers,
+}
+"""Each part's config class, with its table."""
 
 
 def load(schema: type[C], files: Path | Sequence[Path], overrides: Sequence[str]) -> C:
@@ -85,17 +96,7 @@ def load_stages(stages: Sequence[Layers]) -> list[ExperimentConfig]:
 
 def parts() -> base_config.Parts:
     """Return each part's config class with the configs registered from outside."""
-    tables: dict[type, Any] = {
-        AgentConfig: agents,
-        EnvConfig: envs,
-        RewardConfig: rewards,
-        LLMClientConfig: clients,
-        LLMServerConfig: servers,
-        PublisherConfig: publishers,
-        TrainEngineConfig: engines,
-        TrainerConfig: trainers,
-    }
-    return {config: table.configs for config, table in tables.items()}
+    return {config: table.configs for config, table in TABLES.items()}
 
 
 def _layers(layers: Layers) -> list[Any]:

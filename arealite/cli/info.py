@@ -18,23 +18,12 @@ from importlib import metadata, util
 from pathlib import Path
 
 from arealite import __version__
-from arealite.api.agent import agents
 from arealite.api.config import ServerConfig
-from arealite.api.engine import engines
-from arealite.api.env import envs
 from arealite.api.launcher import launchers
-from arealite.api.llm import clients
-from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
-from arealite.api.publisher import publishers
-from arealite.api.reward import rewards
-from arealite.api.trainer import trainers
 from arealite.cli import configs, options
 
 Line = tuple[str, str]
-TABLES = (
-    trainers, engines, agents, envs, rewards, clients, servers, publishers, launchers, loggers
-)  # fmt: skip
 TOOLS = (
     ("etcd", "etcd", "apt-get install etcd-server"),
     ("slurm", "sinfo", "apt-get install slurm-wlm"),
@@ -54,10 +43,11 @@ def main(argv: Sequence[str]) -> int:
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
     config = configs.load(ServerConfig, layers.files, layers.overrides)
+    tables = [*configs.TABLES.values(), launchers, loggers]
     parts = {
         "versions": versions(config.llm_server.sglang.python),
         "devices": devices(),
-        "back ends": ((table.kind, ", ".join(table.names())) for table in TABLES),
+        "back ends": ((table.kind, ", ".join(table.names())) for table in tables),
         "extras": extras(),
         "sandbox": sandbox(),
     }
