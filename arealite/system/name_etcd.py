@@ -12,7 +12,7 @@ import time
 from base64 import b64decode, b64encode
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
@@ -109,16 +109,16 @@ class EtcdRegistry(NameRegistry):
                 with waiting(path, owner="name registry", on="etcd", seconds=ANSWER_S):
                     connection.request("POST", f"/v3/{path}", json.dumps(body))
                     with connection.getresponse() as response:
-                        answer = json.loads(response.read())
+                        answer = cast(dict[str, Any], json.loads(response.read()))
             except (OSError, HTTPException, ValueError) as error:
                 why = f"{address}: {error}"
                 continue
             finally:
                 connection.close()
-            if response.status == 200:
+            if response.status == 200 and "error" not in answer:
                 self._good = address
                 return answer
-            why = f"{address}: {answer.get('message', response.status)}"
+            why = f"{address}: {answer}"
         raise RoleError(f"no etcd answers as one (3.4 or newer) would: {why}")
 
 
