@@ -17,11 +17,12 @@ from arealite.cli.main import COMMANDS
 
 ROOTS = {ExperimentConfig: ("train", "check", "launch"), ServerConfig: ("serve-llm", "info")}
 """Which commands take overrides, and of which config."""
-OPTIONS = ["--config", "--help"]
-MORE = {
+WORDS = {
     "train": ["--resume", "--dry-run", "--then"],
     "check": ["--then"],
     "launch": ["slurm", "ray", "--print"],
+    "export": ["--step", "--out"],
+    "completion": ["bash", "zsh", "fish"],
 }
 BASH = """\
 # bash: source <(arealite completion bash)
@@ -53,6 +54,18 @@ _arealite() {{
 }}
 compdef _arealite arealite
 """
+FISH = """\
+# fish: arealite completion fish | source
+complete -c arealite -n __fish_use_subcommand -a "{commands}"
+{cases}
+"""
+
+SCRIPTS = {
+    "bash": (BASH, '    {}) words="{}";;'),
+    "zsh": (ZSH, "    {}) found=({});;"),
+    "fish": (FISH, "complete -c arealite -n '__fish_seen_subcommand_from {}' -a '{}'"),
+}
+"""Of each shell: the script, and the line of one command in it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,43 +75,20 @@ def main(argv: Sequence[str]) -> int:
         description="Print a script that completes commands and config keys. In bash and zsh: "
         "source <(arealite completion bash); in fish: arealite completion fish | source",
     )
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
-    shell = parser.parse_args(argv).shell
-    import_plugins([])
-    print(fish() if shell == "fish" else posix(shell), end="")
+    parser.add_argument("shell", choices=list(SCRIPTS))
+    script, line = SCRIPTS[parser.parse_args(argv).shell]
+    cases = "\n".join(line.format(name, " ".join(found)) for name, found in words().items())
+    print(script.format(commands=" ".join(COMMANDS), cases=cases), end="")
     return 0
 
 
-def keys(schema: type) -> dict[str, str]:
-    """Return each key of a root config, with its documentation."""
-    grown = base_config.extend(schema, configs.parts())
-    return {path: text for path, _, text in base_config.keys(grown)}
-
-
-def posix(shell: str) -> str:
-    """Return the script for bash or zsh."""
-    found = dict[str, list[str]]()
+def words() -> dict[str, list[str]]:
+    """Return what may follow each command, with the keys of parts that installed packages add."""
+    import_plugins([])
+    found = dict(WORDS)
     for schema, commands in ROOTS.items():
-        words = [*OPTIONS, *(f"{key}=" for key in keys(schema))]
-        found |= {command: [*MORE.get(command, []), *words] for command in commands}
-    found["completion"] = ["bash", "zsh", "fish"]
-    form = '    {}) words="{}";;' if shell == "bash" else "    {}) found=({});;"
-    cases = "\n".join(form.format(name, " ".join(words)) for name, words in found.items())
-    return (BASH if shell == "bash" else ZSH).format(commands=" ".join(COMMANDS), cases=cases)
-
-
-def fish() -> str:
-    """Return the script for fish, which shows what each word means."""
-
-    def line(condition: str, word: str, text: str) -> str:
-        text = text.replace("\\", "\\\\").replace("'", "\\'")
-        return f"complete -c arealite -n '{condition}' -a '{word}' -d '{text}'"
-
-    lines = [line("__fish_use_subcommand", name, text) for name, (_, text) in COMMANDS.items()]
-    for schema, commands in ROOTS.items():
-        seen = f"__fish_seen_subcommand_from {' '.join(commands)}"
-        lines += [line(seen, f"{key}=", text) for key, text in keys(schema).items()]
-        lines += [line(seen, option, "") for option in OPTIONS]
-    for command, words in (MORE | {"completion": ["bash", "zsh", "fish"]}).items():
-        lines += [line(f"__fish_seen_subcommand_from {command}", word, "") for word in words]
-    return "\n".join(lines) + "\n"
+        grown = base_config.extend(schema, configs.parts())
+        keys = [f"{path}=" for path, _, _ in base_config.keys(grown)]
+        for command in commands:
+            found[command] = [*found.get(command, []), "--config", "--help", *keys]
+    return found
