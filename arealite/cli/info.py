@@ -72,7 +72,7 @@ def versions(sglang_python: str | None) -> Iterator[Line]:
     else:
         more = ", or name its Python with llm_server.sglang.python=PATH"
         yield "sglang", package("sglang") or f"missing: pip install sglang{more}"
-    yield "ray", package("ray") or "missing: pip install ray"
+    yield "ray", package("ray") or "missing: pip install 'arealite[ray]'"
     for name, command, fix in TOOLS:
         there = f"there, but `{command} --version` fails"
         why = there if shutil.which(command) else f"missing: {fix}"
