@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def slurm(config: ExperimentConfig, only_show: bool) -> int:
     """Write the script of a Slurm job into the run's folder and submit it."""
     from arealite.cli.train import prepared
-    from arealite.impl.launcher.slurm import script
+    from arealite.impl.launcher.slurm_job import check_partitions, script
 
     paths = run_paths(config)
     text = script(config, [sys.executable, "-m", "arealite.cli.main", "train", str(paths.config)])
@@ -48,6 +48,7 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
         return 0
     if not shutil.which("sbatch"):
         raise UserError("no sbatch here. Run this on a login node of the Slurm cluster.")
+    check_partitions(config)
     with prepared(config, has_servers=False):
         file = paths.root / "slurm.sbatch"
         file.write_text(text)

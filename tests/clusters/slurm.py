@@ -29,7 +29,8 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+# Credentials of 5 s: a requeued job waits for as long as the old ones are good.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -37,7 +38,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 # Heterogeneous jobs are started by the backfill scheduler only.
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,requeue_delay=0
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait={kill_wait_s}
@@ -99,6 +100,16 @@ class Slurm:
         script = " && ".join([*begin, f"exec slurmd -D -f {self.folder}/slurm.conf"])
         self.start(name, "unshare", "-mu", "sh", "-c", script)
 
+    def lose_node(self, name: str) -> None:
+        """Kill a node's daemon and all that it had started."""
+        daemon = self.daemons.pop(name)
+        for process in living_in(namespace(daemon.pid)):
+            process.kill()
+        daemon.wait()
+
+    def restarts(self, job: str) -> int:
+        return int(self.command("scontrol", "show", "job", job).split("Restarts=")[1].split()[0])
+
     def state(self, node: str) -> str:
         return self.command("sinfo", "-h", "-n", node, "-o", "%T")
 
@@ -112,17 +123,20 @@ class Slurm:
         shown = self.command("scontrol", "show", "job", job, check=False)
         return shown.partition("JobState=")[2].partition(" ")[0]
 
+    def cancel_all(self) -> None:
+        """Kill all jobs, and wait until their nodes are free."""
+        jobs = self.command("squeue", "-h", "-o", "%A").split()
+        for job in jobs:
+            self.command("scancel", "--signal=KILL", "--full", job, check=False)
+            self.command("scancel", job, check=False)
+        until(lambda: not self.command("squeue", "-h"), what="the jobs' end", seconds=40)
+
     def end(self) -> None:
         """Cancel all jobs, then end the daemons and whatever still runs under them."""
-        for job in self.command("squeue", "-h", "-o", "%A", check=False).split():
-            self.command("scancel", "--signal=KILL", job, check=False)
-            self.command("scancel", job, check=False)
         with suppress(BaseException):
-            until(lambda: not self.command("squeue", "-h", check=False), what="jobs", seconds=20)
-        kin = []
+            self.cancel_all()
+        spaces = {namespace(self.daemons[name].pid) for name in self.nodes if name in self.daemons}
         for daemon in reversed(self.daemons.values()):
-            with suppress(psutil.NoSuchProcess):
-                kin += psutil.Process(daemon.pid).children(recursive=True)
             daemon.send_signal(signal.SIGTERM)
         for daemon in self.daemons.values():
             try:
@@ -130,7 +144,7 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for process in [*kin, *self.strays()]:
+        for process in [each for space in spaces for each in living_in(space)] + self.strays():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -145,9 +159,28 @@ class Slurm:
         return [each for each in found if each.pid != os.getpid()]
 
 
+def namespace(pid: int) -> str:
+    """Return what processes of one node, and only they, have in common; "" of a dead one."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/uts")
+    except OSError:
+        return ""
+
+
+def living_in(space: str) -> list[psutil.Process]:
+    """List the processes of a node, the daemon and what it started."""
+    if space in ("", namespace(os.getpid())):
+        return []
+    return [each for each in psutil.process_iter() if namespace(each.pid) == space]
+
+
 @contextmanager
 def real_slurm(
-    folder: Path, *, nodes: Sequence[str] = ("head", "gpu"), kill_wait_s: int = 30, more: str = ""
+    folder: Path,
+    *,
+    nodes: Sequence[str] = ("n1", "n2", "n3", "n4"),
+    kill_wait_s: int = 30,
+    more: str = "",
 ) -> Iterator[Slurm]:
     """Start a cluster of idle nodes with 16 CPUs and 4 pretended GPUs each; end it with the body.
 

@@ -69,7 +69,9 @@ class Doctor:
         self._seen[key] = now
 
     def _heal(self, finding: Finding) -> None:
-        limits = {"stopped": self.silent_s, "silent": self.silent_s, "blocked": self.blocked_s}
+        # Who is dead and still somebody's child was run by it, and its end was not told.
+        limits = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
+        limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
         if is_due and (pid := self.child(finding)):
             self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")

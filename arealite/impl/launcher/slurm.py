@@ -1,5 +1,5 @@
 """The Slurm launcher: the local one on the first node of a job, whose roles are steps of the job,
-each placed by its number on the nodes of its part; and the script of such a job.
+each placed by its number on the nodes of its part.
 
 What a role has is what its part was given: a step is told its node, and shares that node's CPUs.
 """
@@ -10,24 +10,22 @@ import asyncio
 import os
 import random
 import secrets
-import shlex
 import signal
-import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT
+from arealite.impl.launcher.slurm_job import PARTS, counts, output, parts
 from arealite.impl.launcher.supervisor import Role
 from arealite.system.diagnosis import Finding
 
-PARTS = {"llm_server": "servers", "rollout": "workers", "trainer": "trainers"}
-"""Which part of a job has the nodes of a role; the datapipe is the supervisor's child."""
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
 for file in "$@"; do
@@ -36,48 +34,6 @@ for file in "$@"; do
 done
 """
 """What each node runs first: a folder on a network may show a new file seconds later."""
-
-
-def counts(config: ExperimentConfig) -> dict[str, int]:
-    """Return how many processes each role has."""
-    options = config.launcher
-    if config.trainer.is_offline:
-        return {"trainer": options.trainer_ranks}
-    workers = {"llm_server": options.llm_servers, "rollout": options.rollout_workers}
-    return workers | {"trainer": options.trainer_ranks}
-
-
-def parts(config: ExperimentConfig) -> dict[str, list[str]]:
-    """Return the parts of the job, each a heterogeneous component, with sbatch's words for it."""
-    slurm = config.launcher.slurm
-    words = {part: getattr(slurm, part) for role, part in PARTS.items() if counts(config).get(role)}
-    own = {part: [*slurm.every, *mine] for part, mine in words.items() if mine}
-    return {"head": [*slurm.every, *slurm.head], **own}
-
-
-def script(config: ExperimentConfig, command: Sequence[str]) -> str:
-    """Return the sbatch script that runs `command`, the supervisor, in a job of all parts."""
-    paths = run_paths(config)
-    first = [
-        f"--job-name={config.experiment_name}-{config.trial_name}",
-        f"--output={paths.logs}/slurm.log",
-        "--open-mode=append",
-        "--requeue",
-        "--signal=B:TERM@120",
-    ]
-    lines = ["#!/bin/bash", f"# {config.experiment_name}/{config.trial_name}, by arealite launch."]
-    lines += ["# Submit it again to go on where the run stopped; requeued, it does that itself."]
-    for number, (part, words) in enumerate(parts(config).items()):
-        lines += ["#SBATCH hetjob"] if number else []
-        here = [
-            p for role, p in PARTS.items() if p not in parts(config) and counts(config).get(role)
-        ]
-        lines += [f"# {part}" + (f", with {', '.join(here)}" if here and not number else "")]
-        own = [*(first if not number else []), "--ntasks-per-node=1", *words]
-        lines += [f"#SBATCH {word}" for word in own]
-    lines += ["", "# A SIGTERM (also 120 s before the time is up): checkpoint, drain, audit, end."]
-    lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit", f"exec {shlex.join(command)}"]
-    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -103,7 +59,7 @@ class Nodes:
                 f"launcher.type=slurm outside of the job it needs ({error} is not set). "
                 "Submit it: arealite launch slurm CONFIG [key=value …]"
             ) from error
-        hosts = _output(["scontrol", "show", "hostnames", names]).split()
+        hosts = output(["scontrol", "show", "hostnames", names]).split()
         group = [] if is_alone else [f"--het-group={number}"]
         return cls(group, job, hosts, cpus.partition("(")[0].partition(",")[0])
 
@@ -123,6 +79,9 @@ class SlurmLauncher(LocalLauncher):
         super().__init__(config)
         names = list(parts(config))
         self.nodes = {part: Nodes.of(number, len(names) == 1) for number, part in enumerate(names)}
+        model = Path(config.model.path).expanduser().absolute()
+        self.needed = [Path(sys.executable), Path.cwd(), model]
+        """What a role needs besides the run's folders."""
         self.devices = dict[str, list[str]]()
         """The GPUs of each host."""
 
@@ -163,7 +122,7 @@ class SlurmLauncher(LocalLauncher):
         begin = cut + number * each
         return {"trainer": gpus[:cut], "llm_server": gpus[begin : begin + each]}.get(role, [])
 
-    def rank_environments(self) -> list[dict[str, str]]:
+    async def rank_environments(self) -> list[dict[str, str]]:
         """Return what each rank has to know to find the others: the first rank's host."""
         count = self.options.trainer_ranks
         places = [self.place("trainer", rank) for rank in range(count)]
@@ -183,11 +142,11 @@ class SlurmLauncher(LocalLauncher):
         """Kill what is left of a role: its steps do not end with who waits for them."""
         await super().clear(role)
         jobs = ",".join(nodes.job for nodes in self.nodes.values())
-        listed = await asyncio.to_thread(_output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
+        listed = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
         steps = [line.split() for line in listed.splitlines()]
         mine = [step for step, name in steps if name in role.names]
         if mine:
-            await asyncio.to_thread(_output, ["scancel", "--signal=KILL", *mine])
+            await asyncio.to_thread(output, ["scancel", "--signal=KILL", *mine])
 
     # ------------------------------------------------------------ before the start
 
@@ -197,14 +156,15 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             UserError: nodes did not answer in time, or do not share a folder; names them.
         """
-        folders = [self.paths.root, name_dir(self.config)]
-        marks = [folder / f".seen-{secrets.token_hex(4)}" for folder in folders]
+        marks = {
+            folder / f".seen-{secrets.token_hex(4)}": folder
+            for folder in (self.paths.root, name_dir(self.config))
+        }
+        files = [*marks, *self.needed]
         for mark in marks:
             mark.touch()
         try:
-            asked = [
-                self._ask(nodes, [str(mark) for mark in marks]) for nodes in self.nodes.values()
-            ]
+            asked = [self._ask(nodes, files) for nodes in self.nodes.values()]
             said = [line for lines in await asyncio.gather(*asked) for line in lines]
         finally:
             for mark in marks:
@@ -213,20 +173,21 @@ class SlurmLauncher(LocalLauncher):
         for line in said:
             host, _, rest = line.partition(" ")
             if rest.startswith("lacks "):
-                folder = Path(rest.removeprefix("lacks ")).parent
+                path = Path(rest.removeprefix("lacks "))
                 raise UserError(
-                    f"folder {folder} is not shared between {head} and {host}. Set "
-                    "cluster.run_root and cluster.name_root to folders that every node mounts."
+                    f"{marks.get(path, path)} is not shared between {head} and {host}. The folder "
+                    "you start in, cluster.run_root, cluster.name_root, model.path and Python must "
+                    "be on a file system that every node mounts."
                 )
             self.devices[host] = [] if rest == "-" else rest.split(",")
         if silent := [h for n in self.nodes.values() for h in n.hosts if h not in self.devices]:
             raise UserError(
-                f"nodes {', '.join(sorted({*silent}))} did not start within "
-                f"launcher.slurm.start_s={self.options.slurm.start_s:g} s. See what is wrong with "
-                "`scontrol show node NAME`, leave them out (--exclude=NAME), or wait longer."
+                f"no answer from {', '.join(sorted({*silent}))} within "
+                f"launcher.slurm.start_s={self.options.slurm.start_s:g} s: look at `scontrol show "
+                f"node {silent[0]}`, leave it out (--exclude={silent[0]}), or wait longer."
             )
 
-    async def _ask(self, nodes: Nodes, files: Sequence[str]) -> list[str]:
+    async def _ask(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
         """Return what the nodes of a part print in time."""
         size = str(len(nodes.hosts))
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
@@ -243,7 +204,3 @@ class SlurmLauncher(LocalLauncher):
             process.kill()
         await process.wait()
         return lines
-
-
-def _output(words: Sequence[str]) -> str:
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,101 @@
+"""What a Slurm job of a run is: its parts, its script, and whether there are partitions for it.
+
+Apart from the launcher, because this happens on a login node, and that in the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.base.errors import UserError
+
+PARTS = {"llm_server": "servers", "rollout": "workers", "trainer": "trainers"}
+"""Which part of a job has the nodes of a role; the datapipe is the supervisor's child."""
+
+
+def counts(config: ExperimentConfig) -> dict[str, int]:
+    """Return how many processes each role has."""
+    options = config.launcher
+    if config.trainer.is_offline:
+        return {"trainer": options.trainer_ranks}
+    workers = {"llm_server": options.llm_servers, "rollout": options.rollout_workers}
+    return workers | {"trainer": options.trainer_ranks}
+
+
+def parts(config: ExperimentConfig) -> dict[str, list[str]]:
+    """Return the parts of the job, each a heterogeneous component, with sbatch's words for it."""
+    slurm = config.launcher.slurm
+    words = {part: getattr(slurm, part) for role, part in PARTS.items() if counts(config).get(role)}
+    own = {part: [*slurm.every, *mine] for part, mine in words.items() if mine}
+    return {"head": [*slurm.every, *slurm.head], **own}
+
+
+def script(config: ExperimentConfig, command: Sequence[str]) -> str:
+    """Return the sbatch script that runs `command`, the supervisor, in a job of all parts."""
+    paths = run_paths(config)
+    first = [
+        f"--job-name={config.experiment_name}-{config.trial_name}",
+        f"--output={paths.logs}/slurm.log",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:TERM@120",
+    ]
+    lines = ["#!/bin/bash", f"# {config.experiment_name}/{config.trial_name}, by arealite launch."]
+    lines += ["# Submit it again to go on where the run stopped; requeued, it does that itself."]
+    made = parts(config)
+    guests = [part for role, part in PARTS.items() if part not in made and counts(config).get(role)]
+    for number, (part, words) in enumerate(made.items()):
+        lines += ["#SBATCH hetjob", f"# {part}"] if number else [f"# {', '.join([part, *guests])}"]
+        own = [*([] if number else first), "--ntasks-per-node=1", *words]
+        lines += [f"#SBATCH {word}" for word in own]
+    lines += ["", "# A SIGTERM (also 120 s before the time is up): checkpoint, drain, audit, end."]
+    lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit", f"exec {shlex.join(command)}"]
+    return "\n".join(lines) + "\n"
+
+
+def check_partitions(config: ExperimentConfig) -> None:
+    """Refuse, with what there is, partitions that cannot take the parts of the job."""
+    command = ["sinfo", "-h", "-o", "%R %a %D %P"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise UserError(f"Slurm does not answer: {asked.stderr.strip()}")
+    rows = [line.split() for line in asked.stdout.splitlines()]
+    if not rows:
+        raise UserError(
+            "this Slurm has no partition (`sinfo` shows none). Its administrator adds one to "
+            "slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP"
+        )
+    up = {name: int(nodes) for name, state, nodes, _ in rows if state == "up"}
+    default = next((name for name, *_, starred in rows if starred.endswith("*")), None)
+    wanted = Counter[str]()
+    for part, words in parts(config).items():
+        parser = argparse.ArgumentParser(add_help=False)
+        parser.add_argument("-p", "--partition", default=default)
+        parser.add_argument("-N", "--nodes", default="1")
+        given, _ = parser.parse_known_args(words)
+        known = f"Partitions that are up: {', '.join(up) or 'none'}."
+        key = f"launcher.slurm.{part} (or every)"
+        if given.partition is None:
+            raise UserError(f"no default partition: add --partition=NAME to {key}. {known}")
+        names = given.partition.split(",")
+        if missing := [name for name in names if name not in up]:
+            raise UserError(f"{key}: no partition {missing[0]} is up. {known}")
+        wanted[names[0] if len(names) == 1 else ""] += int(given.nodes.partition("-")[0])
+    for name, nodes in wanted.items():
+        if name and nodes > up[name]:
+            raise UserError(
+                f"partition {name} has {up[name]} nodes, the parts of the job need {nodes}: each "
+                "has nodes of its own. Ask for fewer, or leave out the words of a part, which "
+                "then shares the head's node."
+            )
+
+
+def output(words: Sequence[str]) -> str:
+    """Return what a command prints, whatever its end."""
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
