@@ -6,7 +6,7 @@ Shape letters: B = rows of a micro-batch, T = tokens of a row, V = vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,12 +92,14 @@ class TrainEngine(ABC):
         loss_fn: LossFn,
         *,
         together: int = 1,
+        noting: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
         """Apply one optimizer update over all rows of all ranks; return summed stats, `grad_norm`,
         `lr`.
 
         Each `together` consecutive rows stand in one micro-batch, in their order: pairs of which
-        one is preferred.
+        one is preferred. `noting` makes outputs of this pass fields of the rows, {output: field},
+        without gradient, before the loss function sees them: those of `forward`, for no pass.
         A non-finite gradient norm skips the update and returns `skipped_update` 1.
         """
 

@@ -95,6 +95,13 @@ class PPOConfig:
         """Groups in a batch."""
         return self.batch_size // self.collector.group_size
 
+    @property
+    def is_single_pass(self) -> bool:
+        """Whether the policy's one pass over a batch is that of its one update: nothing has to be
+        known of it before."""
+        known = self.loss.m2_threshold is not None or (self.kl.coef and self.kl.place == "reward")
+        return self.updates * self.epochs == 1 and not known
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:

@@ -6,7 +6,7 @@ Here are the collective verbs only; model, batches, optimizer and files are in t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ class FSDPEngine(TrainEngine):
         loss_fn: LossFn,
         *,
         together: int = 1,
+        noting: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
         """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
         plan = self._plan(rows, all_lengths, together)
@@ -140,7 +141,8 @@ class FSDPEngine(TrainEngine):
             for root in roots:
                 root.set_requires_gradient_sync(last)
                 root.set_is_last_backward(last)
-            for name, value in self._backward([rows[i] for i in indices], loss_fn).items():
+            part = [rows[i] for i in indices]
+            for name, value in self._backward(part, loss_fn, noting or {}).items():
                 totals[name] = totals.get(name, 0.0) + value
         lengths = [len(row.tokens) for row in rows]
         stats = {name: float(value) for name, value in totals.items()} | {
@@ -257,14 +259,20 @@ class FSDPEngine(TrainEngine):
             all_lengths=all_lengths,
         )
 
-    def _backward(self, rows: list[Sequence], loss_fn: LossFn) -> dict[str, torch.Tensor]:
+    def _backward(
+        self, rows: list[Sequence], loss_fn: LossFn, noting: Mapping[str, str]
+    ) -> dict[str, torch.Tensor]:
         batch = collate(rows, self.device, self.layout)
         outputs = self._model(batch)
         if not rows:
             torch.cat(list(outputs.values())).sum().backward()
             return {}
-        loss, stats = loss_fn(LossInput(outputs, batch.rows_N, batch.fields))
+        noted = {field: outputs[name].detach() for name, field in noting.items()}
+        loss, stats = loss_fn(LossInput(outputs, batch.rows_N, batch.fields | noted))
         loss.backward()
+        for field, values_N in noted.items():
+            for row, values_T in zip(rows, scatter(values_N, rows), strict=True):
+                row.fields[field] = values_T
         return stats
 
     def _state(self) -> dict[str, Any]:

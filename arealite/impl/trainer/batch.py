@@ -96,8 +96,6 @@ class TrainBatch:
     owned: list[Owned]
     """In the headers' order."""
     world_size: int
-    entropies: list[np.ndarray] = field(default_factory=list)
-    """float32 [T] a row, from the proximal pass."""
     scores: list[float] = field(default_factory=list)
     """Shaped reward of each owned trajectory; [] where rewards count as they came."""
 

@@ -107,9 +107,13 @@ def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
-    """Return this rank's (sums, maxima) over its loss tokens; the world makes them global."""
-    rows = batch.rows
-    versions = [versions_T for own in batch.owned for versions_T in own.versions]
+    """Return this rank's (sums, maxima) over its loss tokens; the world makes them global.
+
+    Rows that no update trained, and no pass before, are left out.
+    """
+    pairs = [pair for own in batch.owned for pair in zip(own.rows, own.versions, strict=True)]
+    pairs = [pair for pair in pairs if "prox_logprobs" in pair[0].fields]
+    rows, versions = [row for row, _ in pairs], [versions_T for _, versions_T in pairs]
 
     def gather(arrays: Sequence[np.ndarray | None]) -> np.ndarray:
         parts = zip(arrays, rows, strict=True)
@@ -129,7 +133,7 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
         "tokens": np.ones_like(diff),
         "current": current,
         "stale": stale,
-        "entropy": gather(batch.entropies),
+        "entropy": named("entropy"),
         "diff": diff,
         "diff_current": diff * current,
         "kl": w - 1.0 - clipped,

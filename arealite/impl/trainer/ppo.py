@@ -35,6 +35,8 @@ logger = log.get(__name__)
 
 SLICE_S = 1.0
 """How long ranks wait apart before they look together whether a server needs weights."""
+NOTED = {"logprobs": "prox_logprobs", "entropy": "entropy"}
+"""What of the policy's outputs, as it is before the first update, becomes which field of rows."""
 Answer = tuple[Batch, list[bytes]] | None
 T = TypeVar("T")
 
@@ -138,13 +140,15 @@ class PPOTrainer(Trainer):
     def forward(self, batch: TrainBatch) -> None:
         """Note what the models say of the rows before the first update, by the trainer's maths.
 
-        The policy is the proximal one then; the reference and the critic where there are any.
+        The policy is the proximal one then: where it is updated once, the update's own pass says
+        the same. The reference and the critic, where there are any, are asked here.
         """
         rows, lengths = batch.rows, batch.all_lengths
         with self.clock("time/forward_s"):
-            outputs = self.engine.forward(rows, lengths)
-            batch.fill("prox_logprobs", outputs["logprobs"])
-            batch.entropies = outputs["entropy"]
+            if not self.ppo.is_single_pass:
+                outputs = self.engine.forward(rows, lengths)
+                for name, field in NOTED.items():
+                    batch.fill(field, outputs[name])
             if self.reference is not None:
                 batch.fill("ref_logprobs", self.reference.forward(rows, lengths)["logprobs"])
             if self.critic is not None:
@@ -161,7 +165,8 @@ class PPOTrainer(Trainer):
         if not any(lengths):
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
-            stats = self.engine.train_batch(rows, lengths, self.loss_fn)
+            noting = NOTED if self.ppo.is_single_pass else None
+            stats = self.engine.train_batch(rows, lengths, self.loss_fn, noting=noting)
             if self.critic is not None:
                 of_critic = self.critic.train_batch(rows, lengths, self.value_loss_fn)
                 stats |= {f"critic/{name}": value for name, value in of_critic.items()}

@@ -103,6 +103,20 @@ def test_updates_learn_and_a_fresh_forward_sees_them(model: Path) -> None:
     assert sum(a.sum() for a in after) > sum(b.sum() for b in before) + 10
 
 
+def test_an_update_notes_what_a_forward_before_it_would_say(model: Path) -> None:
+    rows, noted = make_rows(), make_rows()
+    engine = make_engine(model)
+    said = engine.forward(rows, lengths([rows]))
+    for row in noted:
+        del row.fields["prox_logprobs"]
+    noting = {"logprobs": "prox_logprobs", "entropy": "entropy"}
+    stats = engine.train_batch(noted, lengths([noted]), LOSS, noting=noting)
+    assert stats["ratio"] == pytest.approx(stats["weight"], abs=1e-6)
+    for name, field in noting.items():
+        for row, values_T in zip(noted, said[name], strict=True):
+            np.testing.assert_allclose(row.fields[field], values_T, atol=1e-5)
+
+
 def test_a_non_finite_gradient_changes_nothing(model: Path) -> None:
     rows = make_rows()
     engine = make_engine(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,12 @@ class ScriptedEngine(TrainEngine):
         loss_fn: Any,
         *,
         together: int = 1,
+        noting: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        assert all("prox_logprobs" in row.fields for row in rows)
+        assert all(("prox_logprobs" in row.fields) != bool(noting) for row in rows)
+        for row in rows if noting else []:
+            row.fields["prox_logprobs"] = row.loss_mask * np.float32(-1.0)
+            row.fields["entropy"] = row.loss_mask * np.float32(0.5)
         self.updates += 1
         self.events.add(f"{self.name}update {self.updates}")
         self.on_update(self.updates)

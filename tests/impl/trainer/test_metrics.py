@@ -25,7 +25,8 @@ def train_batch(*, step: int, prox: float) -> TrainBatch:
     made = make_train_batch(*batch(whole, step=step), PPOConfig(), rank=0, world_size=1)
     for row in made.rows:
         row.fields["prox_logprobs"] = np.where(row.loss_mask, prox, 0.0).astype(np.float32)
-    return replace(made, entropies=[row.loss_mask * np.float32(0.5) for row in made.rows])
+        row.fields["entropy"] = row.loss_mask * np.float32(0.5)
+    return made
 
 
 def test_token_metrics() -> None:
@@ -62,7 +63,7 @@ def test_what_only_some_algorithms_have() -> None:
 
 
 def test_a_rank_without_rows_adds_nothing() -> None:
-    made = replace(train_batch(step=2, prox=-1.0), owned=[], entropies=[])
+    made = replace(train_batch(step=2, prox=-1.0), owned=[])
     sums, maxima = metrics.token_sums(made)
     assert set(sums.values()) == set(maxima.values()) == {0.0}
     assert all(np.isfinite(v) for v in metrics.token_metrics(sums, maxima).values())

@@ -50,8 +50,8 @@ def test_a_synchronous_run_in_order(config: MakeConfig) -> None:
     PPOTrainer(config(total_steps=2), stage.parts()).train()
     assert stage.events.words == [
         *("start 0", "gather", "push 0", "published 0"),
-        *("ask 0", "forward", "update 1", "report 0", "gather", "push 1", "published 1"),
-        *("ask 1", "forward", "update 2", "report 1", "gather", "push 2", "published 2"),
+        *("ask 0", "update 1", "report 0", "gather", "push 1", "published 1"),
+        *("ask 1", "update 2", "report 1", "gather", "push 2", "published 2"),
         *("save step-000002", "checkpointed 2", "export", "finish: all steps are trained"),
         "publisher closed",
     ]
@@ -67,13 +67,8 @@ def test_who_shares_the_parameters_is_held_while_they_are_used(
     stage = Stage()
     stage.publisher.shares = True
     trainer(config(total_steps=2), stage.parts()).train()
-    turns = [
-        w for w in stage.events.words if w.split()[0] in ("hold", "forward", "update", "gather")
-    ]
-    assert turns == [
-        "gather",
-        *(w for k in (1, 2) for w in ("hold", "forward", f"update {k}", "gather")),
-    ]
+    turns = [w for w in stage.events.words if w.split()[0] in ("hold", "update", "gather")]
+    assert turns == ["gather", *(w for k in (1, 2) for w in ("hold", f"update {k}", "gather"))]
 
 
 def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: MakeConfig) -> None:
@@ -438,7 +433,7 @@ def test_critic_and_reference_have_their_places_in_a_step(config: MakeConfig) ->
     PPOTrainer(config(total_steps=1, advantage=GAE, kl=kl), stage.parts()).train()
     step = stage.events.words[stage.events.words.index("ask 0") :]
     assert step == [
-        *("ask 0", "forward", "reference forward", "critic forward"),
+        *("ask 0", "reference forward", "critic forward"),
         *("update 1", "critic update 1", "report 0", "gather", "push 1", "published 1"),
         *("critic save step-000001", "save step-000001", "checkpointed 1"),
         *("export", "finish: all steps are trained", "publisher closed"),
