@@ -64,10 +64,13 @@ class Checker:
     async def close(self) -> None:
         """End the process, which takes its child along, and wait for it."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and process.stdin is not None and process.stdout is not None:
+            process.stdin.close()
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            with suppress(RuntimeError):  # a check that still waits reads it to its end
+                await process.stdout.read()
 
 
 class CheckerPool:

@@ -4,6 +4,7 @@ die when they must."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 
 import psutil
@@ -167,6 +168,7 @@ def test_a_dead_worker_is_started_again_in_the_loop_that_rollouts_use():
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(check())
+    gc.collect()
 
 
 async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
