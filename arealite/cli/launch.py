@@ -18,10 +18,12 @@ from arealite.cli import configs, options
 
 def main(argv: Sequence[str]) -> int:
     """Prepare the run and submit it, or show with `--print` what would be submitted."""
+    if "-h" in argv[:1] or "--help" in argv[:1]:
+        print(USAGE)
+        return 0
     where, words = next(iter(argv), ""), [word for word in argv[1:] if word != "--print"]
     if where not in CLUSTERS:
-        known = "|".join(CLUSTERS)
-        raise UserError(f"usage: arealite launch {known} CONFIG [--print] [key=value …]")
+        raise UserError(USAGE)
     layers = options.parse(
         words,
         command=f"arealite launch {where}",
@@ -49,19 +51,41 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
     if not shutil.which("sbatch"):
         raise UserError("no sbatch here. Run this on a login node of the Slurm cluster.")
     check_partitions(config)
+    sbatch(["--test-only"], text)
     with prepared(config, has_servers=False):
         file = paths.root / "slurm.sbatch"
         file.write_text(text)
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise UserError(f"sbatch refused {file}: {done.stderr.strip()}")
-    job = done.stdout.strip().partition(";")[0]
+    job = sbatch(["--parsable", str(file)]).strip().partition(";")[0]
     print(f"job {job}; its script: {file}")
     print(f"watch:  squeue -j {job}; tail -F {paths.logs / 'slurm.log'}")
     print(f"cancel: scancel {job}  (checkpoint first; the same command goes on later)")
     return 0
 
 
-CLUSTERS: dict[str, Callable[[ExperimentConfig, bool], int]] = {"slurm": slurm}
+def ray(config: ExperimentConfig, only_show: bool) -> int:
+    """Run with the supervisor here and the other roles in a placement group of a Ray cluster."""
+    from arealite.cli.train import run
+    from arealite.impl.launcher.ray import bundles
+
+    if only_show:
+        for name, bundle in bundles(config).items():
+            print(name, *(f"{kind}={count:g}" for kind, count in bundle.items()))
+        return 0
+    return run(config)
+
+
+def sbatch(words: Sequence[str], text: str = "") -> str:
+    """Return what sbatch prints for a script; it is refused in its words."""
+    done = subprocess.run(
+        ["sbatch", *words], input=text, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise UserError(
+            f"sbatch refused the job: {done.stderr.strip()}. Look at it with --print; its parts "
+            "are launcher.slurm.*"
+        )
+    return done.stdout
+
+
+CLUSTERS: dict[str, Callable[[ExperimentConfig, bool], int]] = {"slurm": slurm, "ray": ray}
+USAGE = f"usage: arealite launch {'|'.join(CLUSTERS)} CONFIG [--print] [key=value …]"

@@ -41,7 +41,6 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait={kill_wait_s}
 SlurmdTimeout=10
 MinJobAge=3600
 StateSaveLocation={folder}/state
@@ -179,29 +178,24 @@ def real_slurm(
     folder: Path,
     *,
     nodes: Sequence[str] = ("n1", "n2", "n3", "n4"),
-    kill_wait_s: int = 30,
-    more: str = "",
 ) -> Iterator[Slurm]:
-    """Start a cluster of idle nodes with 16 CPUs and 4 pretended GPUs each; end it with the body.
-
-    `more` are lines of slurm.conf, in place of the one partition of all nodes.
-    """
+    """Start a cluster of idle nodes with 16 CPUs and 4 pretended GPUs each; end it afterwards."""
     folder.chmod(0o755)
     (folder / "state").mkdir()
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o600)
-    lines = [CONF.format(folder=folder, port=free_port(), kill_wait_s=kill_wait_s)]
+    lines = [CONF.format(folder=folder, port=free_port())]
     for i, node in enumerate(nodes, start=1):
         address = f"NodeAddr=127.0.0.{i} NodeHostname={node} Port={free_port()}"
         lines.append(f"NodeName={node} {address} CPUs=16 RealMemory=8000 Gres=gpu:4")
-    lines.append(more or "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+    lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     (folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-3]\n")
     slurm = Slurm(folder, tuple(nodes))
     try:
         files = [f"--{what}={folder}/munge.{what}" for what in ("socket", "pid-file", "seed-file")]
-        more_files = [f"--log-file={folder}/munge.log", f"--key-file={folder}/key"]
-        slurm.start("munged", "munged", "-F", "--force", *files, *more_files)
+        log_and_key = [f"--log-file={folder}/munge.log", f"--key-file={folder}/key"]
+        slurm.start("munged", "munged", "-F", "--force", *files, *log_and_key)
         until((folder / "munge.socket").exists, what="munge")
         slurm.start("slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
         for node in nodes:

@@ -26,10 +26,15 @@ LONG = "trainer.ppo.total_steps=40", "trainer.ppo.checkpoint.every_steps=5"
 ENDLESS = "trainer.ppo.total_steps=100000"
 
 
+def pid(site: Site, name: str) -> int:
+    """Return the process of a role, as its vitals tell; 0: it shows none."""
+    files = (site.folder / "names").rglob(f"vitals/{name}.json")
+    return next((int(json.loads(file.read_text())["pid"]) for file in files), 0)
+
+
 def role(site: Site, name: str) -> psutil.Process:
-    """Return the live process of a role, as its vitals tell."""
-    vitals = next((site.folder / "names").rglob(f"vitals/{name}.json"))
-    return psutil.Process(json.loads(vitals.read_text())["pid"])
+    """Return the live process of a role."""
+    return psutil.Process(pid(site, name))
 
 
 def srun_of(site: Site, name: str) -> int:
@@ -123,7 +128,7 @@ def test_a_role_is_brought_back_whatever_dies_of_it(site: Site) -> None:
     os.kill(srun, signal.SIGSTOP)  # it cannot tell of the end
     worker.kill()
     site.until_logged("rollout-0 is killed after")
-    until(lambda: role(site, "rollout-0").pid != worker.pid, what="another", seconds=SLOW_S)
+    until(lambda: pid(site, "rollout-0") != worker.pid, what="another", seconds=SLOW_S)
     assert not psutil.pid_exists(srun)
     site.slurm.command("scancel", job)
     site.until_ended(job)
@@ -145,7 +150,6 @@ def test_print_shows_the_script_and_does_nothing(site: Site) -> None:
     ("words", "environment", "says"),
     [
         ([], {"PATH": "/nowhere"}, "no sbatch here. Run this on a login node"),
-        ([], {"SLURM_CONF": "/nowhere"}, "Slurm does not answer: "),
         (
             ["launcher.slurm.every=[--partition=gpu]"],
             {},
@@ -156,7 +160,11 @@ def test_print_shows_the_script_and_does_nothing(site: Site) -> None:
             {},
             "partition main has 4 nodes, the parts of the job need 5: ",
         ),
-        (["launcher.slurm.head=[--cpus-per-task=99]"], {}, "sbatch refused "),
+        (
+            ["launcher.slurm.head=[--cpus-per-task=99]"],
+            {},
+            "sbatch refused the job: allocation failure",
+        ),
         (["trainer.ppo.batch_size=6"], {}, "group_size"),
     ],
 )
@@ -177,13 +185,18 @@ def test_outside_of_a_job_there_is_no_slurm_launcher(site: Site) -> None:
     assert "error: launcher.type=slurm outside of the job it needs" in done.stderr
 
 
-def test_a_slurm_without_partitions_is_named(
+def test_a_slurm_without_partitions_or_controller_is_named(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=(), more="# no partition") as slurm:
+    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1",)) as slurm:
+        slurm.command("scontrol", "delete", "partition=main")
         done = Site(slurm, tmp_path, inputs).launch()
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: this Slurm has no partition"), done.stderr
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: this Slurm has no partition"), done.stderr
+        slurm.daemons["slurmctld"].kill()
+        done = Site(slurm, tmp_path, inputs).launch()
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: Slurm does not answer: "), done.stderr
 
 
 def test_a_folder_that_is_not_shared_is_named_with_both_nodes(

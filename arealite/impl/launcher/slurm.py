@@ -44,7 +44,8 @@ class Nodes:
     """srun's words for its component."""
     job: str
     hosts: list[str]
-    cpus: str
+    cpus: int
+    """Of the node with the fewest."""
 
     @classmethod
     def of(cls, number: int, is_alone: bool) -> Nodes:
@@ -61,7 +62,8 @@ class Nodes:
             ) from error
         hosts = output(["scontrol", "show", "hostnames", names]).split()
         group = [] if is_alone else [f"--het-group={number}"]
-        return cls(group, job, hosts, cpus.partition("(")[0].partition(",")[0])
+        fewest = min(int(each.partition("(")[0]) for each in cpus.split(","))  # 8(x2),16
+        return cls(group, job, hosts, fewest)
 
     def srun(self, *words: str) -> list[str]:
         """Begin a step's command."""

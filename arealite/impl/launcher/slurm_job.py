@@ -17,6 +17,8 @@ from arealite.base.errors import UserError
 
 PARTS = {"llm_server": "servers", "rollout": "workers", "trainer": "trainers"}
 """Which part of a job has the nodes of a role; the datapipe is the supervisor's child."""
+ANSWER_S = 30.0
+"""For Slurm's controller; who asks for a job waits at a prompt."""
 
 
 def counts(config: ExperimentConfig) -> dict[str, int]:
@@ -62,10 +64,12 @@ def script(config: ExperimentConfig, command: Sequence[str]) -> str:
 def check_partitions(config: ExperimentConfig) -> None:
     """Refuse, with what there is, partitions that cannot take the parts of the job."""
     command = ["sinfo", "-h", "-o", "%R %a %D %P"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if asked.returncode:
-        raise UserError(f"Slurm does not answer: {asked.stderr.strip()}")
-    rows = [line.split() for line in asked.stdout.splitlines()]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S)
+    except (subprocess.SubprocessError, OSError) as error:
+        why = getattr(error, "stderr", None) or f"{error}"
+        raise UserError(f"Slurm does not answer: {why.strip()}. Is slurmctld up?") from error
+    rows = [line.split() for line in done.stdout.splitlines()]
     if not rows:
         raise UserError(
             "this Slurm has no partition (`sinfo` shows none). Its administrator adds one to "

@@ -1,0 +1,35 @@
+"""Which signal asks a process to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from arealite.base.signals import OWN_STOP
+
+ROLE = """
+import signal
+from arealite.base.signals import STOP, heed_only_stop
+heed_only_stop()
+signal.signal(STOP, lambda *_: exit(7))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("own", "number"), [("", signal.SIGTERM), ("1", signal.SIGUSR2)])
+def test_one_signal_asks_to_end_and_sigterm_only_where_it_is_that(own: str, number: int):
+    process = subprocess.Popen(
+        [sys.executable, "-c", ROLE], stdout=subprocess.PIPE, env=os.environ | {OWN_STOP: own}
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline()
+        if own:
+            process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
+        assert process.wait(60) == 7

@@ -1,0 +1,40 @@
+"""`arealite launch`, as far as it goes without a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig
+from arealite.cli import configs, main
+
+
+def test_print_needs_no_slurm_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["launch", "slurm", f"cluster.run_root={tmp_path / 'runs'}", "--print"]
+    assert main.main(words) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n# arealite/trial")
+    assert not (tmp_path / "runs").exists()
+    assert main.main(words[:-1]) == 2
+    assert capsys.readouterr().err.startswith("error: no sbatch here. ")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2), (["pbs"], 2)])
+def test_an_unknown_cluster_is_told_which_there_are(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+):
+    assert main.main(["launch", *words]) == code
+    said = capsys.readouterr()
+    assert "usage: arealite launch slurm|" in said.out + said.err
+
+
+def test_auto_is_this_hosts_address_and_others_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(configs, "own_address", lambda: "10.0.0.7")
+    given = ExperimentConfig()
+    assert configs.at_home(given) is given
+    auto = replace(given, cluster=replace(given.cluster, host="auto"))
+    assert configs.at_home(auto).cluster.host == "10.0.0.7"
