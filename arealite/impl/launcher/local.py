@@ -12,9 +12,10 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
@@ -119,13 +120,21 @@ class LocalLauncher(Launcher):
         """Start all processes of a role."""
         shared, role.children = threads(self.options.trainer_threads), []
         count = len(role.names)
-        own = self.rank_environments() if role is self.trainer else [dict[str, str]()] * count
+        own = [dict[str, str]()] * count
+        if role is self.trainer:
+            own = await self.rank_environments()
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
-            role.children.append(await spawn(name, command, log=log, environment=shared | rank))
+            role.children.append(await self.spawn(name, command, log, shared | rank))
 
-    def rank_environments(self) -> list[dict[str, str]]:
+    async def spawn(
+        self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
+    ) -> Child:
+        """Start one process of a role."""
+        return await spawn(name, command, log=log, environment=environment)
+
+    async def rank_environments(self) -> list[dict[str, str]]:
         """Return what each rank has to know to find the others."""
         return rank_environments(self.options.trainer_ranks)
 
