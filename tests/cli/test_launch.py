@@ -23,6 +23,14 @@ def test_print_needs_no_slurm_and_leaves_nothing(
     assert capsys.readouterr().err.startswith("error: no sbatch here. ")
 
 
+def test_the_launch_file_is_a_job_of_four_parts(capsys: pytest.CaptureFixture[str]):
+    file = Path(__file__).parents[2] / "launchers" / "slurm.yaml"
+    assert main.main(["launch", "slurm", str(file), "--print"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in ("# head", "# servers", "# workers", "# trainers")]
+    assert lines.count("#SBATCH hetjob") == 3 and lines.count("#SBATCH --gres=gpu:8") == 2
+
+
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2), (["pbs"], 2)])
 def test_an_unknown_cluster_is_told_which_there_are(
     words: list[str], code: int, capsys: pytest.CaptureFixture[str]
