@@ -58,7 +58,8 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
     job = sbatch(["--parsable", str(file)]).strip().partition(";")[0]
     print(f"job {job}; its script: {file}")
     print(f"watch:  squeue -j {job}; tail -F {paths.logs / 'slurm.log'}")
-    print(f"cancel: scancel {job}  (checkpoint first; the same command goes on later)")
+    print(f"cancel: scancel --batch --signal=TERM {job}  (a checkpoint, then the end; launched")
+    print("        again it goes on. Without the options it has Slurm's KillWait, 30 s, for that)")
     return 0
 
 

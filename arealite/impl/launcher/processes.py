@@ -45,9 +45,10 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code; of a death by signal, the signal's number below zero, whoever tells."""
+        """Its exit code; of a death by signal, the signal's number below zero, also where another
+        tells of it, as srun does; 130 is ours."""
         code = self.process.returncode or 0
-        return 128 - code if code > 128 else code
+        return 128 - code if code > 130 else code
 
     def send(self, number: int) -> None:
         """Send it a signal, past subprocess: that looks first whether it has ended, and takes its

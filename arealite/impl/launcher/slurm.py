@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir
-from arealite.base.errors import UserError
+from arealite.base.errors import DeadlineError, UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.slurm_job import PARTS, counts, output, parts
 from arealite.impl.launcher.supervisor import Role
+from arealite.system.deadlines import deadline
 from arealite.system.diagnosis import Finding
 
 PROBE = """\
@@ -191,7 +192,7 @@ class SlurmLauncher(LocalLauncher):
 
     async def _ask(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
         """Return what the nodes of a part print in time."""
-        size = str(len(nodes.hosts))
+        size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
         process = await asyncio.create_subprocess_exec(
             *step, "sh", "-c", PROBE, "probe", *files, stdout=asyncio.subprocess.PIPE
@@ -199,10 +200,10 @@ class SlurmLauncher(LocalLauncher):
         assert process.stdout is not None
         lines = list[str]()
         try:
-            async with asyncio.timeout(self.options.slurm.start_s):
+            async with deadline("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
                 async for line in process.stdout:
                     lines.append(line.decode().strip())
-        except TimeoutError:
+        except DeadlineError:
             process.kill()
         await process.wait()
         return lines

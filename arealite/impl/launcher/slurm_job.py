@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, run_paths
@@ -101,5 +102,9 @@ def check_partitions(config: ExperimentConfig) -> None:
 
 
 def output(words: Sequence[str]) -> str:
-    """Return what a command prints, whatever its end."""
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    """Return what a command of Slurm prints, whatever its end; "" if it does not come in time."""
+    with suppress(subprocess.TimeoutExpired):
+        return subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=ANSWER_S
+        ).stdout
+    return ""
