@@ -93,14 +93,16 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_goes_on_when_launched_again(sit
     assert site.balanced().steps == 40
 
 
+@pytest.mark.parametrize("victim", ["trainer-1", "batch"])
 def test_a_run_that_lost_a_node_is_requeued_and_goes_on(
-    inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    victim: str, inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
+    """The batch step's node is the supervisor's and the datapipe's."""
     with a_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         job = site.submit(*PARTS, *LONG)
         site.until_logged("step 10/")
-        node = slurm.command("squeue", "-hs", "-o", "%j %N").split("trainer-1 ")[1].split()[0]
+        node = slurm.command("squeue", "-hs", "-o", "%j %N").split(f"{victim} ")[1].split()[0]
         slurm.lose_node(node)
         until(lambda: slurm.restarts(job) == 1, what=site.logs, seconds=SLOW_S)
         slurm.start_node(node)

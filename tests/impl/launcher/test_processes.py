@@ -1,0 +1,40 @@
+"""What a host says of itself, and how a death that another process tells of is read."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from arealite.impl.launcher.processes import own_address, spawn
+
+
+def test_a_host_is_reached_by_what_its_name_stands_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
+    assert own_address() == "10.1.2.3"
+
+
+def test_a_name_that_stands_for_nothing_or_a_loopback_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fails(name: str) -> str:
+        raise OSError("no such host")
+
+    for answer in (fails, lambda name: "127.0.1.1"):
+        monkeypatch.setattr(socket, "gethostbyname", answer)
+        assert ipaddress.ip_address(own_address())
+
+
+@pytest.mark.parametrize(
+    ("code", "is_read_as"),
+    [(0, 0), (3, 3), (130, 130), (137, -signal.SIGKILL), (140, -signal.SIGUSR2)],
+)
+async def test_a_death_by_signal_is_one_whoever_tells(tmp_path: Path, code: int, is_read_as: int):
+    command = ["sh", "-c", f"exit {code}"]
+    child = await spawn("rollout-0", command, log=tmp_path / "log", environment={})
+    await asyncio.wait_for(child.process.wait(), 60)
+    assert child.code == is_read_as
