@@ -85,8 +85,8 @@ class SlurmLauncher(LocalLauncher):
         model = Path(config.model.path).expanduser().absolute()
         self.needed = [Path(sys.executable), Path.cwd(), model]
         """What a role needs besides the run's folders."""
-        self.devices = dict[str, list[str]]()
-        """The GPUs of each host."""
+        self.devices = dict[tuple[str, str], list[str]]()
+        """The GPUs that each part has on each of its hosts, by job and host."""
 
     def run(self) -> int:
         """Run to the end, after every node has answered and seen the run's folders."""
@@ -106,7 +106,7 @@ class SlurmLauncher(LocalLauncher):
         if role not in PARTS:
             return ["env", *own, *command]
         nodes, host, _ = self.place(role, index)
-        if self.devices[host]:
+        if self.devices[nodes.job, host]:
             own.append(f"CUDA_VISIBLE_DEVICES={','.join(self._gpus(role, index))}")
         step = nodes.srun("-N1", "-n1", f"--nodelist={host}", f"--job-name={role}-{index}")
         return [*step, "env", "-u", PARENT, *own, *command]
@@ -114,12 +114,10 @@ class SlurmLauncher(LocalLauncher):
     def _gpus(self, role: str, index: int) -> list[str]:
         """Divide a host's GPUs: one for each rank there, all ranks see all of these; servers share
         the others evenly."""
-        _, host, number = self.place(role, index)
-        there = Counter(
-            kind for kind, count in counts(self.config).items() for i in range(count)
-            if self.place(kind, i)[1] == host
-        )  # fmt: skip
-        gpus, servers = self.devices[host], there["llm_server"]
+        nodes, host, number = self.place(role, index)
+        every = [(kind, i) for kind, count in counts(self.config).items() for i in range(count)]
+        there = Counter(kind for kind, i in every if self.place(kind, i)[:2] == (nodes, host))
+        gpus, servers = self.devices[nodes.job, host], there["llm_server"]
         cut = there["trainer"] if servers else len(gpus)
         each = (len(gpus) - cut) // max(servers, 1)
         begin = cut + number * each
@@ -168,12 +166,12 @@ class SlurmLauncher(LocalLauncher):
             mark.touch()
         try:
             asked = [self._ask(nodes, files) for nodes in self.nodes.values()]
-            said = [line for lines in await asyncio.gather(*asked) for line in lines]
+            answers = zip(self.nodes.values(), await asyncio.gather(*asked), strict=True)
         finally:
             for mark in marks:
                 mark.unlink(missing_ok=True)
         head = self.nodes["head"].hosts[0]
-        for line in said:
+        for nodes, line in [(nodes, line) for nodes, lines in answers for line in lines]:
             host, _, rest = line.partition(" ")
             if rest.startswith("lacks "):
                 path = Path(rest.removeprefix("lacks "))
@@ -182,8 +180,9 @@ class SlurmLauncher(LocalLauncher):
                     "you start in, cluster.run_root, cluster.name_root, model.path and Python must "
                     "be on a file system that every node mounts."
                 )
-            self.devices[host] = [] if rest == "-" else rest.split(",")
-        if silent := [h for n in self.nodes.values() for h in n.hosts if h not in self.devices]:
+            self.devices[nodes.job, host] = [] if rest == "-" else rest.split(",")
+        asked_for = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
+        if silent := [host for job, host in asked_for if (job, host) not in self.devices]:
             raise UserError(
                 f"no answer from {', '.join(sorted({*silent}))} within "
                 f"launcher.slurm.start_s={self.options.slurm.start_s:g} s: look at `scontrol show "

@@ -54,7 +54,7 @@ def test_an_offline_run_has_no_workers(tmp_path: Path):
 async def test_processes_fill_their_nodes_in_order(tmp_path: Path, job: pytest.MonkeyPatch):
     parts = SlurmConfig(trainers=["--nodes=2"])
     launcher = SlurmLauncher(experiment(tmp_path, trainer_ranks=4, slurm=parts))
-    launcher.devices = {"h": [], "n1": ["0", "1"], "n2": ["0", "1"]}
+    launcher.devices = {("8", "n1"): ["0", "1"], ("8", "n2"): ["0", "1"]}
     ranks = await launcher.rank_environments()
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert {rank["MASTER_ADDR"] for rank in ranks} == {"n1"}
@@ -86,7 +86,7 @@ def test_ranks_take_a_gpu_each_and_servers_share_the_rest(
     for name in ("ID", "NODELIST", "CPUS_PER_NODE"):
         job.setenv(f"SLURM_JOB_{name}", {"ID": "1", "NODELIST": "h"}.get(name, "8"))
     launcher = SlurmLauncher(experiment(tmp_path, trainer_ranks=ranks, llm_servers=servers))
-    launcher.devices = {"h": [*gpus]}
+    launcher.devices = {("1", "h"): [*gpus]}
 
     def seen(role: str, index: int) -> str:
         command = launcher.command(role, index)
