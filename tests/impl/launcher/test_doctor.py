@@ -57,8 +57,10 @@ async def test_only_a_child_is_killed(
         if text.startswith("rollout-0 is dead: "):
             looked_again.set()
 
-    child = {mine.pid: mine.pid}
-    of_mine = Doctor(tmp_path, lambda finding: child.get(finding.pid), say, silent_s=0.5)
+    def child(finding: Finding) -> int | None:
+        return mine.pid if finding.pid == mine.pid and mine.poll() is None else None
+
+    of_mine = Doctor(tmp_path, child, say, silent_s=0.5)
     watching = asyncio.ensure_future(of_mine.run())
     try:
         assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
@@ -70,6 +72,24 @@ async def test_only_a_child_is_killed(
         lines = [line for line in said if line.startswith(f"{name} is stopped: ")]
         assert len(lines) == 1, "said once"
     assert sum("is killed after" in line for line in said) == 1
+
+
+async def test_who_waits_for_one_that_is_dead_is_ended(
+    tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+):
+    """As srun does that was stopped before its step ended."""
+    monkeypatch.setattr(doctor, "EXAMINE_S", 0.05)
+    role, waiter = stopped
+    role.kill()
+    role.wait()
+    of_role = Doctor(
+        tmp_path, lambda f: waiter.pid if f.culprit == "rollout-0" else None, print, silent_s=0.5
+    )
+    watching = asyncio.ensure_future(of_role.run())
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(waiter.wait), 60) == -signal.SIGKILL
+    finally:
+        watching.cancel()
 
 
 async def test_what_cannot_be_examined_does_not_end_it(
