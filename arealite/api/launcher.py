@@ -29,6 +29,19 @@ class SlurmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """What each process takes of a Ray cluster; the datapipe stays with the supervisor."""
+
+    address: str = opt("auto", "of the cluster; auto: RAY_ADDRESS, or the one of this machine")
+    server_cpus: float = opt(1.0, "of each llm server")
+    server_gpus: float = opt(0.0, "of each llm server: as many as its tensor parallelism")
+    worker_cpus: float = opt(1.0, "of each rollout worker")
+    trainer_cpus: float = opt(1.0, "of each trainer rank")
+    trainer_gpus: float = opt(0.0, "of each trainer rank: 1 to train on GPUs")
+    start_s: float = opt(300.0, "how long to wait for a place for all of them")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
     """Which processes a run has, where they are started, and when they are started again."""
 
@@ -55,6 +68,7 @@ class LauncherConfig:
         60.0, "a role whose event loop is blocked for this long is killed and started again"
     )
     slurm: SlurmConfig = sub(SlurmConfig, "for `arealite launch slurm`")
+    ray: RayConfig = sub(RayConfig, "for `arealite launch ray`")
 
 
 class Launcher(ABC):
@@ -74,5 +88,6 @@ launchers: Registry[Launcher] = Registry(
     {
         "local": "arealite.impl.launcher.local:LocalLauncher",
         "slurm": "arealite.impl.launcher.slurm:SlurmLauncher",
+        "ray": "arealite.impl.launcher.ray:RayLauncher",
     },
 )

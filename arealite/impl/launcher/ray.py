@@ -1,0 +1,249 @@
+"""The Ray launcher: the local one, whose roles run beside actors of a placement group.
+
+An actor a process: it starts a role as its child, waits for it, and passes signals on. A child dies
+with its actor, and all actors with the supervisor, whose job they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arealite.api.config import ExperimentConfig, name_dir
+from arealite.base.errors import UserError
+from arealite.impl.launcher.local import LocalLauncher
+from arealite.impl.launcher.processes import PARENT, Child
+from arealite.system.deadlines import deadline
+from arealite.system.diagnosis import Finding
+
+LOST = -signal.SIGKILL
+"""The exit code of a role whose actor, or node, is gone."""
+
+
+CONNECT_S = 5.0
+
+
+class Host:
+    """The actor: one child process on the node where Ray put it."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.missing = [folder for folder in folders if not Path(folder).exists()]
+
+    def place(self) -> tuple[str, list[str]]:
+        """Return this node's address, and which of the folders it does not see."""
+        import ray
+
+        return ray.util.get_node_ip_address(), self.missing
+
+    def start(
+        self, command: Sequence[str], log: str, environment: dict[str, str]
+    ) -> tuple[int, int]:
+        """Start the role's process, whose words go to a file of the run; return its id, and where
+        in the file it begins."""
+        own = os.environ | environment | {PARENT: str(os.getpid())}
+        with Path(log).open("ab") as output:
+            begin = output.tell()
+            self.process = subprocess.Popen(
+                command, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        return self.process.pid, begin
+
+    def wait(self) -> int:
+        """Return its exit code, once it has one."""
+        return self.process.wait()
+
+    def send(self, number: int) -> None:
+        """Pass a signal on."""
+        self.process.send_signal(number)
+
+
+class Process:
+    """An actor's child, as asyncio knows processes."""
+
+    def __init__(self, actor: Any, pid: int, log: Path) -> None:
+        self.actor, self.pid, self.log = actor, pid, log
+        self.returncode: int | None = None
+        self._end = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> int:
+        try:
+            code = int(await self.actor.wait.remote())
+        except Exception as error:  # noqa: BLE001  (killed by us, or its node is gone: Ray says why)
+            code, said = LOST, " ".join(str(error).split())
+            await asyncio.to_thread(self._note, f"Ray: {said[:500]}\n")
+        self.returncode = code
+        return code
+
+    def _note(self, text: str) -> None:
+        with self.log.open("a") as log:
+            log.write(text)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._end)
+
+
+@dataclass
+class RayChild(Child):
+    """A role's process on some node."""
+
+    def send(self, number: int) -> None:
+        self.process.actor.send.remote(number)  # type: ignore[attr-defined]
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.process.actor)  # type: ignore[attr-defined]
+
+
+class RayLauncher(LocalLauncher):
+    """Starts, watches, brings back and ends the roles of one experiment on a Ray cluster."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        super().__init__(config)
+        self.bundles = bundles(config)
+        self.group: Any = None
+
+    def run(self) -> int:
+        """Run to the end, once Ray has a place for every role."""
+        self.group = reserve(self.config, [*self.bundles.values()])
+        try:
+            return super().run()
+        finally:
+            import ray
+
+            ray.util.remove_placement_group(self.group)
+            ray.shutdown()
+
+    async def spawn(
+        self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
+    ) -> Child:
+        """Start a role in its bundle; the datapipe stays with the supervisor."""
+        if name not in self.bundles:
+            return await super().spawn(name, command, log, environment)
+        (self.vitals / f"{name}.json").unlink(missing_ok=True)
+        actor, address, missing = await self._place(name)
+        if missing:
+            raise UserError(
+                f"{missing[0]} is not shared with {address}. cluster.run_root, cluster.name_root "
+                "and model.path must be on a file system that every node mounts."
+            )
+        pid, begin = await actor.start.remote(command, str(log), environment)
+        return RayChild(name, Process(actor, pid, log), log, begin)  # type: ignore[arg-type]
+
+    async def _place(self, name: str) -> tuple[Any, str, list[str]]:
+        """Return an actor in a role's bundle, its node's address, and the folders it lacks.
+
+        Raises:
+            RoleError: Ray has no place for it any more.
+        """
+        from ray.exceptions import RayActorError
+
+        seconds = self.options.ray.start_s
+        async with deadline(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
+            while True:
+                actor = self._actor(name)
+                with suppress(RayActorError):  # on a node whose loss Ray has not noticed yet
+                    return actor, *await actor.place.remote()
+
+    def _actor(self, name: str) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs, number = self.bundles[name], [*self.bundles].index(name)
+        place = PlacementGroupSchedulingStrategy(self.group, number)
+        model = Path(self.config.model.path).expanduser().absolute()
+        folders = [str(folder) for folder in (self.paths.root, name_dir(self.config), model)]
+        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
+        # Two at a time: a signal must reach a child that is being waited for.
+        made: Any = ray.remote(Host).options(
+            **options, scheduling_strategy=place, max_concurrency=2, name=None
+        )
+        return made.remote(folders)
+
+    async def rank_environments(self) -> list[dict[str, str]]:
+        """Return what each rank has to know to find the others: the first rank's host."""
+        count, port = self.options.trainer_ranks, random.randint(20_000, 29_999)
+        scout, address, _ = await self._place("trainer-0")
+        del scout  # makes room for the rank
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        return [shared | {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(count)]
+
+    def culprit(self, finding: Finding) -> int | None:
+        """Kill the child that a finding is about, on whichever host; there is none of this one."""
+        for child in self.children:
+            who = child.name, child.process.pid  # a predecessor's vitals may still be there
+            if child.running and who == (finding.culprit, finding.pid):
+                self.progress.say(f"{child.name} is killed after {finding.since_s:.0f} s")
+                child.kill()
+        return None
+
+
+def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
+    """Return what each process takes of the cluster, by name; the datapipe is not among them."""
+    launcher, ray = config.launcher, config.launcher.ray
+    trainer = [("trainer", launcher.trainer_ranks, ray.trainer_cpus, ray.trainer_gpus)]
+    others = [
+        ("llm_server", launcher.llm_servers, ray.server_cpus, ray.server_gpus),
+        ("rollout", launcher.rollout_workers, ray.worker_cpus, 0.0),
+    ]
+    roles = trainer if config.trainer.is_offline else [*others, *trainer]
+    return {
+        f"{role}-{index}": {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        for role, count, cpus, gpus in roles
+        for index in range(count)
+    }
+
+
+def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> Any:
+    """Connect to the cluster and reserve a bundle for every process.
+
+    Raises:
+        UserError: Ray is not installed, does not answer, or is too small; or others keep what
+            is needed for longer than `launcher.ray.start_s`.
+    """
+    options = config.launcher.ray
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            "launcher.type=ray needs Ray. Install it: pip install 'arealite[ray]'"
+        ) from error
+    try:
+        host, _, port = options.address.rpartition(":")
+        if host:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no Ray cluster at launcher.ray.address={options.address}: {line} Start one: "
+            "ray start --head"
+        ) from error
+    has = ray.cluster_resources()
+    for kind in ("CPU", "GPU"):
+        needs = sum(bundle.get(kind, 0.0) for bundle in wanted)
+        if needs > has.get(kind, 0.0):
+            raise UserError(
+                f"the Ray cluster is too small: the run takes {needs:g} {kind}s, it has "
+                f"{has.get(kind, 0.0):g}. Lower launcher.* or launcher.ray.*, or add nodes."
+            )
+    group = ray.util.placement_group([*wanted], strategy="PACK")
+    if not group.wait(options.start_s):
+        ray.util.remove_placement_group(group)
+        free = ray.available_resources()
+        raise UserError(
+            f"Ray found no place for {len(wanted)} processes within launcher.ray.start_s="
+            f"{options.start_s:g} s: {free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} "
+            "GPUs are free. End other jobs, wait longer, or take less (launcher.ray.*)."
+        )
+    return group
