@@ -37,6 +37,11 @@ class ClusterConfig:
         "127.0.0.1", "address under which this host's roles are reached; auto: each host's own"
     )
 
+    @property
+    def bound(self) -> str:
+        """What servers of a run bind: loopback, unless other hosts are to reach this one."""
+        return "127.0.0.1" if self.host == "127.0.0.1" else "0.0.0.0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -32,15 +32,7 @@ class DistributedPublisherConfig:
 class SharedPublisherConfig:
     """No other server: the trainer's process serves the parameters it trains, while it waits."""
 
-    host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
-    port: int = opt(0, "0 takes a free port")
-    context_length: int | None = opt(
-        None, "prompt + output tokens; null takes the model's own limit"
-    )
     max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
-    num_threads: int | None = opt(
-        None, "torch threads of generation on a CPU; null: as launcher.trainer_threads"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

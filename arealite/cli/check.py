@@ -334,9 +334,7 @@ def own_server(config: ExperimentConfig) -> ServerConfig:
 
 def own_contexts(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
     """Return the context that servers of this run will have, [] where the model tells none."""
-    wanted = config.trainer.ppo.publisher.shared.context_length
-    if config.launcher.llm_servers:
-        wanted = own_server(config).llm_server.context_length
+    wanted = own_server(config).llm_server.context_length if config.launcher.llm_servers else None
     context = wanted or model.get("max_position_embeddings")
     return [context] if context else []
 

@@ -21,8 +21,8 @@ from arealite.system.dataset import load_tasks
 from arealite.system.name_registry import NameRegistry
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LEDGER_TOKEN = 12
-"""Bytes of a token in the ledger: id, logprob, version."""
+LEDGER_TOKEN = 17
+"""Bytes of a token in the ledger: token, mask, logprob, version and reward."""
 Line = tuple[str, str]
 
 
@@ -170,7 +170,7 @@ def _own_servers(config: ExperimentConfig, text: dict[str, Any]) -> Iterator[tup
     """Yield name, rows and context of the servers that this run starts."""
     context, shared = text.get("max_position_embeddings", 0), config.trainer.ppo.publisher.shared
     if config.trainer.ppo.publisher.type == "shared":
-        yield "shared server", shared.max_running_requests, shared.context_length or context
+        yield "shared server", shared.max_running_requests, context
     if count := config.launcher.llm_servers:
         server = check.own_server(config).llm_server
         if server.type == "embedded":  # SGLang takes what mem_fraction gives it

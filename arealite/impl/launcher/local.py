@@ -290,7 +290,7 @@ def server_overrides(config: ExperimentConfig) -> list[str]:
         "seed": config.seed,
         "model.path": config.model.path,
         "model.dtype": config.model.dtype,
-        "llm_server.host": "127.0.0.1" if config.cluster.host == "127.0.0.1" else "0.0.0.0",
+        "llm_server.host": config.cluster.bound,
         **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
     }
     words = [f"{key}={json.dumps(value)}" for key, value in given.items()]

@@ -69,8 +69,7 @@ class SharedPublisher(WeightPublisher):
         folder, ppo = Path(config.model.path).expanduser(), config.trainer.ppo
         with suppress(OSError):  # few models have none; then the config's end tokens hold
             module.generation_config = GenerationConfig.from_pretrained(folder)
-        options = ppo.publisher.shared
-        threads = options.num_threads or config.launcher.trainer_threads
+        rows, threads = ppo.publisher.shared.max_running_requests, config.launcher.trainer_threads
         served = ServerConfig(
             experiment_name=config.experiment_name,
             trial_name=config.trial_name,
@@ -78,12 +77,8 @@ class SharedPublisher(WeightPublisher):
             cluster=config.cluster,
             model=config.model,
             llm_server=LLMServerConfig(
-                host=options.host,
-                port=options.port,
-                context_length=options.context_length,
-                embedded=EmbeddedServerConfig(
-                    max_running_requests=options.max_running_requests, num_threads=threads
-                ),
+                host=config.cluster.bound,
+                embedded=EmbeddedServerConfig(max_running_requests=rows, num_threads=threads),
             ),
         )
         return cls(ppo.publisher, EmbeddedServer(served, shared=module))

@@ -17,11 +17,10 @@ from arealite.api.config import (
     ClusterConfig,
     ExperimentConfig,
     ModelConfig,
-    name_dir,
 )
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
-from arealite.api.publisher_config import PublisherConfig, SharedPublisherConfig
+from arealite.api.publisher_config import PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
@@ -170,15 +169,12 @@ async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
         _ = pair.publisher.starving
 
 
-def test_a_port_in_use_is_the_users_error(group: None, tmp_path: Path, pair: Pair) -> None:
-    taken = int(pair.url.rpartition(":")[2])
-    shared = PublisherConfig(type="shared", shared=SharedPublisherConfig(port=taken))
-    config = replace(
-        pair.config, trial_name="other", trainer=TrainerConfig(ppo=PPOConfig(publisher=shared))
-    )
-    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{taken}"):
+def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pair.engine.module.config, "layer_types", ["linear_attention"])
+    config = replace(pair.config, trial_name="other")
+    with pytest.raises(UserError, match="runs models with full attention only"):
         SharedPublisher.of(config, pair.engine)
-    assert name_dir(config) != name_dir(pair.config)
+    assert not NameRegistry.of(config).list("llm_server")
 
 
 def test_parameters_in_shards_cannot_be_shared(group: None, tmp_path: Path) -> None:
