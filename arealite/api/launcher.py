@@ -33,9 +33,8 @@ class RayConfig:
     """What each process takes of a Ray cluster; the datapipe stays with the supervisor."""
 
     address: str = opt("auto", "of the cluster; auto: RAY_ADDRESS, or the one of this machine")
-    server_cpus: float = opt(1.0, "of each llm server")
+    cpus: float = opt(1.0, "of each llm server and rollout worker")
     server_gpus: float = opt(0.0, "of each llm server: as many as its tensor parallelism")
-    worker_cpus: float = opt(1.0, "of each rollout worker")
     trainer_cpus: float = opt(1.0, "of each trainer rank")
     trainer_gpus: float = opt(0.0, "of each trainer rank: 1 to train on GPUs")
     start_s: float = opt(300.0, "how long to wait for a place for all of them")

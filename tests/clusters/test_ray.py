@@ -152,14 +152,13 @@ def test_stopped_by_a_person_it_checkpoints_and_goes_on_later(site: Site) -> Non
             "the Ray cluster is too small: the run takes 23 CPUs, it has 6",
         ),
         ("launcher.ray.trainer_gpus=1", "takes 2 GPUs, it has 0"),
-        ("launcher.ray.worker_cpus=5", "Ray found no place for 4 processes within"),
+        ("launcher.ray.trainer_cpus=5", "Ray found no place for 3 processes within"),
     ],
 )
 def test_a_cluster_that_cannot_hold_the_run_is_refused(
     site: Site, override: str, says: str
 ) -> None:
-    more = ["launcher.ray.server_cpus=0.1", "launcher.ray.trainer_cpus=0.1"]
-    more = more if "worker_cpus" in override else []
+    more = ["launcher.ray.cpus=0.1", "launcher.trainer_ranks=1"] if "cpus" in override else []
     done = site.run(override, "launcher.ray.start_s=3", *more)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr

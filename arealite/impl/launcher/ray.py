@@ -193,8 +193,8 @@ def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     launcher, ray = config.launcher, config.launcher.ray
     trainer = [("trainer", launcher.trainer_ranks, ray.trainer_cpus, ray.trainer_gpus)]
     others = [
-        ("llm_server", launcher.llm_servers, ray.server_cpus, ray.server_gpus),
-        ("rollout", launcher.rollout_workers, ray.worker_cpus, 0.0),
+        ("llm_server", launcher.llm_servers, ray.cpus, ray.server_gpus),
+        ("rollout", launcher.rollout_workers, ray.cpus, 0.0),
     ]
     roles = trainer if config.trainer.is_offline else [*others, *trainer]
     return {
