@@ -73,7 +73,10 @@ class Site:
         return file.read_text() if file.exists() else ""
 
     def until_logged(self, text: str) -> None:
-        until(lambda: text in self.log(), what=lambda: f"{text}\n{self.logs()}", seconds=SLOW_S)
+        """Wait for a line of the supervisor's; fail as soon as it has come to its end without."""
+        said = text, "run folder:"
+        until(lambda: any(each in self.log() for each in said), what=self.logs, seconds=SLOW_S)
+        assert text in self.log(), self.logs()
 
     def until_ended(self, job: str) -> str:
         """Wait for the job's end; return its state."""
