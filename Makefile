@@ -20,13 +20,12 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-clusters test-learning test-clusters test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: demo demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make test         the tests, in several processes (WORKERS=3)"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
-	@echo "make test-clusters  a real Slurm, Ray, torchrun and etcd, each where it is installed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
 	@echo "make test-learning  each algorithm learns the demo's task"
@@ -61,9 +60,6 @@ test: $(VENV)/.dev
 
 test-faults: $(VENV)/.dev
 	$(PY) -m pytest -m faults
-
-test-clusters: $(VENV)/.dev
-	$(PY) -m pytest -m cluster
 
 $(VENV)/.ray: $(VENV)/.dev
 	$(PIP) install -e ".[dev,demo,ray]"
