@@ -6,6 +6,7 @@ A preset in `config/algo/` is a few of these lines. Formulas stand in `arealite/
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from arealite.api.engine_config import OptimizerConfig
@@ -22,11 +23,11 @@ class LossConfig:
         "ppo", "clip the ratio, clip its weight, gate it softly, or take none"
     )
     ratio: Literal["token", "sequence"] = opt("token", "sequence: its geometric mean (GSPO)")
-    eps_low: float = opt(0.2, "the ratio is clipped to 1 - eps_low …")
-    eps_high: float = opt(0.2, "… 1 + eps_high; above eps_low is DAPO's clip-higher")
-    dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages, c > 1")
-    sapo_tau: float = opt(1.0, "temperature of SAPO's gate for positive advantages")
-    sapo_tau_neg: float = opt(1.05, "and for negative ones")
+    eps_low: float = opt(0.2, "the ratio is clipped to 1 - eps_low …", at_least=0)
+    eps_high: float = opt(0.2, "… 1 + eps_high; above eps_low is DAPO's clip-higher", at_least=0)
+    dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages", above=1)
+    sapo_tau: float = opt(1.0, "temperature of SAPO's gate for positive advantages", above=0)
+    sapo_tau_neg: float = opt(1.05, "and for negative ones", above=0)
     decoupled: bool = opt(
         True, "proximal policy recomputed by the trainer, behaviour ratio as a weight"
     )
@@ -36,11 +37,11 @@ class LossConfig:
     behav_weight_level: Literal["token", "sequence"] = opt(
         "token", "sequence: the geometric mean of a row"
     )
-    behav_weight_cap: float | None = opt(5.0, "upper bound of that weight; null leaves it")
+    behav_weight_cap: float | None = opt(5.0, "upper bound of that weight; null leaves it", above=0)
     m2_threshold: float | None = opt(
-        None, "M2PO: the tokens farthest off policy get no loss until the mean square is below"
+        None, "M2PO: tokens farthest off policy get no loss until the mean square is below", above=0
     )
-    entropy_coef: float = opt(0.0, "of the entropy bonus")
+    entropy_coef: float = opt(0.0, "of the entropy bonus", above=-inf)
     reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = opt(
         "token_mean", "how token losses add up to a batch's loss"
     )
@@ -50,7 +51,7 @@ class LossConfig:
 class KLConfig:
     """Keeps the policy near a reference policy."""
 
-    coef: float = opt(0.0, "0 needs no reference")
+    coef: float = opt(0.0, "0 needs no reference", at_least=0)
     place: Literal["loss", "reward"] = opt("loss", "a term of the loss, or of each token's reward")
     estimator: KLEstimator = opt("k3", "of KL(policy ‖ reference) from one sample")
     reference: str | None = opt(
@@ -62,13 +63,13 @@ class KLConfig:
 class ShapingConfig:
     """What becomes of rewards before advantages; filters and `reward/*` see them as they came."""
 
-    scale: float = opt(1.0, "every reward is multiplied by this …")
-    clip: float | None = opt(None, "… clipped to ± this …")
-    bias: float = opt(0.0, "… and the last one of an episode gets this added")
+    scale: float = opt(1.0, "every reward is multiplied by this …", above=-inf)
+    clip: float | None = opt(None, "… clipped to ± this …", above=0)
+    bias: float = opt(0.0, "… and the last one of an episode gets this added", above=-inf)
     overlong_buffer: int = opt(
-        0, "sampled tokens before max_new_tokens over which a penalty grows (DAPO); 0: none"
+        0, "tokens before max_new_tokens over which a penalty grows (DAPO); 0: none", at_least=0
     )
-    overlong_penalty: float = opt(1.0, "at its end")
+    overlong_penalty: float = opt(1.0, "at its end", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +81,9 @@ class AdvantageConfig:
         "of the group: over its std, less its mean, less the others' mean; or the discounted "
         "return, or GAE with a critic",
     )
-    eps: float = opt(1e-6, "added to a std")
-    gamma: float = opt(1.0, "discount a token, of reinforce and gae")
-    gae_lambda: float = opt(0.95, "of gae")
+    eps: float = opt(1e-6, "added to a std", at_least=0)
+    gamma: float = opt(1.0, "discount a token, of reinforce and gae", above=0, at_most=1)
+    gae_lambda: float = opt(0.95, "of gae", at_least=0, at_most=1)
     normalize: bool = opt(False, "to mean 0 and std 1 over the sampled tokens of the batch")
 
     @property
@@ -99,6 +100,6 @@ class CriticConfig:
     """
 
     path: str | None = opt(None, "Hugging Face folder it begins with; null takes model.path")
-    lr: float = opt(1e-5, "learning rate after the warm-up")
-    value_clip: float | None = opt(0.2, "how far an update may move a value; null does not bound")
+    lr: float = opt(1e-5, "learning rate after the warm-up", above=0)
+    value_clip: float | None = opt(0.2, "how far an update may move a value; null: any", above=0)
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")

@@ -31,8 +31,8 @@ class ClusterConfig:
     etcd: str = opt("127.0.0.1:2379", "host:port[,host:port] of an etcd of version 3.4 or newer")
     run_root: str = opt("runs", "folder of all runs, seen by every host")
     user: str | None = opt(None, "whose names; null takes the login name")
-    heartbeat_s: float = opt(1.0, "how often a role renews its name")
-    ttl_s: float = opt(5.0, "a name not renewed for this long is dead")
+    heartbeat_s: float = opt(1.0, "how often a role renews its name", above=0)
+    ttl_s: float = opt(5.0, "a name not renewed for this long is dead", above=0)
     host: str = opt(
         "127.0.0.1", "address under which this host's roles are reached; auto: each host's own"
     )

@@ -15,7 +15,7 @@ class DatapipeConfig:
     """The process between rollout workers and trainer."""
 
     lease_ttl_s: float = opt(
-        15.0, "a worker silent for this long loses its leases; they are offered again"
+        15.0, "a worker silent for this long loses its leases; they are offered again", above=0
     )
     commit_interval_s: float = opt(
         0.05,
@@ -26,7 +26,7 @@ class DatapipeConfig:
         0.5, "share of failed episodes, over the last 256, that stops the run"
     )
     stall_timeout_s: float = opt(
-        300.0, "no finished episode for this long, while some are due, stops the run"
+        300.0, "no finished episode for this long, while some are due, stops the run", above=0
     )
     pace_report_share: float = opt(
         0.2, "share of time lost to pacing above which the slow episodes are named"

@@ -1,7 +1,7 @@
-"""Config fields that carry their own documentation.
+"""Config fields that carry their own documentation and range.
 
 The text of `help` is what `--help` and the reference print; a field without it does not pass the
-tests.
+tests. The range is checked wherever a config is loaded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,23 @@ from dataclasses import field
 from typing import Any
 
 
-def opt(default: Any, help: str) -> Any:
-    """Declare a config field with a default and one line of documentation."""
-    return field(default=default, metadata={"help": help})
+def opt(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a config field with a default, one line of documentation, and a number's range.
+
+    A number with a range must also be finite; `above=-inf` asks for nothing else. None is left to
+    the field's type.
+    """
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    given = {word: at for word, at in bounds.items() if at is not None}
+    return field(default=default, metadata={"help": help, "bounds": given})
 
 
 def sub(factory: Callable[[], Any], help: str) -> Any:

@@ -32,12 +32,12 @@ class SGLangServerConfig:
     python: str | None = opt(
         None, "the Python that has sglang, perhaps of another virtual environment; null: this one"
     )
-    num_servers: int = opt(1, "on this host; the i-th takes port + i and the next devices")
+    num_servers: int = opt(1, "on this host; the i-th takes port + i and next devices", at_least=1)
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is a GPU")
-    tp: int = opt(1, "tensor parallelism: devices of one copy of the model")
-    dp: int = opt(1, "data parallelism: copies of the model in one server; disk publisher only")
+    tp: int = opt(1, "tensor parallelism: devices of one copy of the model", at_least=1)
+    dp: int = opt(1, "data parallelism: copies in one server; disk publisher only", at_least=1)
     mem_fraction: float | None = opt(
-        None, "share of a device's memory for weights and KV cache; null leaves it to SGLang"
+        None, "share of a device's memory for weights and KV; null: SGLang's", above=0, below=1
     )
     attention_backend: str | None = opt(None, "null leaves it to SGLang; torch_native on a CPU")
     extra_args: list[str] = sub(list, "more arguments of sglang.launch_server, as they are")
@@ -57,7 +57,7 @@ class LLMServerConfig:
     host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
     port: int = opt(0, "0 takes a free port")
     context_length: int | None = opt(
-        None, "prompt + output tokens; null takes the model's own limit"
+        None, "prompt + output tokens; null takes the model's own limit", at_least=1
     )
     log_level: Literal["debug", "info", "warning", "error"] = opt("info", "what is logged")
     embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")

@@ -13,16 +13,16 @@ from arealite.api.fields import opt, sub
 class OfflineConfig:
     """What sft, dpo and reward have in common."""
 
-    lr: float = opt(1e-5, "learning rate after the warm-up")
-    epochs: int = opt(1, "times every row is seen, in a new seeded order each")
-    max_steps: int = opt(0, "stop there even if rows are left; 0 takes all epochs")
-    batch_size: int = opt(64, "rows (pairs) of an optimizer update, over all ranks")
-    max_tokens: int = opt(4096, "a longer row is cut at its end")
+    lr: float = opt(1e-5, "learning rate after the warm-up", above=0)
+    epochs: int = opt(1, "times every row is seen, in a new seeded order each", at_least=1)
+    max_steps: int = opt(0, "stop there even if rows are left; 0 takes all epochs", at_least=0)
+    batch_size: int = opt(64, "rows (pairs) of an optimizer update, over all ranks", at_least=1)
+    max_tokens: int = opt(4096, "a longer row is cut at its end", at_least=1)
     eval_every_steps: int = opt(
-        0, "loss on the held-out rows; 0 only before the first and after the last step"
+        0, "loss on the held-out rows; 0 only before the first and after the last step", at_least=0
     )
-    checkpoint_every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C")
-    checkpoint_keep: int = opt(2, "newest checkpoints kept")
+    checkpoint_every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C", at_least=0)
+    checkpoint_keep: int = opt(2, "newest checkpoints kept", at_least=1)
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
     engine: TrainEngineConfig = sub(TrainEngineConfig, "what holds the model")
 
@@ -31,9 +31,9 @@ class OfflineConfig:
 class SFTConfig:
     """Cross entropy on the tokens that assistants wrote, or that environments answered."""
 
-    assistant_weight: float = opt(1.0, "of a token written by the assistant")
+    assistant_weight: float = opt(1.0, "of a token written by the assistant", at_least=0)
     next_state_weight: float = opt(
-        0.0, "of a token written by anyone else after the first assistant's: a world model"
+        0.0, "of a token by anyone else after the first assistant's: a world model", at_least=0
     )
     turns: Literal["all", "last"] = opt("all", "which assistant messages of a chat are learned")
     min_reward: float | None = opt(None, "leave out collected trajectories with less")
@@ -43,8 +43,8 @@ class SFTConfig:
 class DPOConfig:
     """Direct preference optimization (arXiv 2305.18290)."""
 
-    beta: float = opt(0.1, "how far the policy may leave the reference: higher is nearer")
+    beta: float = opt(0.1, "how far the policy may leave the reference: higher is nearer", above=0)
     loss: Literal["sigmoid", "hinge", "ipo"] = opt("sigmoid", "of the margin between the pair")
-    label_smoothing: float = opt(0.0, "share of pairs taken to be the wrong way round")
+    label_smoothing: float = opt(0.0, "share of pairs taken as reversed", at_least=0, below=0.5)
     reference_free: bool = opt(False, "compare with a uniform policy instead of a reference")
     reference: str | None = opt(None, "Hugging Face folder; null: the model the run begins with")

@@ -32,7 +32,7 @@ class DistributedPublisherConfig:
 class SharedPublisherConfig:
     """No other server: the trainer's process serves the parameters it trains, while it waits."""
 
-    max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
+    max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class PublisherConfig:
     pause_mode: Literal["retract", "in_place", "abort"] = opt(
         "retract", "recompute prefixes, keep the old KV, or abort and resubmit"
     )
-    timeout_s: float = opt(60.0, "for one server to take a version; it is quarantined after that")
-    bucket_mb: int = opt(256, "weights travel in buckets of this size ; files, too")
+    timeout_s: float = opt(60.0, "for a server to take a version, else it is quarantined", above=0)
+    bucket_mb: int = opt(256, "weights travel in buckets of this size ; files, too", at_least=1)
     verify_every: int = opt(
-        1, "compare what the servers hold after each n-th version; 0 never does"
+        1, "compare what the servers hold after each n-th version; 0 never does", at_least=0
     )
     disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")
     distributed: DistributedPublisherConfig = sub(

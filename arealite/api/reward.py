@@ -15,8 +15,8 @@ from arealite.base.registry import Registry
 class MathVerifyConfig:
     """Mathematical equality of the last answer in a completion and the ground truth."""
 
-    workers: int = opt(1, "checker processes of one rollout worker")
-    timeout_s: float = opt(2.0, "a check that runs longer is killed and fails its episode")
+    workers: int = opt(1, "checker processes of one rollout worker", at_least=1)
+    timeout_s: float = opt(2.0, "a check that runs longer is killed and fails its episode", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,18 +32,18 @@ class CollectorConfig:
     env: EnvConfig = sub(EnvConfig, "where")
     client: LLMClientConfig = sub(LLMClientConfig, "through which client it generates")
     sampling: SamplingConfig = sub(SamplingConfig, "how training tokens are drawn")
-    group_size: int = opt(8, "episodes a task; advantages compare them")
-    concurrency: int = opt(256, "episodes one rollout worker has in flight")
-    episode_timeout_s: float = opt(600.0, "an episode that runs longer fails and is offered again")
+    group_size: int = opt(8, "episodes a task; advantages compare them", at_least=1)
+    concurrency: int = opt(256, "episodes one rollout worker has in flight", at_least=1)
+    episode_timeout_s: float = opt(600.0, "longer ones fail and are offered again", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Held-out evaluation, run beside training through the same servers."""
 
-    every_steps: int = opt(0, "0 evaluates only before the first and after the last step")
+    every_steps: int = opt(0, "0: only before the first and after the last step", at_least=0)
     num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all")
-    samples: int = opt(1, "completions a prompt")
+    samples: int = opt(1, "completions a prompt", at_least=1)
     sampling: SamplingConfig = sub(SamplingConfig, "how held-out tokens are drawn")
 
 
@@ -51,8 +51,8 @@ class EvalConfig:
 class CheckpointConfig:
     """Sharded, atomic checkpoints."""
 
-    every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C")
-    keep: int = opt(2, "newest checkpoints kept")
+    every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C", at_least=0)
+    keep: int = opt(2, "newest checkpoints kept", at_least=1)
     export: bool = opt(True, "write a Hugging Face folder at the end")
 
 
@@ -60,13 +60,13 @@ class CheckpointConfig:
 class PPOConfig:
     """One policy trained with PPO or one of its relatives."""
 
-    lr: float = opt(1e-5, "learning rate after the warm-up")
-    total_steps: int = opt(100, "batches to train")
-    batch_size: int = opt(512, "episodes in a batch; a multiple of collector.group_size")
-    updates: int = opt(1, "optimizer updates a batch; must divide its number of groups")
-    epochs: int = opt(1, "times these updates are made")
+    lr: float = opt(1e-5, "learning rate after the warm-up", above=0)
+    total_steps: int = opt(100, "batches to train", at_least=1)
+    batch_size: int = opt(512, "episodes; a multiple of collector.group_size", at_least=1)
+    updates: int = opt(1, "optimizer updates a batch; must divide its number of groups", at_least=1)
+    epochs: int = opt(1, "times these updates are made", at_least=1)
     max_staleness: int = opt(
-        4, "eta: a token is trained at most this many versions after it was sampled"
+        4, "eta: a token is trained at most this many versions after it was sampled", at_least=0
     )
     staleness_policy: Literal["pace", "mask", "drop"] = opt(
         "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
@@ -77,7 +77,7 @@ class PPOConfig:
     partial_group: Literal["retry", "min_size", "drop"] = opt(
         "retry", "what becomes of a group with failed episodes"
     )
-    max_attempts: int = opt(3, "times an episode is offered before it has failed for good")
+    max_attempts: int = opt(3, "offers of an episode before it has failed for good", at_least=1)
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
     reward: ShapingConfig = sub(ShapingConfig, "rewards, as the algorithm sees them")
     advantage: AdvantageConfig = sub(AdvantageConfig, "advantages")

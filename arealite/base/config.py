@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -22,13 +24,16 @@ C = TypeVar("C")
 Parts = Mapping[type, Mapping[str, type]]
 """For each part's config dataclass (AgentConfig, …): name → config dataclass of the parts
 registered from outside."""
+HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
+"""What each bound of an option (api.fields.opt) asks of a number."""
 
 
 def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts: Parts) -> C:
     """Merge `files`, then `overrides` ("a.b=1"), into the defaults of `schema`; return it frozen.
 
     Raises:
-        UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type.
+        UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type or
+            is out of range.
     """
     grown = extend(schema, parts)
     node = OmegaConf.structured(grown)
@@ -41,9 +46,34 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
         except OmegaConfBaseException as error:
             raise UserError(f"{source}: {explain(error, grown)}") from error
     try:
-        return cast(C, OmegaConf.to_object(node))
+        config = cast(C, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, grown)) from error
+    check_ranges(config)
+    return config
+
+
+def check_ranges(config: Any, prefix: str = "") -> None:
+    """Check every number of a config tree against the range beside its option.
+
+    Raises:
+        UserError: one is out of it, or has one and is not finite.
+    """
+    for item in dataclasses.fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, f"{key}.")
+            continue
+        bounds = item.metadata.get("bounds")
+        if not bounds or value is None:
+            continue
+        if -inf < value < inf and all(HOLDS[word](value, at) for word, at in bounds.items()):
+            continue
+        what = _range(item)
+        if isinstance(value, float):
+            what = f"a number {'of ' if what.startswith('at') else ''}{what}".rstrip()
+        is_optional = type(None) in get_args(get_type_hints(config.__class__)[item.name])
+        raise UserError(f"{key}={value} must be {what}{', or null' if is_optional else ''}.")
 
 
 def read(file: Path) -> DictConfig:
@@ -110,7 +140,7 @@ def extend(schema: type, parts: Parts) -> type:
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted key, default, help) of every leaf of a config class."""
+    """Yield (dotted key, default, help with the range) of every leaf of a config class."""
     hints = get_type_hints(schema)
     for item in dataclasses.fields(schema):
         held, path = hints[item.name], f"{prefix}{item.name}"
@@ -119,7 +149,8 @@ def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
             continue
         factory = item.default_factory
         default = item.default if factory is dataclasses.MISSING else factory()
-        yield path, default, str(item.metadata.get("help", ""))
+        about = (str(item.metadata.get("help", "")), _range(item))
+        yield path, default, "; ".join(filter(None, about))
 
 
 def explain(error: OmegaConfBaseException, schema: type) -> str:
@@ -129,6 +160,11 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
         return f"unknown key '{key}'.{_suggest(key, schema)}"
     what = str(error.msg or error).splitlines()[0]
     return f"{key}: {what}." if key else f"{what}."
+
+
+def _range(item: dataclasses.Field[Any]) -> str:
+    bounds = item.metadata.get("bounds", {}).items()
+    return " and ".join(f"{word} {at}" for word, at in bounds if at > -inf)
 
 
 def _suggest(key: str, schema: type) -> str:

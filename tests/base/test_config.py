@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from arealite.api.agent import AgentConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.fields import opt
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 
@@ -18,6 +19,8 @@ from arealite.base.errors import UserError
 class MyAgentConfig:
     my_param: str = "x"
     count: int = 3
+    share: float | None = opt(0.5, "of all", above=0, below=1)
+    tries: int = opt(1, "times", at_least=1)
 
 
 PARTS = {AgentConfig: {"my_agent": MyAgentConfig}}
@@ -62,6 +65,67 @@ def test_a_mistake_is_one_line_that_names_the_fix(override: str, says: str):
         load(override)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+OWN = "trainer.ppo.collector.agent.my_agent"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.ppo.batch_size=0", "at least 1"),
+        ("trainer.ppo.max_staleness=-1", "at least 0"),
+        ("trainer.ppo.lr=nan", "a number above 0"),
+        ("datapipe.lease_ttl_s=inf", "a number above 0"),
+        ("trainer.ppo.kl.coef=-1.0", "a number of at least 0"),
+        ("trainer.ppo.reward.bias=inf", "a number"),
+        ("trainer.ppo.loss.dual_clip=1.0", "a number above 1, or null"),
+        ("trainer.ppo.eval.sampling.top_p=1.5", "a number above 0 and at most 1"),
+        ("trainer.dpo.label_smoothing=0.5", "a number of at least 0 and below 0.5"),
+        (f"{OWN}.share=1.0", "a number above 0 and below 1, or null"),
+        (f"{OWN}.tries=0", "at least 1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_one_line_with_key_value_and_range(override: str, says: str):
+    with pytest.raises(UserError) as error:
+        load(override)
+    assert str(error.value) == f"{override} must be {says}."
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("llm_server.sglang.num_servers=0", "at least 1"),
+        ("llm_server.sglang.dp=-1", "at least 1"),
+        ("llm_server.context_length=0", "at least 1, or null"),
+        ("llm_server.sglang.mem_fraction=1.0", "a number above 0 and below 1, or null"),
+        ("cluster.ttl_s=0.0", "a number above 0"),
+    ],
+)
+def test_a_servers_numbers_have_ranges_too(override: str, says: str):
+    with pytest.raises(UserError) as error:
+        base_config.load(ServerConfig, [], [override], {})
+    assert str(error.value) == f"{override} must be {says}."
+
+
+def test_numbers_at_their_bounds_and_none_are_allowed():
+    load("trainer.ppo.kl.coef=0", "trainer.ppo.advantage.gamma=1", f"{OWN}.share=null")
+    load("trainer.ppo.reward.bias=-1e300", f"trainer.ppo.total_steps={10**400}")
+
+
+def test_a_files_number_is_checked_as_well(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    file.write_text("launcher: {rollout_workers: 0}")
+    with pytest.raises(UserError, match=r"launcher\.rollout_workers=0 must be at least 1\."):
+        load(files=(file,))
+
+
+def test_every_default_is_within_its_range_and_ranges_are_told():
+    base_config.check_ranges(ExperimentConfig())
+    base_config.check_ranges(ServerConfig())
+    told = {key: text for key, _, text in base_config.keys(ExperimentConfig)}
+    assert told["trainer.ppo.eval.sampling.top_p"].endswith("; above 0 and at most 1")
+    assert told["trainer.ppo.loss.entropy_coef"] == "of the entropy bonus"
 
 
 def test_third_party_fields_are_typed_and_the_class_stays_an_experiment():

@@ -51,9 +51,8 @@ def test_another_model_is_told_by_what_is_known_of_it(
 )
 def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, value: int) -> None:
     (tmp_path / "empty.yaml").write_text("")
-    config = load(ExperimentConfig, tmp_path / "empty.yaml", [f"{key}={value}"])
     with pytest.raises(UserError, match=rf"{key}={value}"):
-        check.check_positive(config)
+        load(ExperimentConfig, tmp_path / "empty.yaml", [f"{key}={value}"])
 
 
 def test_it_says_that_it_waits_for_a_server_only_where_it_does(

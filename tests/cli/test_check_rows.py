@@ -10,6 +10,7 @@ import pytest
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
+from arealite.base.config import check_ranges
 from arealite.base.errors import UserError
 from arealite.cli import resume
 from arealite.cli.check import check, check_options
@@ -94,6 +95,7 @@ def test_numbers_that_make_no_sense(tmp_path, model, part, options):
     config = settings(tmp_path, model)
     trainer = replace(config.trainer, **{part: kinds[part](**options)})
     with pytest.raises(UserError, match=f"trainer.{part}"):
+        check_ranges(replace(config, trainer=trainer))
         check_options(replace(config, trainer=trainer))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 from arealite.api.reward import MathVerifyConfig, Reward
-from arealite.base.errors import UserError
 from arealite.impl.reward.pool import CheckerPool
 
 INTEGER = re.compile(r"[0-9]{1,64}|-[1-9][0-9]{0,63}")
@@ -21,11 +20,6 @@ class MathVerifyReward(Reward):
     """Scores through a pool of `config.workers` processes."""
 
     def __init__(self, config: MathVerifyConfig) -> None:
-        if config.workers < 1 or config.timeout_s <= 0:
-            raise UserError(
-                f"reward.math_verify: workers={config.workers}, timeout_s={config.timeout_s}: "
-                "both must be above 0."
-            )
         super().__init__(config)
         self.pool = CheckerPool(workers=config.workers, timeout_s=config.timeout_s)
 

@@ -102,7 +102,7 @@ def plan(config: ServerConfig) -> list[Launch]:
         UserError: the config does not fit itself, the Python, the model or this machine.
     """
     options = config.llm_server.sglang
-    check_numbers(config)
+    check_ports(config)
     about = describe(config)
     python = os.path.expanduser(options.python or sys.executable)
     devices = assign_devices(config, probe(python, options.device))
@@ -120,24 +120,14 @@ def plan(config: ServerConfig) -> list[Launch]:
     ]
 
 
-def check_numbers(config: ServerConfig) -> None:
-    """Refuse counts and shares that can mean nothing."""
-    server, options = config.llm_server, config.llm_server.sglang
-    prefix = "llm_server.sglang."
-    counts = {f"{prefix}{name}": getattr(options, name) for name in ("num_servers", "tp", "dp")}
-    if server.context_length is not None:
-        counts["llm_server.context_length"] = server.context_length
-    for name, value in counts.items():
-        if value < 1:
-            raise UserError(f"{name}={value}: must be at least 1.")
-    if not 0 <= server.port <= 65536 - options.num_servers:
-        last = server.port + options.num_servers - 1
+def check_ports(config: ServerConfig) -> None:
+    """Refuse ports that do not exist."""
+    server = config.llm_server
+    last = server.port + server.sglang.num_servers - 1
+    if server.port < 0 or last > 65535:
         raise UserError(
             f"llm_server.port={server.port}: ports {server.port} to {last} do not exist."
         )
-    share = options.mem_fraction
-    if share is not None and not 0 < share < 1:
-        raise UserError(f"{prefix}mem_fraction={share}: must lie between 0 and 1.")
 
 
 def describe(config: ServerConfig) -> dict[str, Any]:

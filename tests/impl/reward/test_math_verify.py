@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arealite.api.reward import MathVerifyConfig, RewardConfig, RewardFactory
-from arealite.base.errors import RewardTimeout, UserError, failure_class
+from arealite.base.errors import RewardTimeout, failure_class
 from arealite.impl.reward.checker import is_equal
 from arealite.impl.reward.math_verify import MathVerifyReward, equal_integers
 from arealite.impl.reward.pool import CheckerCrash, CheckerPool
@@ -71,12 +71,6 @@ async def test_scores(reward):
 def test_the_factory_makes_it():
     made = RewardFactory(None).make_reward(RewardConfig())
     assert isinstance(made, MathVerifyReward)
-
-
-@pytest.mark.parametrize("bad", [{"workers": 0}, {"timeout_s": 0.0}])
-def test_senseless_config_is_refused(bad):
-    with pytest.raises(UserError, match="must be above 0"):
-        MathVerifyReward(MathVerifyConfig(**bad))
 
 
 # ---------------------------------------------------------------- the short cut
