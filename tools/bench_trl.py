@@ -2,13 +2,14 @@
 
 Three cases: answers that end by themselves within 8 tokens, answers of exactly 128, and answers of
 heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128). Ours is what a user starts:
-`launch_llm_server` and `train.py` with datapipe, worker and trainer; TRL generates with
-transformers in the trainer's process. Both have both cores and run in turn. Model: a random Qwen2
-of 0.8 M parameters; 32 prompts × 8 samples a step, one update a step, GRPO with group std, token
-mean, clip 0.2, no reference, AdamW, float32. TRL is given two torch threads, no checkpoints, logs,
-evaluation or gradient checkpointing, and the micro-batch that suits it best (`TRL_ROWS`); our
-settings stand in `OURS` and in the printed table. First and last steps are left out: buffers fill
-and empty there.
+`train.py` with datapipe, worker, trainer and an embedded server: a process of its own, or with
+short answers, where training is most of a step, the trainer's (`publisher.type=shared`). TRL
+generates with transformers in the trainer's process. Both have both cores and run in turn. Model: a
+random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples a step, one update a step, GRPO with group
+std, token mean, clip 0.2, no reference, AdamW, float32. TRL is given two torch threads, no
+checkpoints, logs, evaluation or gradient checkpointing, and the micro-batch that suits it best
+(`trl_rows`); our settings stand in `OURS`, `TURNS` and in the printed table. First and last steps
+are left out: buffers fill and empty there.
 
     .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy]
 
@@ -18,20 +19,17 @@ Writes out/bench/trl.json.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +61,25 @@ class Case:
     staleness: int
     trl_rows: int
     """Of a micro-batch."""
-    train: tuple[str, ...] = ()
-    server: tuple[str, ...] = ()
+    ours: tuple[str, ...] = ()
 
 
 OURS = (
     "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
     "trainer.ppo.publisher.pause_mode=in_place",
+    "launcher.llm_servers=1",
 )
+TURNS = (
+    "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
+    "trainer.ppo.publisher.pause_mode=in_place",
+    "trainer.ppo.publisher.type=shared",
+    "launcher.trainer_threads=2",
+)
+"""One set of weights, and both cores for whose turn it is: as training is most of the step here."""
 CASES = {
-    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, train=OURS),
-    "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, train=OURS),
-    "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, train=OURS),
+    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, ours=TURNS),
+    "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, ours=OURS),
+    "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, ours=OURS),
 }
 SPLIT = "rows", "forward", "estimate", "update", "report", "stage", "log", "other"
 
@@ -252,20 +257,6 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
 
 
-@contextlib.contextmanager
-def server(case: Case, kit: Path) -> Iterator[None]:
-    """Run launch_llm_server for the body's time."""
-    script = ROOT / "arealite" / "launch_llm_server.py"
-    model = f"model.path={kit / 'model'}"
-    command = [sys.executable, str(script), *names(kit), model, *case.server]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
-
-
 def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:
     """Train with our loop; return samples a second and where the trainer's seconds went."""
     case, run_root, others = CASES[name], kit / f"{name}-{repeat}", Others()
@@ -292,10 +283,9 @@ def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:
         "trainer.ppo.checkpoint.every_steps=0",
         "trainer.ppo.checkpoint.export=false",
         "logger.types=[]",
-        *case.train,
+        *case.ours,
     ]
-    with server(case, kit):
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"train.py failed:\n{done.stdout}{done.stderr}")
     lines = (run_root / "bench" / "t" / "metrics.jsonl").read_text().splitlines()

@@ -70,7 +70,7 @@ class Doctor:
 
     def _heal(self, finding: Finding) -> None:
         # Who is dead and still somebody's child was run by it, and its end was not told.
-        limits = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
+        limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
         limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
         if is_due and (pid := self.child(finding)):

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ class Host:
 
     def place(self) -> tuple[str, list[str]]:
         """Return this node's address, and which of the folders it does not see."""
-        import ray
-
-        return ray.util.get_node_ip_address(), self.missing
+        return library().util.get_node_ip_address(), self.missing
 
     def start(
         self, command: Sequence[str], log: str, environment: dict[str, str]
@@ -100,9 +99,7 @@ class RayChild(Child):
         self.process.actor.send.remote(number)  # type: ignore[attr-defined]
 
     def kill(self) -> None:
-        import ray
-
-        ray.kill(self.process.actor)  # type: ignore[attr-defined]
+        library().kill(self.process.actor)  # type: ignore[attr-defined]
 
 
 class RayLauncher(LocalLauncher):
@@ -119,8 +116,7 @@ class RayLauncher(LocalLauncher):
         try:
             return super().run()
         finally:
-            import ray
-
+            ray = library()
             ray.util.remove_placement_group(self.group)
             ray.shutdown()
 
@@ -146,27 +142,26 @@ class RayLauncher(LocalLauncher):
         Raises:
             RoleError: Ray has no place for it any more.
         """
-        from ray.exceptions import RayActorError
-
+        lost = library().exceptions.RayActorError
         seconds = self.options.ray.start_s
         async with deadline(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
             while True:
                 actor = self._actor(name)
-                with suppress(RayActorError):  # on a node whose loss Ray has not noticed yet
+                with suppress(lost):  # on a node whose loss Ray has not noticed yet
                     return actor, *await actor.place.remote()
 
     def _actor(self, name: str) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         needs, number = self.bundles[name], [*self.bundles].index(name)
-        place = PlacementGroupSchedulingStrategy(self.group, number)
+        strategies = import_module("ray.util.scheduling_strategies")
+        place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
         model = Path(self.config.model.path).expanduser().absolute()
         folders = [str(folder) for folder in (self.paths.root, name_dir(self.config), model)]
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         # Two at a time: a signal must reach a child that is being waited for.
-        made: Any = ray.remote(Host).options(
-            **options, scheduling_strategy=place, max_concurrency=2, name=None
+        made = (
+            library()
+            .remote(Host)
+            .options(**options, scheduling_strategy=place, max_concurrency=2, name=None)
         )
         return made.remote(folders)
 
@@ -204,6 +199,20 @@ def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     }
 
 
+def library() -> Any:
+    """Import Ray, which is an extra.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise UserError(
+            "launcher.type=ray needs Ray. Install it: pip install 'arealite[ray]'"
+        ) from error
+
+
 def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> Any:
     """Connect to the cluster and reserve a bundle for every process.
 
@@ -211,13 +220,7 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> Any
         UserError: Ray is not installed, does not answer, or is too small; or others keep what
             is needed for longer than `launcher.ray.start_s`.
     """
-    options = config.launcher.ray
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(
-            "launcher.type=ray needs Ray. Install it: pip install 'arealite[ray]'"
-        ) from error
+    options, ray = config.launcher.ray, library()
     try:
         host, _, port = options.address.rpartition(":")
         if host:  # Ray itself tries for minutes
