@@ -40,7 +40,8 @@ class ClusterConfig:
     @property
     def bound(self) -> str:
         """What servers of a run bind: loopback, unless other hosts are to reach this one."""
-        return "127.0.0.1" if self.host == "127.0.0.1" else "0.0.0.0"
+        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return "127.0.0.1" if is_loopback else "0.0.0.0"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rich.filesize import decimal
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.cli import check, configs, options
+from arealite.cli.info import said
 from arealite.system.dataset import load_tasks
 from arealite.system.name_registry import NameRegistry
 
@@ -41,8 +41,12 @@ def main(argv: Sequence[str]) -> int:
     for number, config in enumerate(stages, start=1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
-        for what, said in report(config):
-            print(f"{what:<10} {said}", flush=True)
+        made = [str(run_paths(earlier).export) for earlier in stages[: number - 1]]
+        if config.model.path in made and not Path(config.model.path).exists():
+            print(f"{'model':<10} comes from an earlier stage; look again when that has ended")
+            continue
+        for what, told in report(config):
+            print(f"{what:<10} {told}", flush=True)
     print("ok: nothing was found that would keep it from starting")
     return 0
 
@@ -54,6 +58,7 @@ def report(config: ExperimentConfig) -> Iterator[Line]:
         UserError: what would keep it from starting.
     """
     model = check.check_model(config.model.path)
+    NameRegistry.of(config).check()
     numel = sum(map(math.prod, _shapes(config.model.path).values()))
     kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
@@ -84,7 +89,8 @@ def memory(
     optimizer = trainer.offline.optimizer if trainer.is_offline else ppo.optimizer
     shards = 1 if engine.type == "ddp" else fsdp.shard_size or ranks
     text = model.get("text_config") or model
-    hidden, layers = text.get("hidden_size", 0), text.get("num_hidden_layers", 1)
+    hidden = text.get("hidden_size") or text.get("n_embd", 0)
+    layers = text.get("num_hidden_layers") or text.get("n_layer", 1)
     low, is_mixed = BYTES[fsdp.dtype], fsdp.dtype != "float32"
     trained = 8 + (8 if optimizer.type == "adamw" else 4)
     frozen = low * numel / shards
@@ -103,7 +109,8 @@ def memory(
         held += frozen * has_own_reference + trained * numel / shards * (
             ppo.advantage.type == "gae"
         )
-    width = hidden if fsdp.gradient_checkpointing else 8 * hidden + 4 * text["intermediate_size"]
+    inner = text.get("intermediate_size") or 4 * hidden
+    width = hidden if fsdp.gradient_checkpointing else 8 * hidden + 4 * inner
     held += fsdp.max_tokens_per_microbatch * layers * width * low
     vocabulary = text.get("vocab_size") or 0
     logits = min(fsdp.logits_chunk, fsdp.max_tokens_per_microbatch * vocabulary)
@@ -112,8 +119,9 @@ def memory(
     if trainer.is_offline:
         return
     for name, rows, kv_context in _own_servers(config, text):
-        heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-        size = text.get("head_dim") or hidden // text["num_attention_heads"]
+        count = text.get("num_attention_heads") or 1
+        heads = text.get("num_key_value_heads") or count
+        size = text.get("head_dim") or hidden // count
         each = BYTES.get(config.model.dtype, 2)
         weights = 0 if name == "shared server" else each * numel
         yield name, weights + 2 * layers * heads * size * each * rows * kv_context
@@ -192,11 +200,8 @@ def _too_little(config: ExperimentConfig, needed: dict[str, float]) -> Iterator[
 
 def _gpu_memory() -> int:
     """Return the bytes of this host's smallest GPU, 0 without one."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
     words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=10).stdout.split()
-    return min((int(word) << 20 for word in said if word.isdigit()), default=0)
+    return min((int(word) << 20 for word in said(words).split() if word.isdigit()), default=0)
 
 
 def _shapes(path: str) -> dict[str, list[int]]:

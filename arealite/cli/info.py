@@ -72,7 +72,6 @@ def versions(sglang_python: str | None) -> Iterator[Line]:
     else:
         more = ", or name its Python with llm_server.sglang.python=PATH"
         yield "sglang", package("sglang") or f"missing: pip install sglang{more}"
-    yield "ray", package("ray") or "missing: pip install 'arealite[ray]'"
     for name, command, fix in TOOLS:
         there = f"there, but `{command} --version` fails"
         why = there if shutil.which(command) else f"missing: {fix}"
@@ -101,7 +100,7 @@ def extras() -> Iterator[Line]:
     for extra, names in wanted.items():
         absent = [name for name in names if not package(name)]
         fix = f"missing {', '.join(absent)}: pip install 'arealite[{extra}]'"
-        yield extra, fix if absent else "installed"
+        yield extra, fix if absent else ", ".join(f"{name} {package(name)}" for name in names)
     if not wanted:
         yield "?", "arealite is not installed: pip install -e . in its folder"
 

@@ -51,7 +51,6 @@ def test_what_is_missing_has_a_command(
     assert shown["arealite"] == __version__
     assert shown["transformers"] == there("transformers")
     assert shown["sglang"].startswith("missing: pip install sglang, or name its Python")
-    assert shown["ray"] == "missing: pip install 'arealite[ray]'"
     assert shown["etcd"] == "missing: apt-get install etcd-server"
     assert shown["slurm"] == "missing: apt-get install slurm-wlm"
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"

@@ -21,7 +21,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.doctor import Doctor
-from arealite.impl.launcher.processes import Child, rank_environments, spawn, threads
+from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
 from arealite.system import vitals
@@ -58,6 +58,8 @@ class LocalLauncher(Launcher):
         """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
         or a person stops the run."""
         self._stops = 0
+        self.local_ranks = self.options.trainer_ranks
+        """Ranks of this host, which take its first GPUs."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
         return Role(names, Budget(self.options.max_restarts), leads)
@@ -131,7 +133,11 @@ class LocalLauncher(Launcher):
     async def spawn(
         self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
     ) -> Child:
-        """Start one process of a role."""
+        """Start one process of a role; servers share the GPUs that the ranks here leave over."""
+        role, _, index = name.rpartition("-")
+        if role == "llm_server":
+            count = self.options.llm_servers
+            environment = environment | server_gpus(int(index), count, ranks=self.local_ranks)
         return await spawn(name, command, log=log, environment=environment)
 
     async def rank_environments(self) -> list[dict[str, str]]:

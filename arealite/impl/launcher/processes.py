@@ -163,3 +163,16 @@ def rank_environments(count: int) -> list[dict[str, str]]:
 def threads(count: int) -> dict[str, str]:
     """Keep maths libraries from taking every core for each process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def server_gpus(
+    index: int, count: int, *, ranks: int, devices: Path = Path("/dev")
+) -> dict[str, str]:
+    """Return the environment of one of `count` servers beside `ranks` trainer ranks, which take the
+    first GPUs: its share of the others; {} where there are none."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = [str(number) for number in range(len([*devices.glob("nvidia[0-9]*")]))]
+    rest = (named.split(",") if named else there)[ranks:]
+    each = max(1, len(rest) // count)
+    mine = rest[index * each : (index + 1) * each] or rest[-each:]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}

@@ -13,6 +13,7 @@ import random
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,15 +46,20 @@ class Host:
         return library().util.get_node_ip_address(), self.missing
 
     def start(
-        self, command: Sequence[str], log: str, environment: dict[str, str]
+        self, command: Sequence[str], folder: str, log: str, environment: dict[str, str]
     ) -> tuple[int, int]:
-        """Start the role's process, whose words go to a file of the run; return its id, and where
-        in the file it begins."""
+        """Start the role's process in the supervisor's folder, its words to a file of the run;
+        return its id, and where in the file it begins."""
         own = os.environ | environment | {PARENT: str(os.getpid())}
         with Path(log).open("ab") as output:
             begin = output.tell()
             self.process = subprocess.Popen(
-                command, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command,
+                cwd=folder,
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
         return self.process.pid, begin
 
@@ -130,10 +136,16 @@ class RayLauncher(LocalLauncher):
         actor, address, missing = await self._place(name)
         if missing:
             raise UserError(
-                f"{missing[0]} is not shared with {address}. cluster.run_root, cluster.name_root "
-                "and model.path must be on a file system that every node mounts."
+                f"{missing[0]} is not shared with {address}. The folder you start in, "
+                "cluster.run_root, cluster.name_root and model.path must be on a file system that "
+                "every node mounts."
             )
-        pid, begin = await actor.start.remote(command, str(log), environment)
+        try:
+            pid, begin = await actor.start.remote(command, str(Path.cwd()), str(log), environment)
+        except library().exceptions.RayActorError:  # lost meanwhile: Ray finds another node
+            return await self.spawn(name, command, log, environment)
+        except OSError as error:
+            raise UserError(f"{name} cannot be started on {address}: {error}") from error
         return RayChild(name, Process(actor, pid, log), log, begin)  # type: ignore[arg-type]
 
     async def _place(self, name: str) -> tuple[Any, str, list[str]]:
@@ -155,7 +167,8 @@ class RayLauncher(LocalLauncher):
         strategies = import_module("ray.util.scheduling_strategies")
         place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
         model = Path(self.config.model.path).expanduser().absolute()
-        folders = [str(folder) for folder in (self.paths.root, name_dir(self.config), model)]
+        needed = (self.paths.root, name_dir(self.config), model, Path.cwd())
+        folders = [str(folder) for folder in needed]
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         # Two at a time: a signal must reach a child that is being waited for.
         made = (
@@ -176,8 +189,9 @@ class RayLauncher(LocalLauncher):
     def culprit(self, finding: Finding) -> int | None:
         """Kill the child that a finding is about, on whichever host; there is none of this one."""
         for child in self.children:
-            who = child.name, child.process.pid  # a predecessor's vitals may still be there
-            if child.running and who == (finding.culprit, finding.pid):
+            is_its = finding.pid in (0, child.process.pid)  # 0: of another host; else a predecessor
+            is_up = time.monotonic() - child.started > self.options.silent_s
+            if child.running and child.name == finding.culprit and is_its and is_up:
                 self.progress.say(f"{child.name} is killed after {finding.since_s:.0f} s")
                 child.kill()
         return None

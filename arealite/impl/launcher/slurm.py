@@ -12,6 +12,7 @@ import random
 import secrets
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,9 @@ class SlurmLauncher(LocalLauncher):
 
     def culprit(self, finding: Finding) -> int | None:
         """Return the process of the step that a finding is about, on whichever host."""
-        running = {child.name: child.process.pid for child in self.children if child.running}
+        now, limit = time.monotonic(), self.options.silent_s
+        up = [each for each in self.children if each.running and now - each.started > limit]
+        running = {child.name: child.process.pid for child in up}  # others may be starting
         return running.get(finding.culprit)
 
     async def clear(self, role: Role) -> None:

@@ -19,6 +19,9 @@ from arealite.base.errors import RoleError
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, how_ended
 
+OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+"""What torchrun tells ranks: a server with ranks of its own must not take it for itself."""
+
 
 class Companion(LocalLauncher):
     """Datapipe, workers and servers beside ranks of others; all may end when its standard input
@@ -27,6 +30,7 @@ class Companion(LocalLauncher):
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         self.roles.remove(self.trainer)
+        self.local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
 
     async def _watch(self) -> int:
         loop = asyncio.get_running_loop()
@@ -53,7 +57,8 @@ def companion(config: ExperimentConfig) -> Generator[None]:
     """
     root = str(run_paths(config).root)
     command = [sys.executable, "-m", "arealite.cli.main", "role", "companion", "0", root]
-    environment = os.environ | {PARENT: str(os.getpid())}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+    environment = own | {PARENT: str(os.getpid())}
     # A session of its own: who stops the ranks lets the trainer finish its step with a datapipe.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, env=environment, start_new_session=True

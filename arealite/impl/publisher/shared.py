@@ -150,8 +150,9 @@ class SharedPublisher(WeightPublisher):
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseExceptionGroup as group:  # crosses to the trainer's thread
-            self._serving.set_exception(group.exceptions[0])
+        except BaseException as error:  # noqa: BLE001  (crosses to the trainer's thread)
+            grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else [error]
+            self._serving.set_exception(grouped[0])
         else:
             self._serving.set_result(None)
 

@@ -109,9 +109,11 @@ def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
 def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     """Return this rank's (sums, maxima) over its loss tokens; the world makes them global.
 
-    Rows that no update trained, and no pass before, are left out.
+    Rows that no update trained, and no pass before, have an age only.
     """
     pairs = [pair for own in batch.owned for pair in zip(own.rows, own.versions, strict=True)]
+    ages = [batch.step - versions_T[row.loss_mask] for row, versions_T in pairs]
+    every = np.concatenate(ages).astype(np.float64) if ages else np.zeros(0)
     pairs = [pair for pair in pairs if "prox_logprobs" in pair[0].fields]
     rows, versions = [row for row, _ in pairs], [versions_T for _, versions_T in pairs]
 
@@ -132,7 +134,8 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     values = {
         "tokens": np.ones_like(diff),
         "current": current,
-        "stale": stale,
+        "stale": every,
+        "aged": np.ones_like(every),
         "entropy": named("entropy"),
         "diff": diff,
         "diff_current": diff * current,
@@ -164,8 +167,8 @@ def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dic
         "mismatch/current_tokens": sums["current"],
         "mismatch/kl": sums["kl"] / tokens,
         "mismatch/behav_weight_ess": sums["w"] ** 2 / max(tokens * sums["w_sq"], 1e-12),
-        "policy/entropy": sums["entropy"] / tokens,
-        "staleness/token_mean": sums["stale"] / tokens,
+        **({"policy/entropy": sums["entropy"] / tokens} if sums["tokens"] else {}),
+        "staleness/token_mean": sums["stale"] / max(sums["aged"], 1.0),
         "staleness/token_max": maxima["stale"],
         **({"policy/reference_kl": sums["reference_kl"] / compared} if compared else {}),
         **({"reward/shaped_mean": sums["score"] / scored} if scored else {}),

@@ -7,10 +7,11 @@ import ipaddress
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from arealite.impl.launcher.processes import own_address, spawn
+from arealite.impl.launcher.processes import own_address, server_gpus, spawn
 
 
 def test_a_host_is_reached_by_what_its_name_stands_for(monkeypatch: pytest.MonkeyPatch):
@@ -38,3 +39,25 @@ async def test_a_death_by_signal_is_one_whoever_tells(tmp_path: Path, code: int,
     child = await spawn("rollout-0", command, log=tmp_path / "log", environment={})
     await asyncio.wait_for(child.process.wait(), 60)
     assert child.code == is_read_as
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks", "count", "shares"),
+    [
+        (None, 4, 2, ["4,5", "6,7"]),
+        (None, 1, 1, ["1,2,3,4,5,6,7"]),
+        (None, 8, 1, [None]),
+        ("2,3,5", 1, 2, ["3", "5"]),
+        ("2,3", 1, 2, ["3", "3"]),
+    ],
+)
+def test_servers_share_the_gpus_that_ranks_leave_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: Any, ranks: int, count: int, shares: Any
+) -> None:
+    for name in [*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"]:
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    told = [server_gpus(i, count, ranks=ranks, devices=tmp_path) for i in range(count)]
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in told] == shares
