@@ -2,13 +2,12 @@
 
 Three cases: answers that end by themselves within 8 tokens, answers of exactly 128, and answers of
 heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128). Ours is what a user starts:
-`train.py` with datapipe, worker, trainer and an embedded server: a process of its own, or with
-short answers, where training is most of a step, the trainer's (`publisher.type=shared`). TRL
+`train.py` with datapipe, worker, trainer and an embedded server, four processes. TRL
 generates with transformers in the trainer's process. Both have both cores and run in turn. Model: a
 random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples a step, one update a step, GRPO with group
 std, token mean, clip 0.2, no reference, AdamW, float32. TRL is given two torch threads, no
 checkpoints, logs, evaluation or gradient checkpointing, and the micro-batch that suits it best
-(`trl_rows`); our settings stand in `OURS`, `TURNS` and in the printed table. First and last steps
+(`trl_rows`); our settings stand in `OURS` and in the printed table. First and last steps
 are left out: buffers fill and empty there.
 
     .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy]
@@ -69,15 +68,8 @@ OURS = (
     "trainer.ppo.publisher.pause_mode=in_place",
     "launcher.llm_servers=1",
 )
-TURNS = (
-    "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
-    "trainer.ppo.publisher.pause_mode=in_place",
-    "trainer.ppo.publisher.type=shared",
-    "launcher.trainer_threads=2",
-)
-"""One set of weights, and both cores for whose turn it is: as training is most of the step here."""
 CASES = {
-    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, ours=TURNS),
+    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, ours=OURS),
     "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, ours=OURS),
     "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, ours=OURS),
 }
