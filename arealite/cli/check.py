@@ -37,10 +37,12 @@ MIN_FREE_BYTES = 64 << 20
 
 
 def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
-    """Check numbers, names, files, dataset and server of an experiment, in this order.
+    """Check the name store, numbers, names, files, dataset and server of an experiment, in this
+    order.
 
     `has_servers` False: none needs to be there yet.
     """
+    NameRegistry.of(config).check()
     check_options(config)
     model = check_model(config.model.path)
     if config.trainer.is_offline:

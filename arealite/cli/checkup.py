@@ -17,12 +17,12 @@ from rich.filesize import decimal
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.cli import check, configs, options
 from arealite.cli.info import said
+from arealite.impl.publisher.shapes import Shapes, read_shapes
+from arealite.system.audit import TOKEN_BYTES
 from arealite.system.dataset import load_tasks
 from arealite.system.name_registry import NameRegistry
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LEDGER_TOKEN = 17
-"""Bytes of a token in the ledger: token, mask, logprob, version and reward."""
 Line = tuple[str, str]
 
 
@@ -58,8 +58,8 @@ def report(config: ExperimentConfig) -> Iterator[Line]:
         UserError: what would keep it from starting.
     """
     model = check.check_model(config.model.path)
-    NameRegistry.of(config).check()
-    numel = sum(map(math.prod, _shapes(config.model.path).values()))
+    shapes = read_shapes(Path(config.model.path).expanduser())
+    numel = count(shapes)
     kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
     check.check(config, has_servers=bool(config.llm_server.addresses or _servers(config)))
@@ -69,21 +69,21 @@ def report(config: ExperimentConfig) -> Iterator[Line]:
         yield "data", f"{counts[0]} tasks to train, {counts[1]} held out"
         yield "servers", _about_servers(config)
         yield "staleness", staleness(config)
-    needed = dict(memory(config, model, numel))
+    needed = dict(memory(config, model, shapes))
     yield from (("memory", f"{who}: about {decimal(int(size))}") for who, size in needed.items())
     yield from _too_little(config, needed)
     yield "disk", disk(config, numel)
 
 
 def memory(
-    config: ExperimentConfig, model: dict[str, Any], numel: int
+    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes
 ) -> Iterator[tuple[str, float]]:
     """Yield who needs how many bytes: parameters and moments exactly, activations roughly.
 
     Activations of a layer: 8 × hidden + 4 × intermediate numbers a token, of a layer that is
     recomputed its input only.
     """
-    trainer, ppo = config.trainer, config.trainer.ppo
+    numel, trainer, ppo = count(shapes), config.trainer, config.trainer.ppo
     engine = trainer.offline.engine if trainer.is_offline else ppo.engine
     fsdp, ranks = engine.fsdp, config.launcher.trainer_ranks
     optimizer = trainer.offline.optimizer if trainer.is_offline else ppo.optimizer
@@ -95,10 +95,9 @@ def memory(
     trained = 8 + (8 if optimizer.type == "adamw" else 4)
     frozen = low * numel / shards
     if fsdp.lora.rank:
-        shapes = _shapes(config.model.path).items()
         names = tuple(f"{name}.weight" for name in fsdp.lora.targets)
         adapters = sum(
-            fsdp.lora.rank * sum(shape) for name, shape in shapes if name.endswith(names)
+            fsdp.lora.rank * sum(shape) for name, shape in shapes.items() if name.endswith(names)
         )
         held = frozen + trained * adapters / shards
     else:
@@ -119,9 +118,9 @@ def memory(
     if trainer.is_offline:
         return
     for name, rows, kv_context in _own_servers(config, text):
-        count = text.get("num_attention_heads") or 1
-        heads = text.get("num_key_value_heads") or count
-        size = text.get("head_dim") or hidden // count
+        queries = text.get("num_attention_heads") or 1
+        heads = text.get("num_key_value_heads") or queries
+        size = text.get("head_dim") or hidden // queries
         each = BYTES.get(config.model.dtype, 2)
         weights = 0 if name == "shared server" else each * numel
         yield name, weights + 2 * layers * heads * size * each * rows * kv_context
@@ -152,7 +151,7 @@ def disk(config: ExperimentConfig, numel: int) -> str:
     kept = offline.checkpoint_keep if offline else ppo.checkpoint.keep
     saved = 12 * numel * (kept + 1) + BYTES[ppo.engine.fsdp.dtype] * numel
     tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
-    ledger = 0 if offline else LEDGER_TOKEN * tokens
+    ledger = 0 if offline else TOKEN_BYTES * tokens
     free = shutil.disk_usage(paths.root).free
     text = (
         f"{paths.root}: at most {decimal(int(saved))} of checkpoints and export, "
@@ -179,11 +178,11 @@ def _own_servers(config: ExperimentConfig, text: dict[str, Any]) -> Iterator[tup
     context, shared = text.get("max_position_embeddings", 0), config.trainer.ppo.publisher.shared
     if config.trainer.ppo.publisher.type == "shared":
         yield "shared server", shared.max_running_requests, context
-    if count := config.launcher.llm_servers:
+    if servers := config.launcher.llm_servers:
         server = check.own_server(config).llm_server
         if server.type == "embedded":  # SGLang takes what mem_fraction gives it
             rows = server.embedded.max_running_requests
-            yield f"server, each of {count}", rows, server.context_length or context
+            yield f"server, each of {servers}", rows, server.context_length or context
 
 
 def _too_little(config: ExperimentConfig, needed: dict[str, float]) -> Iterator[Line]:
@@ -204,12 +203,6 @@ def _gpu_memory() -> int:
     return min((int(word) << 20 for word in said(words).split() if word.isdigit()), default=0)
 
 
-def _shapes(path: str) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
-    found: dict[str, list[int]] = {}
-    for file in Path(path).expanduser().glob("*.safetensors"):
-        opened: Any = safe_open(file, framework="numpy")
-        with opened as held:
-            found |= {str(name): held.get_slice(name).get_shape() for name in held.keys()}  # noqa: SIM118
-    return found
+def count(shapes: Shapes) -> int:
+    """Return the number of parameters in a model's files."""
+    return sum(map(math.prod, shapes.values()))

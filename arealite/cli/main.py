@@ -17,7 +17,7 @@ COMMANDS = {
     "train": ("arealite.cli.train", "train: the same as train.py"),
     "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
     "check": ("arealite.cli.checkup", "check a run without starting it; what it will need"),
-    "launch": ("arealite.cli.launch", "check a run and submit it to a cluster: launch slurm"),
+    "launch": ("arealite.cli.launch", "check a run and start it on a cluster: launch slurm|ray"),
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
     "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
     "why": ("arealite.cli.why", "name who holds a run up, who waits for whom, and where"),

@@ -13,7 +13,6 @@ from arealite.base.errors import UserError
 from arealite.cli import configs, options
 from arealite.system import vitals
 from arealite.system.locks import held
-from arealite.system.name_registry import NameRegistry
 
 FLAGS = ("--resume", "--dry-run")
 
@@ -44,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
     for config in stages:
         check_options(config)
     if "--dry-run" in argv:
-        NameRegistry.of(stages[0]).check()
         check(stages[0])
         print("all checks passed; nothing was started")
         return 0
@@ -89,7 +87,6 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     from arealite.cli import resume
     from arealite.cli.check import check
 
-    NameRegistry.of(config).check()
     check(config, has_servers=has_servers)
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names = name_dir(config)

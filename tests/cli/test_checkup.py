@@ -77,7 +77,7 @@ def test_memory_counts_what_each_role_holds() -> None:
         fsdp = FSDPConfig(dtype=dtype, max_tokens_per_microbatch=1, logits_chunk=1)
         engine = TrainEngineConfig(fsdp=fsdp)
         config = ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(engine=engine, **ppo)))
-        return dict(checkup.memory(config, model, numel))["trainer, each of 1"]
+        return dict(checkup.memory(config, model, {"weight": [numel]}))["trainer, each of 1"]
 
     assert held() == pytest.approx(16 * numel, rel=1e-3)
     assert held("bfloat16") == pytest.approx(18 * numel, rel=1e-3)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.signals import heed_only_stop
 
@@ -158,6 +159,15 @@ def rank_environments(count: int) -> list[dict[str, str]]:
     """Return what each of `count` ranks on this host has to know to find the others."""
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def counts(config: ExperimentConfig) -> dict[str, int]:
+    """Return how many processes each role has that a cluster places; the datapipe is not one."""
+    options = config.launcher
+    if config.trainer.is_offline:
+        return {"trainer": options.trainer_ranks}
+    workers = {"llm_server": options.llm_servers, "rollout": options.rollout_workers}
+    return workers | {"trainer": options.trainer_ranks}
 
 
 def threads(count: int) -> dict[str, str]:

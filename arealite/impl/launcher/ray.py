@@ -24,7 +24,7 @@ from typing import Any
 from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import UserError
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, Child
+from arealite.impl.launcher.processes import PARENT, Child, counts
 from arealite.system.deadlines import deadline
 from arealite.system.diagnosis import Finding
 
@@ -199,16 +199,12 @@ class RayLauncher(LocalLauncher):
 
 def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     """Return what each process takes of the cluster, by name; the datapipe is not among them."""
-    launcher, ray = config.launcher, config.launcher.ray
-    trainer = [("trainer", launcher.trainer_ranks, ray.trainer_cpus, ray.trainer_gpus)]
-    others = [
-        ("llm_server", launcher.llm_servers, ray.cpus, ray.server_gpus),
-        ("rollout", launcher.rollout_workers, ray.cpus, 0.0),
-    ]
-    roles = trainer if config.trainer.is_offline else [*others, *trainer]
+    ray = config.launcher.ray
+    cpus = {"llm_server": ray.cpus, "rollout": ray.cpus, "trainer": ray.trainer_cpus}
+    gpus = {"llm_server": ray.server_gpus, "trainer": ray.trainer_gpus}
     return {
-        f"{role}-{index}": {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-        for role, count, cpus, gpus in roles
+        f"{role}-{index}": {"CPU": cpus[role]} | ({"GPU": gpus[role]} if gpus.get(role) else {})
+        for role, count in counts(config).items()
         for index in range(count)
     }
 

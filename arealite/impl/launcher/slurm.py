@@ -22,8 +22,8 @@ from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT
-from arealite.impl.launcher.slurm_job import PARTS, counts, output, parts
+from arealite.impl.launcher.processes import PARENT, counts
+from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
 from arealite.system.deadlines import deadline
 from arealite.system.diagnosis import Finding

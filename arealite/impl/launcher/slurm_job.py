@@ -15,20 +15,12 @@ from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
+from arealite.impl.launcher.processes import counts
 
 PARTS = {"llm_server": "servers", "rollout": "workers", "trainer": "trainers"}
 """Which part of a job has the nodes of a role; the datapipe is the supervisor's child."""
 ANSWER_S = 30.0
 """For Slurm's controller; who asks for a job waits at a prompt."""
-
-
-def counts(config: ExperimentConfig) -> dict[str, int]:
-    """Return how many processes each role has."""
-    options = config.launcher
-    if config.trainer.is_offline:
-        return {"trainer": options.trainer_ranks}
-    workers = {"llm_server": options.llm_servers, "rollout": options.rollout_workers}
-    return workers | {"trainer": options.trainer_ranks}
 
 
 def parts(config: ExperimentConfig) -> dict[str, list[str]]:

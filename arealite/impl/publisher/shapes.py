@@ -24,7 +24,7 @@ def read_shapes(folder: Path) -> Shapes:
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="numpy") as file:
                 names = file.keys()
                 shapes |= {name: file.get_slice(name).get_shape() for name in names}
         except (OSError, SafetensorError) as error:
