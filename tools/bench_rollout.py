@@ -29,12 +29,13 @@ import msgspec
 import uvloop
 
 from arealite.api.agent import Agent
+from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
 from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
-from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout.collector import Collector
 from arealite.system.name_registry import NameRegistry

@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 from safetensors.torch import load_file
 
+from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
 from arealite.api.env import EnvConfig
 from arealite.api.llm import SamplingConfig
@@ -28,7 +29,7 @@ from arealite.api.publisher import PublishReport, publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
-from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout.collector import Collector
 from arealite.system.name_registry import NameRegistry

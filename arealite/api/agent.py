@@ -1,19 +1,17 @@
-"""An agent is a seat in an environment: it turns observations into prompts, and generations into
-actions.
+"""An agent is a seat in an environment: from observations to prompts, from generations to actions.
 
-It records every turn it generates, with exact tokens; the collector makes trajectories of the
-record.
+It records every turn with exact tokens; the collector makes trajectories of the record.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from arealite.api.agent_config import AgentConfig
 from arealite.api.episode import Action, Record, Seat, Turn
-from arealite.api.fields import opt, sub
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, clients
 from arealite.base.registry import Registry
 
@@ -21,28 +19,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, kw_only=True)
-class MathCodeSingleStepConfig:
-    """One prompt, one completion."""
-
-    system_prompt: str | None = opt(None, "system message put before the task's own messages")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """Which agent sits in the environment's seats."""
-
-    type: str = opt("math_code_single_step", "name in the table of agents")
-    math_code_single_step: MathCodeSingleStepConfig = sub(
-        MathCodeSingleStepConfig, "options of type=math_code_single_step"
-    )
-
-
 class Agent(ABC):
     """A seat in an environment; made afresh for every episode."""
 
     trainable = True
     """False for judges and frozen opponents: nothing they generate is trained on."""
+    shared: Any = None
+    """What `share` gave all agents of this config."""
 
     def __init__(
         self, config: Any, *, client: LLMClient, tokenizer: PreTrainedTokenizerBase, seat: Seat
@@ -52,6 +35,14 @@ class Agent(ABC):
         self.tokenizer = tokenizer
         self.seat = seat
         self.record = Record(recorded=seat.recorded)
+
+    @classmethod
+    def share(cls, args: Any, config: Any) -> AbstractAsyncContextManager[Any] | None:
+        """Return what all agents of one config use in a worker, as a client of another endpoint.
+
+        It is entered before the first episode, left after the last; what it gives is `shared`.
+        """
+        return None
 
     @abstractmethod
     async def act(self, observation: Any) -> Action:
@@ -109,7 +100,12 @@ agents: Registry[Agent] = Registry(
     {
         "math_code_single_step": (
             "arealite.impl.agent.math_code_single_step:MathCodeSingleStepAgent"
-        )
+        ),
+        "chat": "arealite.impl.agent.chat:ChatAgent",
+        "tool_use": "arealite.impl.agent.tool_use:ToolUseAgent",
+        "reasoning": "arealite.impl.agent.reasoning:ReasoningAgent",
+        "scripted": "arealite.impl.agent.scripted:ScriptedAgent",
+        "fixed_policy": "arealite.impl.agent.fixed_policy:FixedPolicyAgent",
     },
 )
 
@@ -128,14 +124,23 @@ class AgentFactory:
         self.args = args
         self.client = client or clients.get(client_config.type)(args, client_config)
         self.tokenizer = tokenizer or load_tokenizer(args.model.path)
+        self._shared: dict[int, Any] = {}
+
+    async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
+        """Start what all agents of `config` share; `stack` ends it."""
+        shared = agents.get(config.type).share(self.args, getattr(config, config.type, None))
+        if shared is not None:
+            self._shared[id(config)] = await stack.enter_async_context(shared)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a fresh agent for one seat of one episode (None: a seat of its own, for trying it
         out)."""
         own = getattr(config, config.type, None)
-        return agents.get(config.type)(
+        agent = agents.get(config.type)(
             own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat()
         )
+        agent.shared = self._shared.get(id(config))
+        return agent
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

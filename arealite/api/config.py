@@ -57,8 +57,16 @@ class DatasetConfig:
     """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL; those of sft, dpo
     and reward have other columns."""
 
-    train: str = opt("", "path of the training rows (of sft also a run's folder); required")
-    eval: str | None = opt(None, "path of the held-out rows; null trains without evaluation")
+    train: str = opt(
+        "",
+        "path of the training rows (of sft also a run's folder), or `generated` by the "
+        "environment; required",
+    )
+    eval: str | None = opt(
+        None, "path of the held-out rows, or `generated`; null trains without evaluation"
+    )
+    rows: int = opt(4096, "training rows to generate, or to draw for several environments")
+    eval_rows: int = opt(256, "held-out rows to generate, or to draw")
     shuffle: bool = opt(True, "a new seeded order each epoch")
 
 

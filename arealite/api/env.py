@@ -4,29 +4,15 @@ flow."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.fields import opt, sub
-from arealite.api.reward import RewardConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
+from arealite.base.errors import UserError
 from arealite.base.registry import Registry
-
-
-@dataclass(frozen=True, kw_only=True)
-class MathEnvConfig:
-    """One question, one answer, scored by a reward function."""
-
-    reward: RewardConfig = sub(RewardConfig, "how the answer is scored")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvConfig:
-    """Which environment the episodes run in."""
-
-    type: str = opt("math", "name in the table of environments")
-    math: MathEnvConfig = sub(MathEnvConfig, "options of type=math")
 
 
 class Env(ABC):
@@ -46,6 +32,18 @@ class Env(ABC):
         """The run's ExperimentConfig; read only names and cluster from it."""
         self.config = config
         """This environment's own config."""
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield rows of tasks (`prompt`, `ground_truth`, `extra_info`) without end, for
+        `dataset.train=generated`: the same for the same arguments, others for another `split`.
+
+        Raises:
+            UserError: this environment makes no tasks.
+        """
+        raise UserError(
+            f"{cls.__name__} makes no tasks itself. Set dataset.train and dataset.eval to files."
+        )
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start what is shared and costly: a browser, a pool of sandboxes."""
@@ -94,7 +92,27 @@ class StepEnv(Env):
             observation, done = result.observation, result.done
 
 
-envs: Registry[Env] = Registry("env", {"math": "arealite.impl.env.math:MathEnv"})
+envs: Registry[Env] = Registry(
+    "env",
+    {
+        "math": "arealite.impl.env.math:MathEnv",
+        "code": "arealite.impl.env.code:CodeEnv",
+        "tools": "arealite.impl.env.tools:ToolsEnv",
+        "debate": "arealite.impl.env.debate:DebateEnv",
+        "tic_tac_toe": "arealite.impl.env.tic_tac_toe:TicTacToeEnv",
+        "matrix_game": "arealite.impl.env.matrix_game:MatrixGameEnv",
+        "iterated_prisoners_dilemma": "arealite.impl.env.matrix_game:PrisonersDilemmaEnv",
+        "reverse": "arealite.impl.env.reverse:ReverseEnv",
+        "reverse_echo": "arealite.impl.env.reverse:ReverseEchoEnv",
+        "browser": "arealite.impl.env.browser:BrowserEnv",
+        "webarena": "arealite.impl.env.webarena:WebArenaEnv",
+        "reasoning_gym": "arealite.impl.env.reasoning_gym:ReasoningGymEnv",
+        "gymnasium": "arealite.impl.env.gymnasium:GymnasiumEnv",
+        "gyllm": "arealite.impl.env.gyllm:GyLLMEnv",
+        "textarena": "arealite.impl.env.textarena:TextArenaEnv",
+        "openenv": "arealite.impl.env.openenv:OpenEnvEnv",
+    },
+)
 
 
 class EnvFactory:
@@ -105,4 +123,8 @@ class EnvFactory:
 
     def make_env(self, config: EnvConfig) -> Env:
         """Return a new environment; call its `setup` before the first episode."""
+        if config.runtime.type != "in_process":
+            from importlib import import_module
+
+            return import_module("arealite.impl.env.remote").RemoteEnv(self.args, config)
         return envs.get(config.type)(self.args, getattr(config, config.type, None))

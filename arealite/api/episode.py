@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
+from arealite.api.observation import ToolCall
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -20,6 +21,10 @@ class Action(msgspec.Struct, frozen=True):
     """The completion, decoded for the environment; never tokenised again."""
     response: LLMResponse | None = None
     """The generation behind it; None when the policy was not asked."""
+    calls: tuple[ToolCall, ...] = ()
+    """The tools it calls, in order; also those that could not be read."""
+    is_last: bool = False
+    """The agent has reached its own cap on turns or tokens: it will not act again."""
 
 
 class Turn(msgspec.Struct):

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.agent import AgentConfig
 from arealite.api.algorithm import (
     AdvantageConfig,
     CriticConfig,
@@ -15,26 +14,13 @@ from arealite.api.algorithm import (
     LossConfig,
     ShapingConfig,
 )
+from arealite.api.collector import CollectorConfig
 from arealite.api.engine_config import OptimizerConfig, TrainEngineConfig
-from arealite.api.env import EnvConfig
 from arealite.api.fields import opt, sub
-from arealite.api.llm import LLMClientConfig, SamplingConfig
+from arealite.api.llm import SamplingConfig
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base.registry import Registry
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectorConfig:
-    """How episodes are run: who sits where, how many at a time."""
-
-    agent: AgentConfig = sub(AgentConfig, "who acts")
-    env: EnvConfig = sub(EnvConfig, "where")
-    client: LLMClientConfig = sub(LLMClientConfig, "through which client it generates")
-    sampling: SamplingConfig = sub(SamplingConfig, "how training tokens are drawn")
-    group_size: int = opt(8, "episodes a task; advantages compare them", at_least=1)
-    concurrency: int = opt(256, "episodes one rollout worker has in flight", at_least=1)
-    episode_timeout_s: float = opt(600.0, "longer ones fail and are offered again", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

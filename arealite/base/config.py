@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -63,6 +63,10 @@ def check_ranges(config: Any, prefix: str = "") -> None:
         key, value = f"{prefix}{item.name}", getattr(config, item.name)
         if dataclasses.is_dataclass(value):
             check_ranges(value, f"{key}.")
+            continue
+        if element(get_type_hints(config.__class__)[item.name]) is not None:
+            for name, each in value.items():
+                check_ranges(each, f"{key}.{name}.")
             continue
         bounds = item.metadata.get("bounds")
         if not bounds or value is None:
@@ -124,6 +128,10 @@ def extend(schema: type, parts: Parts) -> type:
     hints = get_type_hints(schema)
     for item in dataclasses.fields(schema):
         held = hints[item.name]
+        inner = element(held)
+        if inner is not None and (grown := extend(inner, parts)) is not inner:
+            values = dataclasses.field(default_factory=dict[str, Any], metadata=item.metadata)
+            fields.append((item.name, dict[str, grown], values))
         if isinstance(held, type) and dataclasses.is_dataclass(held):
             grown = extend(held, parts)
             if grown is not held:
@@ -137,6 +145,12 @@ def extend(schema: type, parts: Parts) -> type:
     return dataclasses.make_dataclass(
         schema.__name__, fields, bases=(schema,), frozen=True, kw_only=True
     )
+
+
+def element(held: Any) -> type | None:
+    """Return the config class of a field's values, where the field is a dict of configs."""
+    value = get_args(held)[1] if get_origin(held) is dict else None
+    return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:

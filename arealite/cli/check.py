@@ -30,8 +30,9 @@ from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
-from arealite.system.dataset import identity, load_tasks
+from arealite.system.dataset import identity
 from arealite.system.name_registry import Entry, NameRegistry
+from arealite.system.tasks import load_split
 
 MIN_FREE_BYTES = 64 << 20
 
@@ -50,8 +51,8 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
         check_run_folder(config)
         check_resume(config, check_rows(config, model))
         return
-    tasks = load_tasks(required(config.dataset.train, "dataset.train"), "train")
-    held_out = load_tasks(config.dataset.eval, "eval") if config.dataset.eval else []
+    check_data(config)
+    tasks, held_out = load_split(config, "train"), load_split(config, "eval")
     check_size(config, tasks)
     check_other_models(config.trainer.ppo, model)
     check_run_folder(config)
@@ -93,7 +94,8 @@ def check_names(config: ExperimentConfig) -> None:
         (publishers, ppo.publisher.type),
         (clients, collector.client.type),
         (agents, collector.agent.type),
-        (envs, collector.env.type),
+        *((envs, part.env.type) for part in collector.parts.values()),
+        *((agents, who.type) for part in collector.parts.values() for who in part.seats.values()),
         *((loggers, name) for name in config.logger.types),
     ]:
         table.check(name)
@@ -183,6 +185,18 @@ def check_other_model(path: str | None, model: dict[str, Any], *, key: str) -> N
         raise UserError(
             f"{key}={path} has another vocabulary: {theirs} token ids, model.path has {ours}. "
             "Give a model of the same family."
+        )
+
+
+def check_data(config: ExperimentConfig) -> None:
+    """Check that the run says once where its tasks are from."""
+    if not config.trainer.ppo.collector.envs:
+        required(config.dataset.train, "dataset.train")
+    elif config.dataset.train or config.dataset.eval or config.trainer.ppo.collector.seats:
+        raise UserError(
+            "collector.envs has several environments: set train, eval and seats in each of them "
+            "(trainer.ppo.collector.envs.NAME.train=…), not dataset.train, dataset.eval and "
+            "collector.seats."
         )
 
 

@@ -19,8 +19,8 @@ from arealite.cli import check, configs, options
 from arealite.cli.info import said
 from arealite.impl.publisher.shapes import Shapes, read_shapes
 from arealite.system.audit import TOKEN_BYTES
-from arealite.system.dataset import load_tasks
 from arealite.system.name_registry import NameRegistry
+from arealite.system.tasks import load_split
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Line = tuple[str, str]
@@ -64,8 +64,7 @@ def report(config: ExperimentConfig) -> Iterator[Line]:
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
     check.check(config, has_servers=bool(config.llm_server.addresses or _servers(config)))
     if not config.trainer.is_offline:
-        rows = [config.dataset.train, config.dataset.eval]
-        counts = [len(load_tasks(file, "train")) if file else 0 for file in rows]
+        counts = [len(load_split(config, split)) for split in ("train", "eval")]
         yield "data", f"{counts[0]} tasks to train, {counts[1]} held out"
         yield "servers", _about_servers(config)
         yield "staleness", staleness(config)

@@ -50,12 +50,12 @@ def run(role: str, index: int, config: ExperimentConfig) -> int:
 def datapipe(config: ExperimentConfig, index: int) -> None:
     """Serve tasks, leases and batches until the trainer finishes."""
     from arealite.system.datapipe import Datapipe
-    from arealite.system.dataset import load_tasks
+    from arealite.system.tasks import load_split
 
     pipe = Datapipe(
         config,
-        train=load_tasks(config.dataset.train, "train"),
-        eval=load_tasks(config.dataset.eval, "eval") if config.dataset.eval else [],
+        train=load_split(config, "train"),
+        eval=load_split(config, "eval"),
         registry=NameRegistry.of(config),
         address=f"tcp://{config.cluster.host}:0",
     )

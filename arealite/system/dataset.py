@@ -32,7 +32,7 @@ def load_tasks(path: str, split: str) -> list[Task]:
         UserError: the file is missing, empty or of another kind, or a row of it cannot be used.
     """
     rows = enumerate(read_rows(path, split, COLUMNS))
-    tasks = [_task(row, f"{split}-{index}", where) for index, (where, row) in rows]
+    tasks = [make_task(row, f"{split}-{index}", where) for index, (where, row) in rows]
     if not tasks:
         raise UserError(f"dataset file {path} has no rows. Write at least one with a `prompt`.")
     return tasks
@@ -113,7 +113,12 @@ def _require_prompt(names: Sequence[str], where: str) -> None:
     raise UserError(f"{where}: no column `prompt`, only {', '.join(names) or 'none'}.{hint}")
 
 
-def _task(row: dict[str, Any], task_id: str, where: str) -> Task:
+def make_task(row: dict[str, Any], task_id: str, where: str) -> Task:
+    """Return a row as a task.
+
+    Raises:
+        UserError: a column is missing or of another type.
+    """
     _require_prompt(list(row), where)
     prompt = check_prompt(row["prompt"], where)
     truth, extra = row.get("ground_truth"), row.get("extra_info")

@@ -10,7 +10,8 @@ import pytest
 from msgspec import structs
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, EnvConfig, EnvFactory, MathEnvConfig, envs
+from arealite.api.env import Env, EnvConfig, EnvFactory, envs
+from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
 from arealite.api.trajectory import TrajectoryHeader
@@ -33,10 +34,10 @@ async def played(request):
     if request.param == "math":
         assert test_math is not None
         own = EnvConfig(math=MathEnvConfig(reward=RewardConfig(type="length_match")))
-        made.env = EnvFactory(config).make_env(own)
-    await made.env.setup()
+        made.parts[""] = made.parts[""]._replace(env=EnvFactory(config).make_env(own))
+    await made.setup()
     yield made, lease(prompt=prompt, ground_truth=truth, members=32)
-    await made.env.close()
+    await made.close()
 
 
 def test_every_built_in_environment_is_tested() -> None:
@@ -46,7 +47,7 @@ def test_every_built_in_environment_is_tested() -> None:
 
 
 async def test_it_names_its_seats(played) -> None:
-    env: Env = played[0].env
+    env: Env = played[0].parts[""].env
     assert env.seats
     assert len(set(env.seats)) == len(env.seats)
     assert inspect.iscoroutinefunction(env.run)
@@ -56,7 +57,7 @@ async def test_an_episode_gives_every_seat_a_finite_reward(played) -> None:
     collector, work = played
     episode, payloads = await collector.run(work, 0)
     assert episode.failure is None
-    assert [header.seat for header in episode.headers] == list(collector.env.seats)
+    assert [header.seat for header in episode.headers] == list(collector.parts[""].env.seats)
     assert len(payloads) == len(episode.headers)
     assert all(header.trained_tokens > 0 for header in episode.headers)
 
@@ -70,7 +71,7 @@ async def test_episodes_run_side_by_side(played) -> None:
         await client.received(len(work.members))  # all of them wait for a generation at once
         client.gate.set()
     ids = [header.trajectory_id for task in running for header in task.result()[0].headers]
-    assert len(set(ids)) == len(ids) == len(work.members) * len(collector.env.seats)
+    assert len(set(ids)) == len(ids) == len(work.members) * len(collector.parts[""].env.seats)
 
 
 async def test_cancelling_an_episode_ends_its_generations(played) -> None:

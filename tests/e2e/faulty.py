@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.api.agent import Agent
-from arealite.api.env import MathEnvConfig, envs
+from arealite.api.env import envs
 from arealite.api.fields import opt
+from arealite.api.game_config import MathEnvConfig
 from arealite.api.task import Task
 from arealite.impl.env.math import MathEnv
 

@@ -6,12 +6,13 @@ from functools import cache
 from typing import Any
 
 from arealite.api.agent import AgentConfig
+from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import EnvConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
-from arealite.api.trainer import CollectorConfig, EvalConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer import EvalConfig, PPOConfig, TrainerConfig
 
 
 @cache

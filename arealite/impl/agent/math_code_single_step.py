@@ -11,6 +11,7 @@ from typing import Any
 from arealite.api.agent import Agent
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
+from arealite.api.observation import messages, observe
 from arealite.system.chats import tokenize
 
 
@@ -27,10 +28,8 @@ class MathCodeSingleStepAgent(Agent):
         """Return the text to continue, or the chat messages to answer."""
         system = self.config.system_prompt if self.config is not None else None
         if system is None:
-            return observation
-        if isinstance(observation, str):
-            observation = [{"role": "user", "content": observation}]
-        return [{"role": "system", "content": system}, *observation]
+            return observe(observation).content
+        return messages(observation, system=system)
 
     def parse(self, response: LLMResponse) -> str:
         """Return what the completion says to the environment."""

@@ -11,17 +11,21 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
+from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import EnvFactory
+from arealite.api.env import Env, EnvFactory
 from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
+from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, encode_segments
 from arealite.base import errors, log
 from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
+from arealite.base.registry import unknown
 from arealite.impl.rollout.segments import make_segments
 from arealite.system.limits import Limit, Limits
 
@@ -46,23 +50,62 @@ class RewardNotFinite(EpisodeError):
     failure_class = "reward_not_finite"
 
 
+class Part(NamedTuple):
+    """One environment of the run."""
+
+    config: PartConfig
+    env: Env
+
+
 class Collector:
-    """Makes the environment once, and fresh agents for every episode. Episodes run concurrently."""
+    """Makes each environment once, fresh agents for every episode, and runs many at a time."""
 
     def __init__(
         self, config: ExperimentConfig, client: LLMClient, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
-        self.env = EnvFactory(config).make_env(self.config.env)
+        make_env = EnvFactory(config).make_env
+        self.parts = {
+            name: Part(part, make_env(part.env)) for name, part in self.config.parts.items()
+        }
+        """By name; a task says in `extra_info.env` which is its own."""
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
         self._limits = Limits()
+        self._stack = AsyncExitStack()
         self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
         """By lease id and member: resumable episodes under way."""
         self.resumed: Counter[str] = Counter()
         """Episodes and tokens that were had from a record, and records that did not fit."""
+
+    async def setup(self) -> None:
+        """Start the environments, and what agents share; what was started ends where one fails."""
+        async with AsyncExitStack() as stack:
+            for part in self.parts.values():
+                stack.push_async_callback(part.env.close)
+                await part.env.setup()
+            configs = [self.config.agent]
+            configs += [seat for part in self.parts.values() for seat in part.config.seats.values()]
+            for config in configs:
+                await self._agents.share(config, stack)
+            self._stack = stack.pop_all()
+
+    async def close(self) -> None:
+        """Stop what `setup` started."""
+        await self._stack.aclose()
+
+    def part(self, task: Task) -> Part:
+        """Return the environment that a task is for.
+
+        Raises:
+            UserError: the run has none of that name.
+        """
+        name = task.extra_info.get("env", "") if self.config.envs else ""
+        if name not in self.parts:
+            raise UserError(f"{task.task_id}: " + unknown("environment", str(name), [*self.parts]))
+        return self.parts[name]
 
     async def run(
         self, lease: Lease, member: int, turns: Sequence[bytes] = ()
@@ -104,20 +147,21 @@ class Collector:
     ) -> list[tuple[TrajectoryHeader, bytes]]:
         """Run one episode under its deadline; return a trajectory a trainable seat."""
         begin = time.perf_counter()
-        agents = self._make_agents(lease, member, turns if self.env.resumable else ())
+        part = self.part(lease.task)
+        agents = self._make_agents(part, lease, member, turns if part.env.resumable else ())
         seconds = self.config.episode_timeout_s
         limit = Limit(
             self._limits,
             asyncio.get_running_loop().time() + seconds,
             what=f"episode {lease.group_id}/{member} ({lease.task.task_id})",
             owner="collector",
-            on=f"environment {self.config.env.type}",
+            on=f"environment {part.config.env.type}",
         )
-        if self.env.resumable and lease.split == "train":
+        if part.env.resumable and lease.split == "train":
             self._playing[lease.lease_id, member] = lease, agents
         try:
             with limit:
-                await self.env.run(lease.task, **agents)
+                await part.env.run(lease.task, **agents)
         except TimeoutError as error:
             if not limit.expired:
                 raise
@@ -130,7 +174,7 @@ class Collector:
         seconds = time.perf_counter() - begin
         seats = [agent for agent in agents.values() if agent.trainable]
         if not seats:
-            raise NothingGenerated(f"{type(self.env).__name__} has no trainable seat")
+            raise NothingGenerated(f"{type(part.env).__name__} has no trainable seat")
         return [trajectory(lease, member, agent, seconds=seconds) for agent in seats]
 
     def _count_resumed(self, agents: dict[str, Agent]) -> None:
@@ -140,16 +184,22 @@ class Collector:
         self.resumed["resumed_tokens"] += tokens
         self.resumed["resumed_diverged"] += any(record.resumed_diverged for record in records)
 
-    def _make_agents(self, lease: Lease, member: int, turns: Sequence[bytes]) -> dict[str, Agent]:
+    def _make_agents(
+        self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]
+    ) -> dict[str, Agent]:
         episode_id = f"{lease.lease_id}/{member}"
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
         about = (lease.group_id, episode_id, lease.version, sampling)
         seats = [
             Seat(name, *about, recorded(lease, member, name, turns) if turns else ())
-            for name in self.env.seats
+            for name in part.env.seats
         ]
-        return {seat.name: self._agents.make_agent(self.config.agent, seat) for seat in seats}
+        configs = part.config.seats
+        return {
+            seat.name: self._agents.make_agent(configs.get(seat.name, self.config.agent), seat)
+            for seat in seats
+        }
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
         kind = errors.failure_class(error)
@@ -201,6 +251,12 @@ def cause(error: BaseException) -> BaseException:
     return next((inner for inner in found if isinstance(inner, FATAL)), found[0])
 
 
+def source(task: Task) -> str:
+    """Return under which name a task's metrics are told apart from others'."""
+    info = task.extra_info
+    return str(info.get("env") or info.get("data_source") or "")
+
+
 def trajectory(
     lease: Lease, member: int, agent: Agent, *, seconds: float
 ) -> tuple[TrajectoryHeader, bytes]:
@@ -241,5 +297,6 @@ def trajectory(
             "reward": record.seconds_scoring,
             "environment": max(0.0, seconds - waiting),
         },
+        source=source(lease.task),
     )
     return header, encode_segments(segments)

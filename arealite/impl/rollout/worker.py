@@ -58,13 +58,13 @@ class RolloutWorker:
         self.link.metrics, self.link.progress = self.metrics, self._collector.progress
         try:
             await self.client.start()
-            await self._collector.env.setup()
+            await self._collector.setup()
             try:
                 await self._serve()
             except BaseExceptionGroup as group:
                 raise cause(group) from group
             finally:
-                await self._collector.env.close()
+                await self._collector.close()
         finally:
             await self.client.close()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.agent import AgentConfig, AgentFactory, MathCodeSingleStepConfig
+from arealite.api.agent import AgentConfig, AgentFactory
+from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMClientConfig
 from arealite.base.errors import UserError

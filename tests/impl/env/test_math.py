@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from arealite.api.agent import AgentConfig, AgentFactory
-from arealite.api.env import EnvConfig, EnvFactory, MathEnvConfig
+from arealite.api.env import EnvConfig, EnvFactory
+from arealite.api.game_config import MathEnvConfig
 from arealite.api.llm import LLMClientConfig
 from arealite.api.reward import Reward, RewardConfig, rewards
 from arealite.api.task import Task

@@ -154,10 +154,10 @@ async def test_a_users_agent_overrides_prompt_and_parsing() -> None:
 async def test_the_environment_is_opened_and_closed_once() -> None:
     opened, closed = worlds.World.opened, worlds.World.closed
     made = collector()
-    await made.env.setup()
+    await made.setup()
     await made.run(lease(), 0)
     await made.run(lease(), 1)
-    await made.env.close()
+    await made.close()
     assert (worlds.World.opened, worlds.World.closed) == (opened + 1, closed + 1)
 
 

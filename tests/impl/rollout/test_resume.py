@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from arealite.api.agent import AgentConfig
+from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir, run_paths
 from arealite.api.env import EnvConfig
 from arealite.api.episode import decode_turn
 from arealite.api.llm import SamplingConfig
 from arealite.api.task import Task
-from arealite.api.trainer import CollectorConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader, decode_segments
 from arealite.base.config import save

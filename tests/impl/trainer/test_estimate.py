@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from arealite.api.algorithm import AdvantageConfig, KLConfig, LossConfig, ShapingConfig
+from arealite.api.collector import CollectorConfig
 from arealite.api.engine import Sequence
 from arealite.api.llm import SamplingConfig
-from arealite.api.trainer import CollectorConfig, PPOConfig
+from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.estimate import critic_rows, estimate, take_values

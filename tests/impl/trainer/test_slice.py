@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arealite.api.collector import CollectorConfig
 from arealite.api.config import (
     ClusterConfig,
     ExperimentConfig,
@@ -24,7 +25,7 @@ from arealite.api.config import (
 )
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
-from arealite.api.trainer import CheckpointConfig, CollectorConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import encode_segments
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
 from arealite.impl.trainer.ppo import PPOTrainer

@@ -20,10 +20,11 @@ from arealite.api.algorithm import (
     LossConfig,
     ShapingConfig,
 )
+from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig, TrainEngineConfig
 from arealite.api.llm import SamplingConfig
-from arealite.api.trainer import CheckpointConfig, CollectorConfig, PPOConfig, TrainerConfig
+from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.parts import Parts, make_engines
 from arealite.impl.trainer.ppo import PPOTrainer

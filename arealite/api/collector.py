@@ -1,0 +1,45 @@
+"""How episodes are run: the options of the collector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arealite.api.agent_config import AgentConfig
+from arealite.api.env_config import EnvConfig
+from arealite.api.fields import opt, sub
+from arealite.api.llm import LLMClientConfig, SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartConfig:
+    """One environment of several in a run."""
+
+    weight: float = opt(1.0, "its share of the tasks, relative to the others'", above=0)
+    env: EnvConfig = sub(EnvConfig, "where")
+    seats: dict[str, AgentConfig] = sub(dict, "who acts, by seat; others as collector.agent")
+    train: str = opt("generated", "its rows, as dataset.train")
+    eval: str | None = opt(None, "its held-out rows, as dataset.eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorConfig:
+    """How episodes are run: who sits where, how many at a time."""
+
+    agent: AgentConfig = sub(AgentConfig, "who acts")
+    seats: dict[str, AgentConfig] = sub(
+        dict, "who acts instead in some seats, as in seats.judge.type=fixed_policy"
+    )
+    env: EnvConfig = sub(EnvConfig, "where")
+    envs: dict[str, PartConfig] = sub(
+        dict, "several environments, by names of your choice, instead of `env` and `seats`"
+    )
+    client: LLMClientConfig = sub(LLMClientConfig, "through which client it generates")
+    sampling: SamplingConfig = sub(SamplingConfig, "how training tokens are drawn")
+    group_size: int = opt(8, "episodes a task; advantages compare them", at_least=1)
+    concurrency: int = opt(256, "episodes one rollout worker has in flight", at_least=1)
+    episode_timeout_s: float = opt(600.0, "longer ones fail and are offered again", above=0)
+
+    @property
+    def parts(self) -> dict[str, PartConfig]:
+        """All environments by name; the only one of a run has the name ""."""
+        return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
