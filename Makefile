@@ -20,10 +20,11 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: demo learn demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
+	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
 	@echo "make test         the tests, in several processes (WORKERS=3)"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
@@ -51,6 +52,10 @@ sglang:
 
 demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
 	$(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
+
+# A tiny model learns one of tools/lessons.
+learn: $(VENV)/.run
+	$(PY) tools/learn.py $(LESSON) --seed $(SEED)
 
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done

@@ -1,0 +1,105 @@
+"""`make learn LESSON=name`: a tiny model learns one of tools/lessons, from a warm-up to the curve.
+
+The same commands as a user's: train.py starts datapipe, worker, server and trainer on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from arealite.base.names import RunPaths  # noqa: E402
+from tools.demo import plot  # noqa: E402
+from tools.lesson import Lesson, make_kit  # noqa: E402
+
+OUT = Path("runs/learn")
+ENDS = 5
+"""Steps at the beginning and at the end whose mean is told."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Learn one lesson; return the exit code of train.py."""
+    names = sorted(file.stem for file in (ROOT / "tools/lessons").glob("[a-z]*.py"))
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("lesson", choices=names)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--curve", type=Path, help="where to draw it; default: the run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="more of train.py's")
+    options = parser.parse_args(argv)
+    os.chdir(ROOT)
+    lesson: Lesson = importlib.import_module(f"tools.lessons.{options.lesson}").LESSON
+    begin, trial = time.perf_counter(), f"{options.lesson}-seed{options.seed}"
+    model = make_kit(OUT / f"kit-{trial}", lesson, options.seed)
+    paths = RunPaths((OUT / trial).absolute())
+    shutil.rmtree(paths.root, ignore_errors=True)
+    code = train(model, trial, options.seed, [*lesson.overrides, *options.overrides])
+    if code != 0:
+        print(f"training ended with code {code}; logs are in {paths.logs}")
+        return code
+    seconds = time.perf_counter() - begin
+    report(lesson, paths, seconds, options.curve or paths.root / "curve.png")
+    return 0
+
+
+def train(model: Path, trial: str, seed: int, overrides: Sequence[str]) -> int:
+    """Run train.py with a server of its own."""
+    names = [f"model.path={model}", "experiment_name=learn", f"trial_name={trial}", f"seed={seed}"]
+    own = ["launcher.llm_servers=1", "trainer.ppo.checkpoint.every_steps=0"]
+    command = [sys.executable, "train.py", *names, *own, *overrides]
+    print(f"training: {' '.join(['python3', *command[1:]])}", flush=True)
+    return subprocess.run(command, check=False).returncode
+
+
+def report(lesson: Lesson, paths: RunPaths, seconds: float, curve: Path) -> None:
+    """Print and draw what was learned; write summary.json."""
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    told: dict[str, Any] = {"about": lesson.about, "seconds": round(seconds, 1)}
+    for name in lesson.curves:
+        values = [line[name] for line in lines if name in line]
+        if values:
+            ends = min(ENDS, max(1, len(values) // 2))
+            told[name] = [round(fmean(values[:ends]), 4), round(fmean(values[-ends:]), 4)]
+            print(f"{name}: {told[name][0]} -> {told[name][1]}")
+    (paths.root / "summary.json").write_text(json.dumps(told, indent=1) + "\n")
+    rewards = [line[lesson.curves[0]] for line in lines if lesson.curves[0] in line]
+    print(plot(rewards))
+    draw(lesson, lines, curve)
+    print(f"all of it: {seconds:.0f} s; curve: {curve}")
+
+
+def draw(lesson: Lesson, lines: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw the lesson's curves over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name in lesson.curves:
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        style = "o" if name.startswith("eval/") else "-"
+        axes.plot(*zip(*points, strict=True), style, label=name) if points else None
+    axes.set(xlabel="step", title=lesson.about)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=100)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
