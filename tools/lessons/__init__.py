@@ -1,1 +1,1 @@
-"""Lessons: environments that a tiny model learns in minutes on a CPU; one file each, with a LESSON."""
+"""Lessons: what a tiny model learns in minutes on a CPU; one file each, with a LESSON."""

@@ -1,0 +1,54 @@
+"""A lesson's model, warmed up on demonstrations, and kept."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from tools.lesson import Lesson, encode, make_kit, pad
+from tools.make_tiny_model import TinyModel, make_tokenizer
+
+SHAPE = TinyModel(hidden=32, layers=1, alphabet="ab=", context=16)
+
+
+def echo(rng: random.Random) -> tuple[str, str]:
+    letter = rng.choice("ab")
+    return f"{letter}=", letter
+
+
+def lesson(**changes: object) -> Lesson:
+    about = {"about": "echo", "shape": SHAPE, "examples": echo, "overrides": (), "batch_size": 16}
+    return Lesson(**about | changes)  # pyright: ignore
+
+
+def test_it_ends_when_demonstrations_are_likely(tmp_path: Path) -> None:
+    model = make_kit(tmp_path, lesson(warm_up=0.6), 1)
+    steps, reached = (tmp_path / "done").read_text().split()
+    assert 0 < int(steps) < 1500
+    assert float(reached) >= 0.6
+    written = (model / "model.safetensors").stat().st_mtime_ns
+    assert make_kit(tmp_path, lesson(warm_up=0.9), 1) == model
+    assert (model / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_it_ends_after_its_steps(tmp_path: Path) -> None:
+    make_kit(tmp_path, lesson(warm_up=1.1, max_steps=3), 1)
+    assert (tmp_path / "done").read_text().startswith("2 ")
+
+
+def test_a_lesson_s_template_is_the_model_s(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+    make_kit(tmp_path, lesson(warm_up=0.0, chat_template=template), 1)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert encode(tokenizer, [{"role": "user", "content": "a"}], "b") == ([2, 4], [3, 1])
+
+
+def test_answers_are_marked_and_rows_filled() -> None:
+    tokenizer = make_tokenizer("ab=", context=16)
+    ids_BT, marks_BT = pad([encode(tokenizer, "a=", "b"), encode(tokenizer, "=", "")])
+    assert ids_BT.tolist() == [[2, 4, 3, 1], [4, 1, 0, 0]]
+    assert torch.equal(marks_BT, torch.tensor([[0.0, 0, 1, 1], [0, 1, 0, 0]]))
