@@ -52,14 +52,15 @@ class Agent(ABC):
         """Add reward to the latest turn; `parts` are summed by name over the episode.
 
         Raises:
-            RuntimeError: the agent has not generated anything yet.
+            RuntimeError: the agent is trained, and has not generated anything yet.
             ValueError: the reward is not a finite number.
         """
         if value - value != 0.0:
             raise ValueError(f"reward must be finite, got {value}")
-        if not self.record.turns:
+        if self.record.turns:
+            self.record.turns[-1].reward += value
+        elif self.trainable:
             raise RuntimeError("reward before the agent's first generation")
-        self.record.turns[-1].reward += value
         for name, part in parts.items():
             self.record.reward_parts[name] = self.record.reward_parts.get(name, 0.0) + part
 
@@ -133,8 +134,7 @@ class AgentFactory:
             self._shared[id(config)] = await stack.enter_async_context(shared)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
-        """Return a fresh agent for one seat of one episode (None: a seat of its own, for trying it
-        out)."""
+        """Return a fresh agent for one seat of one episode (None: a seat of its own)."""
         own = getattr(config, config.type, None)
         agent = agents.get(config.type)(
             own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat()

@@ -29,8 +29,8 @@ class Episode(msgspec.Struct, frozen=True):
     member: int
     """Which of the group's episodes, 0 … group_size - 1."""
     headers: list[TrajectoryHeader]
-    """One a trainable seat; [] exactly when `failure` is set. Their payloads follow as frames, in
-    this order."""
+    """One a trainable seat that generated; [] exactly when `failure` is set. Their payloads follow
+    as frames, in this order."""
     failure: Failure | None
     """None when the episode finished."""
 

@@ -57,8 +57,9 @@ async def test_its_requests_carry_its_seat(name: str) -> None:
 @pytest.mark.parametrize("name", AGENTS)
 async def test_rewards_go_to_the_latest_turn(name: str) -> None:
     agent = make(name)
-    with pytest.raises(RuntimeError):
-        agent.reward(1.0)
+    if agent.trainable:
+        with pytest.raises(RuntimeError):
+            agent.reward(1.0)
     await agent.act("a")
     agent.reward(1.0, style=0.5)
     await agent.act("b")
@@ -76,3 +77,11 @@ async def test_agents_share_nothing(name: str) -> None:
     first, second = make(name), make(name)
     await first.act("a")
     assert not second.record.turns
+
+
+async def test_rewards_of_a_seat_that_neither_generates_nor_trains_are_let_go() -> None:
+    agent = make("judge")
+    agent.reward(1.0, style=0.5)
+    assert agent.record.turns == []
+    with pytest.raises(ValueError, match="finite"):
+        agent.reward(float("inf"))

@@ -175,6 +175,8 @@ class Collector:
         seats = [agent for agent in agents.values() if agent.trainable]
         if not seats:
             raise NothingGenerated(f"{type(part.env).__name__} has no trainable seat")
+        # A game may end before it is a seat's turn.
+        seats = [agent for agent in seats if agent.record.turns] or seats
         return [trajectory(lease, member, agent, seconds=seconds) for agent in seats]
 
     def _count_resumed(self, agents: dict[str, Agent]) -> None:

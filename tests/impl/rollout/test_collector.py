@@ -127,6 +127,13 @@ async def test_each_seat_has_its_own_trajectory() -> None:
     assert rewards == [0.0, 1.0]
 
 
+async def test_a_seat_whose_turn_never_came_has_no_trajectory() -> None:
+    episode, payloads = await collector("one sided").run(lease(prompt="go"), 0)
+    assert episode.failure is None
+    assert [h.trajectory_id for h in episode.headers] == ["g0/0/first"]
+    assert len(payloads) == 1
+
+
 async def test_an_env_of_judges_only_trains_nothing() -> None:
     episode, _ = await collector(agent="judge").run(lease(prompt="ok"), 0)
     assert episode.failure is not None

@@ -105,3 +105,14 @@ class Judge(MathCodeSingleStepAgent):
     """Generates, but is not trained."""
 
     trainable = False
+
+
+@envs.register("one sided")
+class OneSided(Env):
+    """A game that ends before it is the second seat's turn."""
+
+    seats = ("first", "second")
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        await agents["first"].act(task.prompt)
+        agents["first"].reward(-1.0)
