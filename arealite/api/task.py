@@ -18,3 +18,9 @@ class Task(msgspec.Struct, frozen=True):
     """The row's `ground_truth`; None where the column is absent or null."""
     extra_info: dict[str, Any]
     """The row's `extra_info`, {} where absent."""
+
+    @property
+    def source(self) -> str:
+        """Its environment, where a run has several, else the row's `data_source`; "" where it has
+        neither. Metrics are told by it."""
+        return str(self.extra_info.get("env") or self.extra_info.get("data_source") or "")

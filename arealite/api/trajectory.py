@@ -42,8 +42,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     waits: dict[str, float]
     """Where the seconds went: generation, reward, environment."""
     source: str = ""
-    """The task's environment, where a run has several, else its row's `extra_info.data_source`;
-    "" where it has neither. Metrics are also told by source."""
+    """The task's."""
 
     @property
     def num_tokens(self) -> int:

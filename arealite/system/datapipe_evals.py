@@ -152,7 +152,7 @@ def score(run: EvalRun) -> dict[str, float]:
         metrics[f"eval/pass@{run.samples}"] = fmean(solved)
     sources: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
-        sources[str(group.task.extra_info.get("data_source", ""))] += group.rewards
+        sources[group.task.source] += group.rewards
     for source, rewards in sources.items():
         if source and rewards:
             metrics[f"eval/accuracy/{source}"] = fmean(rewards)

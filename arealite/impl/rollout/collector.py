@@ -81,11 +81,16 @@ class Collector:
         """Episodes and tokens that were had from a record, and records that did not fit."""
 
     async def setup(self) -> None:
-        """Start the environments, and what agents share; what was started ends where one fails."""
+        """Start the environments, and what agents share; what was started ends where one fails.
+
+        Raises:
+            UserError: an environment has no such seat, or cannot start.
+        """
         async with AsyncExitStack() as stack:
             for part in self.parts.values():
                 stack.push_async_callback(part.env.close)
                 await part.env.setup()
+                check_seats(part.config, part.env.seats)
             configs = [self.config.agent]
             configs += [seat for part in self.parts.values() for seat in part.config.seats.values()]
             for config in configs:
@@ -245,18 +250,19 @@ def turn_header(lease: Lease, member: int, seat: str, turn: Turn) -> TurnHeader:
     return TurnHeader(member, seat, turn.index, oldest)
 
 
+def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
+    """Refuse agents for seats that an environment does not have."""
+    for name in config.seats:
+        if name not in seats:
+            raise UserError(f"{config.env.type}: " + unknown("seat", name, seats))
+
+
 def cause(error: BaseException) -> BaseException:
     """Return the error behind a TaskGroup's: a fatal one, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     found = [cause(inner) for inner in error.exceptions]
     return next((inner for inner in found if isinstance(inner, FATAL)), found[0])
-
-
-def source(task: Task) -> str:
-    """Return under which name a task's metrics are told apart from others'."""
-    info = task.extra_info
-    return str(info.get("env") or info.get("data_source") or "")
 
 
 def trajectory(
@@ -299,6 +305,6 @@ def trajectory(
             "reward": record.seconds_scoring,
             "environment": max(0.0, seconds - waiting),
         },
-        source=source(lease.task),
+        source=lease.task.source,
     )
     return header, encode_segments(segments)

@@ -109,7 +109,7 @@ class RolloutWorker:
     async def _episode(self, lease: Lease, member: int, turns: list[bytes]) -> None:
         episode, payloads = await self._collector.run(lease, member, turns)
         self.link.submit(episode, payloads)
-        self._count(episode)
+        self._count(episode, lease.task.source)
 
     async def _drain(self) -> None:
         """Let episodes finish for a moment, then abort the rest: their leases stay unanswered."""
@@ -119,11 +119,13 @@ class RolloutWorker:
             task.cancel()
         logger.info("drained", aborted=len(self._running), episodes=self._counters["episodes"])
 
-    def _count(self, episode: Episode) -> None:
+    def _count(self, episode: Episode, source: str) -> None:
         counters = self._counters
         counters["episodes"] += 1
         if episode.failure is not None:
             counters[f"failed_{episode.failure.failure_class}"] += 1
+            if source:
+                counters[f"failed_{episode.failure.failure_class}/{source}"] += 1
         for header in episode.headers:
             counters["interruptions"] += header.interruptions
             counters["tokens"] += header.trained_tokens

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from statistics import fmean
 
 import numpy as np
 
@@ -95,7 +96,29 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         "staleness/versions_per_trajectory_max": float(max(spans)),
         "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
         **{name: sum(values) / len(values) for name, values in sorted(parts.items())},
+        **of_each(headers),
         **{f"episode/{name}": value for name, value in group_counts(rewards, groups).items()},
+    }
+
+
+def of_each(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
+    """Describe each source of tasks by itself, and each seat where there are several."""
+    found, seats = defaultdict[str, list[TrajectoryHeader]](list), {h.seat for h in headers}
+    for h in headers:
+        if h.source:
+            found[h.source].append(h)
+        if len(seats) > 1:
+            found[f"seat/{h.seat}"].append(h)
+    return {
+        f"{group}/{name}/{what}": float(number)
+        for name, own in sorted(found.items())
+        for group, what, number in (
+            ("reward", "mean", fmean(h.reward for h in own)),
+            ("episode", "trajectories", len(own)),
+            ("episode", "turns_mean", fmean(h.turns for h in own)),
+            ("episode", "truncated_frac", fmean(h.truncated for h in own)),
+            ("length", "trained_mean", fmean(h.trained_tokens for h in own)),
+        )
     }
 
 

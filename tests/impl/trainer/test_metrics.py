@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -87,6 +88,27 @@ def test_trajectory_metrics() -> None:
     assert got["rollout/interruptions_in_batch"] == 2
     assert got["episode/truncated_frac"] == pytest.approx(1 / 3)
     assert got["episode/groups_zero_variance"] == 1
+
+
+def test_sources_and_seats_are_told_apart() -> None:
+    long, short = [segment([5, 6, 7, 8], sampled=3)], [segment([5, 6], sampled=1)]
+    headers = [
+        header("g/0/cop", long, reward=1.0, source="chase", truncated=True),
+        header("g/0/thief", short, reward=-1.0, source="chase", turns=3),
+        header("h/0/agent", short, reward=0.5, source="openai/gsm8k"),
+    ]
+    got = metrics.trajectory_metrics(headers, step=0)
+    assert (got["reward/chase/mean"], got["reward/openai/gsm8k/mean"]) == (0.0, 0.5)
+    assert (got["reward/seat/cop/mean"], got["reward/seat/thief/mean"]) == (1.0, -1.0)
+    assert (got["episode/chase/trajectories"], got["episode/chase/truncated_frac"]) == (2.0, 0.5)
+    assert (got["episode/chase/turns_mean"], got["length/chase/trained_mean"]) == (2.0, 2.0)
+    assert got["length/openai/gsm8k/trained_mean"] == 1.0
+    plain = metrics.trajectory_metrics([msgspec.structs.replace(headers[2], source="")], step=0)
+    assert not [
+        name
+        for name in plain
+        if name.count("/") > 1 and "/parts/" not in name and "/wait/" not in name
+    ], "one source without a name, one seat"
 
 
 def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
