@@ -11,12 +11,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from arealite.api.agent import agents, load_tokenizer
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.engine import engines
-from arealite.api.env import envs
+from arealite.api.env import Env, envs
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.logger import loggers
@@ -30,9 +30,10 @@ from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
+from arealite.impl.rollout.collector import check_seats
 from arealite.system.dataset import identity
 from arealite.system.name_registry import Entry, NameRegistry
-from arealite.system.tasks import load_split
+from arealite.system.tasks import load_split, shares
 
 MIN_FREE_BYTES = 64 << 20
 
@@ -70,6 +71,7 @@ def check_options(config: ExperimentConfig) -> None:
     else:
         check_numbers(config.trainer.ppo, config.trainer.type)
         check_shared(config)
+        check_parts(config)
 
 
 def required(value: str | None, key: str) -> str:
@@ -198,6 +200,26 @@ def check_data(config: ExperimentConfig) -> None:
             "(trainer.ppo.collector.envs.NAME.train=…), not dataset.train, dataset.eval and "
             "collector.seats."
         )
+
+
+def check_parts(config: ExperimentConfig) -> None:
+    """Check the names, shares and seats of a run's environments.
+
+    Seats that only an environment itself knows are left to the workers.
+    """
+    collector, rows = config.trainer.ppo.collector, config.dataset.rows
+    if bad := [name for name in collector.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
+        raise UserError(f"collector.envs.{bad[0]}: use letters, digits, '_' and '-' only.")
+    counts = shares({name: part.weight for name, part in collector.envs.items()}, rows)
+    if none := [name for name, count in counts.items() if not count]:
+        raise UserError(
+            f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g} is no whole row "
+            f"of dataset.rows={rows}. Raise one of them."
+        )
+    for part in collector.parts.values():
+        seats = getattr(envs.get(part.env.type), "seats", None)
+        if isinstance(seats, tuple) and seats is not Env.seats:
+            check_seats(part, cast(tuple[str, ...], seats))
 
 
 def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
