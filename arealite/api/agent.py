@@ -135,10 +135,8 @@ class AgentFactory:
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a fresh agent for one seat of one episode (None: a seat of its own)."""
-        own = getattr(config, config.type, None)
-        agent = agents.get(config.type)(
-            own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat()
-        )
+        own, make = getattr(config, config.type, None), agents.get(config.type)
+        agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
         return agent
 

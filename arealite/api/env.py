@@ -82,14 +82,14 @@ class StepEnv(Env):
         """Apply one action to the episode's state."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Step until done."""
+        """Step until done, or until the agent acts no more."""
         (agent,) = agents.values()
         state, observation = await self.reset(task)
         done = False
         while not done:
-            result = await self.step(state, await agent.act(observation))
+            result = await self.step(state, action := await agent.act(observation))
             agent.reward(result.reward)
-            observation, done = result.observation, result.done
+            observation, done = result.observation, result.done or action.is_last
 
 
 envs: Registry[Env] = Registry(

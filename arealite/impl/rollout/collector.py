@@ -140,11 +140,9 @@ class Collector:
     def progress(self, anew: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
         """Yield what episodes under way have generated since the last call (`anew`: ever)."""
         for (_, member), (lease, agents) in self._playing.items():
-            turns = [
-                (name, turn) for name, agent in agents.items() for turn in fresh(agent, anew=anew)
-            ]
+            turns = [(agent, turn) for agent in agents.values() for turn in fresh(agent, anew=anew)]
             if turns:
-                headers = [turn_header(lease, member, name, turn) for name, turn in turns]
+                headers = [turn_header(lease, member, agent, turn) for agent, turn in turns]
                 yield lease, headers, [encode_turn(turn) for _, turn in turns]
 
     async def _play(
@@ -244,10 +242,11 @@ def fresh(agent: Agent, *, anew: bool) -> list[Turn]:
     return sorted(turns, key=lambda turn: turn.index)
 
 
-def turn_header(lease: Lease, member: int, seat: str, turn: Turn) -> TurnHeader:
-    """Describe a turn of an episode under way."""
-    oldest = min(turn.response.versions, default=lease.version)
-    return TurnHeader(member, seat, turn.index, oldest)
+def turn_header(lease: Lease, member: int, agent: Agent, turn: Turn) -> TurnHeader:
+    """Describe a turn of an episode under way; what is not trained on is never too old."""
+    versions = turn.response.versions if agent.trainable else []
+    oldest = min(versions, default=lease.version)
+    return TurnHeader(member, agent.seat.name, turn.index, oldest)
 
 
 def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
