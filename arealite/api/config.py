@@ -103,6 +103,12 @@ class ExperimentConfig:
     launcher: LauncherConfig = sub(LauncherConfig, "the processes")
     logger: LoggerConfig = sub(LoggerConfig, "metrics and logs")
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out rows."""
+        parts = self.trainer.ppo.collector.envs.values()
+        return self.dataset.eval is not None or any(part.eval for part in parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:

@@ -227,7 +227,8 @@ def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
     ppo = config.trainer.ppo
     if len(tasks) < ppo.num_groups:
         raise UserError(
-            f"{config.dataset.train} has {len(tasks)} rows, a batch needs {ppo.num_groups} "
+            f"{config.dataset.train or 'dataset.rows'} has {len(tasks)} rows, a batch needs "
+            f"{ppo.num_groups} "
             f"(batch_size {ppo.batch_size} / group_size {ppo.collector.group_size}). "
             "Use a smaller batch_size or more rows."
         )

@@ -45,7 +45,7 @@ class LocalLauncher(Launcher):
         self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
-        total, evaluates = config.trainer.ppo.total_steps, config.dataset.eval is not None
+        total, evaluates = config.trainer.ppo.total_steps, config.evaluates
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]

@@ -313,7 +313,7 @@ class PPOTrainer(Trainer):
     @property
     def has_evaluation(self) -> bool:
         """Whether this rank asks for evaluations."""
-        return self.world.lead and self.config.dataset.eval is not None
+        return self.world.lead and self.config.evaluates
 
     def is_evaluation_due(self, step: int) -> bool:
         """Whether an evaluation begins before batch `step`; the last one is left to the end."""

@@ -1,0 +1,30 @@
+"""An environment of two seats that makes its own rows: the plugin `countdown`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env, envs
+from arealite.api.task import Task
+
+
+@envs.register("countdown")
+class Countdown(Env):
+    """Both seats get what share of the text is digits."""
+
+    seats = ("caller", "echo")
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Numbers, other ones for another split."""
+        first = {"train": 0, "eval": 5}.get(split, 0)
+        return ({"prompt": f"{first + n % 5}:"} for n in count())
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        said = task.prompt
+        for agent in agents.values():
+            said = (await agent.act(said)).text
+            agent.reward(sum(map(str.isdigit, said)) / max(len(said), 1))
