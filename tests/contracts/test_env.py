@@ -21,7 +21,19 @@ from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.env import test_math  # registers the reward
 from tests.impl.rollout import worlds  # registers the environments
 
-ENVS = {"math": ("1+1=", "3"), "world": ("ok", None), "duel": ("go", None), "counter": ("a", None)}
+ENVS = {
+    "math": ("1+1=", "3"),
+    "matrix_game": ("play", None),
+    "iterated_prisoners_dilemma": ("play", None),
+    "reverse": ("abc", None),
+    "reverse_echo": ("reverse abc\necho def", None),
+    "tic_tac_toe": ("play", None),
+    "world": ("ok", None),
+    "duel": ("go", None),
+    "counter": ("a", None),
+}
+ANSWERS = {"tic_tac_toe": [10]}
+"""Tokens of the answer with which all seats come to act, where that is another than of the rest."""
 
 
 @pytest.fixture(params=ENVS)
@@ -29,7 +41,7 @@ async def played(request):
     """A collector around the environment, and the lease to play."""
     prompt, truth = ENVS[request.param]
     config = experiment(request.param)
-    client = ScriptedClient(lambda _: response([10, 11, 12]))
+    client = ScriptedClient(lambda _: response(ANSWERS.get(request.param, [10, 11, 12])))
     made = Collector(config, client, tokenizer())
     if request.param == "math":
         assert test_math is not None
@@ -111,12 +123,12 @@ async def test_replaying_its_generations_gives_the_same_trajectory(played) -> No
     assert whole.failure is None
     _, headers, frames = told[-1]
     ledger = list(zip(headers, frames, strict=True))
-    asked = len(client.requests)
+    asked, seats = len(client.requests), collector.parts[""].env.seats
     assert len(ledger) == asked
     for kept in range(1, asked + 1):
         client.requests.clear()
         client.script = drawing(1, skip=kept)
-        turns = sorted(ledger, key=lambda each: (each[0].index, each[0].seat))[:kept]
+        turns = sorted(ledger, key=lambda each: (each[0].index, seats.index(each[0].seat)))[:kept]
         turns.sort(key=lambda each: (each[0].seat, each[0].index))
         again = structs.replace(work, lease_id="again", turns=[turn for turn, _ in turns])
         episode, replayed = await collector.run(again, 0, [payload for _, payload in turns])

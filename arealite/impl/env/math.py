@@ -5,19 +5,48 @@ The shortest environment there is, and the one to copy for a new one.
 
 from __future__ import annotations
 
+import random
 import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.reward import RewardFactory
 from arealite.api.task import Task
-from arealite.base.errors import EpisodeError
+from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import unknown
+from arealite.impl.env.math_tasks import KINDS, TOP, make_question
+
+HELD_OUT = 8
+"""One question in so many is left to the other splits, and never trained on."""
 
 
 class MathEnv(Env):
     """Scores an agent's answer against the task's ground truth."""
 
     resumable = True
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield questions of `kinds` and `levels`; `extra_info` says which.
+
+        Raises:
+            UserError: there is no such kind or level.
+        """
+        for name, given, known in (("kind", config.kinds, KINDS), ("level", config.levels, TOP)):
+            for each in given or [None]:
+                if each not in known:
+                    raise UserError(unknown(f"{name} of questions", str(each), [*map(str, known)]))
+        dice = random.Random(f"math/{split}/{seed}")
+        while True:
+            kind, level = dice.choice(config.kinds), dice.choice(config.levels)
+            question, answer = make_question(dice, kind, level)
+            if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
+                about = {"data_source": kind, "level": level}
+                prompt = f"{question} {config.instruction}".strip()
+                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": about}
 
     async def setup(self) -> None:
         """Start the reward function."""

@@ -1,0 +1,59 @@
+"""Seats that answer what a test says, for environments tried without a collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env, EnvFactory
+from arealite.api.env_config import EnvConfig
+from arealite.api.episode import Action, Seat, Turn
+from arealite.api.observation import Observation, observe
+from arealite.api.task import Task
+from tests.fakes.client import response
+
+
+class Player(Agent):
+    """Answers with one text after the other, or with what a function makes of the observation."""
+
+    def __init__(self, answers: Iterable[str] | Callable[[Observation], str]) -> None:
+        super().__init__(None, client=None, tokenizer=None, seat=Seat())  # pyright: ignore
+        self._answers = None if callable(answers) else iter(answers)
+        self._solve = answers
+        self.seen: list[Observation] = []
+
+    async def act(self, observation: Any) -> Action:
+        """Answer, and record a turn of one token."""
+        self.seen.append(observe(observation))
+        self.record.turns.append(Turn([1], response([2]), 1.0))
+        text = self._solve(self.seen[-1]) if self._answers is None else next(self._answers)
+        return Action(text)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each turn."""
+        return [turn.reward for turn in self.record.turns]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Named parts of the reward."""
+        return self.record.reward_parts
+
+
+def make(kind: str, **options: Any) -> Env:
+    """Return an environment with these options."""
+    config = EnvConfig(type=kind)
+    own = type(getattr(config, kind))(**options)
+    return EnvFactory(None).make_env(EnvConfig(type=kind, **{kind: own}))
+
+
+def first_rows(env: Env, count: int, *, split: str = "train", seed: int = 1) -> list[Any]:
+    """Return the first rows that an environment makes."""
+    rows = env.rows(env.config, split=split, seed=seed)
+    return [next(rows) for _ in range(count)]
+
+
+def task(prompt: Any = "play", **extra: Any) -> Task:
+    """Return a task with this `extra_info`."""
+    return Task("train-0", prompt, None, extra)
