@@ -1,0 +1,111 @@
+"""Scores a debater by rules: seven scores in [0, 1] that need no model.
+
+They see words and not meaning: good for a first curve and for tests of the loop; for more, let a
+model judge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+
+EVIDENCE = (
+    *("for example", "for instance", "according to", "such as", "evidence", "study", "studies"),
+    *("research", "data", "survey", "report", "percent", "%", "history", "case of", "measured"),
+)
+REASONS = (
+    *("because", "since", "therefore", "thus", "hence", "so that", "as a result", "leads to"),
+    *("means that", "consequently", "which is why", "it follows", "implies", "if we", "otherwise"),
+)
+ORDER = (
+    *("first", "second", "third", "next", "finally", "in conclusion", "to conclude", "in short"),
+    *("moreover", "furthermore", "however", "on the other hand", "to begin", "in summary"),
+)
+CONCESSIONS = (
+    *("i agree with my opponent", "you are right", "my opponent is right", "i concede"),
+    *("i was wrong", "i take back", "i change my mind"),
+)
+ENOUGH = 3
+"""So many different marks of one kind give the full score."""
+FILLERS = {
+    *("about", "after", "again", "also", "been", "before", "being", "between", "could", "does"),
+    *("every", "from", "have", "into", "just", "more", "most", "much", "must", "only", "other"),
+    *("over", "same", "should", "some", "such", "than", "that", "their", "them", "then", "there"),
+    *("these", "they", "this", "those", "very", "want", "well", "were", "what", "when", "where"),
+    *("which", "while", "will", "with", "would", "your", "because", "claim", "debate", "speech"),
+}
+
+
+def judge(
+    claim: str, own: Sequence[str], other: Sequence[str], *, words: int, first: bool
+) -> dict[str, float]:
+    """Return the scores of one side by name, each in [0, 1].
+
+    `own` and `other` are both sides' speeches in order; `first`: this side spoke first. Length,
+    evidence, reasoning, structure and relevance are means over the speeches; consistency and
+    coverage (of what the other side says) are of the whole debate.
+    """
+    claimed = content(claim)
+    return {
+        "length": fmean(length(text, words) for text in own),
+        "evidence": fmean(marks(text, EVIDENCE, numbers=True) for text in own),
+        "reasoning": fmean(marks(text, REASONS) for text in own),
+        "structure": fmean((marks(text, ORDER) + sentences(text)) / 2 for text in own),
+        "relevance": fmean(len(content(t) & claimed) / max(1, len(claimed)) for t in own),
+        "consistency": consistency(own),
+        "coverage": coverage(own, other, claimed, first=first),
+    }
+
+
+def length(text: str, words: int) -> float:
+    """Score the number of words: 1 from `words` to twice that, 0 from half and to three times it.
+
+    Saying the same words again counts at most as often as they are new.
+    """
+    said = re.findall(r"\w+", text.lower())
+    ratio = min(len(said), 2 * len({*said})) / words
+    return max(0.0, min(1.0, 2 * ratio - 1, 3 - len(said) / words))
+
+
+def marks(text: str, known: Sequence[str], *, numbers: bool = False) -> float:
+    """Score how many different marks of a kind a speech has."""
+    lower = text.lower()
+    found = sum(bool(re.search(rf"(?<!\w){re.escape(mark)}(?!\w)", lower)) for mark in known)
+    return min(1.0, (found + (numbers and bool(re.search(r"\d", text)))) / ENOUGH)
+
+
+def sentences(text: str) -> float:
+    """Score how many sentences of at least three words a speech has; four are enough."""
+    whole = [s for s in re.split(r"[.!?]+(?:\s|$)", text) if len(s.split()) >= 3]
+    return min(1.0, len(whole) / 4)
+
+
+def consistency(own: Sequence[str]) -> float:
+    """Score how far a side keeps to itself: it concedes nothing, and comes back to its points
+    without repeating a speech."""
+    kept = fmean(bool(t) and not any(c in t.lower() for c in CONCESSIONS) for t in own)
+    if len(own) == 1:
+        return kept
+    pairs = [(content(a), content(b)) for a, b in pairwise(own)]
+    same = fmean(min(1.0, len(a & b) / ENOUGH) if a != b else 0.0 for a, b in pairs)
+    return (kept + same) / 2
+
+
+def coverage(own: Sequence[str], other: Sequence[str], claimed: set[str], *, first: bool) -> float:
+    """Score how much of each speech before its own a side takes up; 0.5 where there is none.
+
+    Words of the claim do not count, and a speech that is nearly all the other's words gets 0.
+    """
+    answers = list(zip(own[1:] if first else own, other, strict=False))
+    scores = list[float]()
+    for mine, theirs in ((content(a) - claimed, content(b) - claimed) for a, b in answers):
+        is_copy = len(mine & theirs) > 0.8 * len(mine)
+        scores.append(0.0 if is_copy else min(1.0, len(mine & theirs) / ENOUGH))
+    return fmean(scores) if scores else 0.5
+
+
+def content(text: str) -> set[str]:
+    """Return the beginnings of a text's longer words: what it is about."""
+    return {w[:6] for w in re.findall(r"[^\W\d_]{4,}", text.lower()) if w not in FILLERS}
