@@ -20,12 +20,13 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo learn demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: test-envs bench-envs demo learn demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
 	@echo "make test         the tests, in several processes (WORKERS=3)"
+	@echo "make test-envs    the environments with every package they can use, Chromium and bubblewrap"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
@@ -65,6 +66,18 @@ test: $(VENV)/.dev
 
 test-faults: $(VENV)/.dev
 	$(PY) -m pytest -m faults
+
+# Every package that an environment may need, and Debian's bubblewrap and Chromium where root installs.
+$(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
+	$(PIP) install -e ".[dev,demo,browser,tools,envs]"
+	tools/setup_envs.sh
+	touch $@
+
+test-envs: $(VENV)/.envs
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/impl/env tests/impl/browser tests/impl/sandbox tests/impl/tool tests/impl/env_server tests/contracts/test_env.py
+
+bench-envs: $(VENV)/.envs
+	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done
 
 $(VENV)/.ray: $(VENV)/.dev
 	$(PIP) install -e ".[dev,demo,ray]"
