@@ -7,7 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arealite.api.fields import opt
+from arealite.api.fields import opt, sub
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Which tasks come next: those of classes whose outcome is the least certain come more often.
+
+    A class is drawn by its rows times floor + (1 - floor)·4p(1 - p), p its success rate.
+    """
+
+    by: str = opt("", "key of extra_info whose values are the classes, as level or env; '': off")
+    threshold: float = opt(0.5, "an episode with at least this reward has succeeded")
+    floor: float = opt(
+        0.1, "weight of a class where all succeed or all fail; 1 is even", above=0, at_most=1
+    )
+    window: int = opt(32, "latest groups of a class that its success rate is of", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +46,4 @@ class DatapipeConfig:
     pace_report_share: float = opt(
         0.2, "share of time lost to pacing above which the slow episodes are named"
     )
+    curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")

@@ -31,6 +31,7 @@ from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
 from arealite.impl.rollout.collector import check_seats
+from arealite.system.curriculum import Curriculum
 from arealite.system.dataset import identity
 from arealite.system.name_registry import Entry, NameRegistry
 from arealite.system.tasks import load_split, shares
@@ -55,6 +56,8 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
     check_data(config)
     tasks, held_out = load_split(config, "train"), load_split(config, "eval")
     check_size(config, tasks)
+    if config.datapipe.curriculum.by:
+        Curriculum(config, tasks)
     check_other_models(config.trainer.ppo, model)
     check_run_folder(config)
     check_resume(config, identity(config, tasks))

@@ -26,6 +26,7 @@ from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Ref
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system import wire
+from arealite.system.curriculum import Curriculum
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
 from arealite.system.datapipe_trainer import OutOfStep, TrainerDesk
@@ -79,8 +80,14 @@ class Datapipe:
         self._registry = registry
         self._context = context
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
-        shuffle = config.dataset.shuffle
-        self.book = GroupBook(self.ledger, train, ppo=ppo, seed=config.seed, shuffle=shuffle)
+        self.book = GroupBook(
+            self.ledger,
+            train,
+            ppo=ppo,
+            seed=config.seed,
+            shuffle=config.dataset.shuffle,
+            curriculum=Curriculum(config, train) if config.datapipe.curriculum.by else None,
+        )
         rows = list(eval)[: ppo.eval.num_prompts or None]
         self.evals = EvalBook(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):

@@ -14,6 +14,7 @@ from arealite.algo import staleness
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
+from arealite.system.curriculum import Curriculum
 from arealite.system.datapipe_group import LOST, Group, can_be_made, permutation
 from arealite.system.ledger import Ledger, decode_turn
 
@@ -24,9 +25,10 @@ class GroupBook:
     """All open groups of a trial, and the ledger that remembers them."""
 
     def __init__(
-        self, ledger: Ledger, train: Sequence[Task], *, ppo: PPOConfig, seed: int, shuffle: bool
-    ) -> None:
-        self.ledger, self.train, self.ppo = ledger, train, ppo
+        self, ledger: Ledger, train: Sequence[Task], *, ppo: PPOConfig, seed: int, shuffle: bool,
+        curriculum: Curriculum | None = None,
+    ) -> None:  # fmt: skip
+        self.ledger, self.train, self.ppo, self.curriculum = ledger, train, ppo, curriculum
         self.seed, self.shuffle = seed, shuffle
         self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self.first_failure: Failure | None = None
@@ -40,7 +42,9 @@ class GroupBook:
     # ------------------------------------------------------------ leases
 
     def task_of(self, seq: int) -> tuple[int, int]:
-        """Return (epoch, row) of the group offered as number `seq`."""
+        """Return (epoch, row) of the group to be offered as number `seq`."""
+        if self.curriculum is not None:
+            return self.curriculum.draw(seq)
         epoch, place = divmod(seq, len(self.train))
         if not self.shuffle:
             return epoch, place
@@ -340,6 +344,8 @@ class GroupBook:
         if state in ("complete", "filtered"):
             for member in list(group.turns):
                 self._forget(group, member)
+            if self.curriculum is not None:
+                self.curriculum.note(group)
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
@@ -348,6 +354,8 @@ class GroupBook:
     def _load(self) -> None:
         """Read back what the ledger knows: after a start, and after a roll-back."""
         db = self.ledger.connection
+        if self.curriculum is not None:
+            self.curriculum.load(db)
         self.groups: dict[str, Group] = {}
         self.batches: dict[int, list[Group]] = {}
         """Composed batches that are not trained, and the last trained one."""

@@ -216,6 +216,7 @@ class TrainerDesk:
             **{f"stale_below_{k}": v for k, v in book.dropped_lengths.items()},
             "loop_lag_max_s": vitals.lag_max_s(),
             **self._workers.metrics(),
+            **(book.curriculum.metrics() if book.curriculum else {}),
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 

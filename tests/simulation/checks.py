@@ -15,6 +15,7 @@ from arealite.system import wire
 from arealite.system.audit import audit
 from arealite.system.ledger import connect
 from tests.simulation.network import SimSocket
+from tests.simulation.scenario import level_of
 
 if TYPE_CHECKING:
     from arealite.system.datapipe import Datapipe
@@ -204,9 +205,13 @@ class Checks:
         """Groups are the rows of the dataset's order, none left out, none twice."""
         scenario = self.sim.scenario
         rows = db.execute("SELECT seq, row, epoch FROM groups ORDER BY seq").fetchall()
+        seen = Counter[int | None]()
         for place, (seq, row, epoch) in enumerate(rows):
-            order = list(range(scenario.rows))
-            random.Random(f"{scenario.seed}/{place // scenario.rows}").shuffle(order)
-            at = place % scenario.rows
-            due = (place, order[at] if scenario.shuffle else at, place // scenario.rows)
+            own = level_of(row) if scenario.curriculum else None
+            among = [r for r in range(scenario.rows) if own in (None, level_of(r))]
+            due_epoch, at = divmod(seen[own], len(among))
+            seen[own] += 1
+            order = list(range(len(among)))
+            random.Random(f"{scenario.seed}/{due_epoch}").shuffle(order)
+            due = (place, among[order[at] if scenario.shuffle else at], due_epoch)
             self.expect((seq, row, epoch) == due, f"group {place} is row {row} of epoch {epoch}")

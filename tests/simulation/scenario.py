@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.datapipe import DatapipeConfig
+from arealite.api.datapipe import CurriculumConfig, DatapipeConfig
 from arealite.api.env import EnvConfig
 from arealite.api.task import Task
 
@@ -78,6 +77,7 @@ class Scenario:
     duplicates: float
     net_latency_s: float
     net_jitter: float
+    curriculum: bool
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
@@ -124,6 +124,7 @@ class Scenario:
             duplicates=rng.choice((0.0, 0.02, 0.1)),
             net_latency_s=rng.choice((0.0002, 0.002, 0.03)),
             net_jitter=rng.choice((0.1, 1.0, 2.0)),
+            curriculum=rng.random() < 0.3,
         )
 
     def experiment(self, root: Path) -> ExperimentConfig:
@@ -157,7 +158,10 @@ class Scenario:
             dataset=replace(config.dataset, shuffle=self.shuffle),
             trainer=replace(config.trainer, ppo=ppo),
             datapipe=DatapipeConfig(
-                lease_ttl_s=self.lease_ttl_s, max_failed_share=1.0, stall_timeout_s=3600.0
+                lease_ttl_s=self.lease_ttl_s,
+                max_failed_share=1.0,
+                stall_timeout_s=3600.0,
+                curriculum=CurriculumConfig(by="level" if self.curriculum else "", window=3),
             ),
         )
 
@@ -177,5 +181,12 @@ class Scenario:
 
     def tasks(self, count: int, split: str) -> list[Task]:
         """Return the rows of a split."""
-        extra: dict[str, Any] = {"data_source": "simulated"}
-        return [Task(f"{split}-{row}", "?", None, extra) for row in range(count)]
+        return [
+            Task(f"{split}-{row}", "?", None, {"data_source": "simulated", "level": level_of(row)})
+            for row in range(count)
+        ]
+
+
+def level_of(row: int) -> int:
+    """Return the class of a row: few are of the second."""
+    return int(row % 3 == 1)
