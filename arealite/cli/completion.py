@@ -10,12 +10,17 @@ import argparse
 from collections.abc import Sequence
 
 from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.env_server import EnvServerConfig
 from arealite.base import config as base_config
 from arealite.base.registry import import_plugins
 from arealite.cli import configs
 from arealite.cli.main import COMMANDS
 
-ROOTS = {ExperimentConfig: ("train", "check", "launch"), ServerConfig: ("serve-llm", "info")}
+ROOTS = {
+    ExperimentConfig: ("train", "check", "launch"),
+    ServerConfig: ("serve-llm", "info"),
+    EnvServerConfig: ("serve",),
+}
 """Which commands take overrides, and of which config."""
 WORDS = {
     "train": ["--resume", "--dry-run", "--then"],

@@ -1,0 +1,57 @@
+"""`arealite serve`: hosts an environment in OpenEnv's wire format, for rollout workers of other
+processes and hosts, and for OpenEnv's own clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
+
+from arealite.api.env_server import EnvServerConfig
+from arealite.base import log
+from arealite.base.signals import STOP
+from arealite.cli import configs, options
+from arealite.impl.launcher.processes import die_with_parent
+
+SERVING = "serving on "
+"""What the line on stdout begins with that tells host:port, once it listens."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    layers = options.parse(
+        argv,
+        command="arealite serve",
+        about="Host an environment in OpenEnv's wire format: /ws, /reset, /step, /health, …",
+        schema=EnvServerConfig,
+        default=configs.CONFIG_DIR / "env_server.yaml",
+    )
+    die_with_parent()
+    # Whoever started this reads the one line and no more: what else the environment prints would
+    # fill the pipe.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as told:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        config = configs.load(EnvServerConfig, layers.files, layers.overrides)
+        log.setup("env_server", config.server.log_level)
+
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, told))
+    return 0
+
+
+async def _serve(config: EnvServerConfig, told: TextIO) -> None:
+    from arealite.impl.env_server.app import EnvServer
+
+    stopped = asyncio.Event()
+    for number in (STOP, signal.SIGINT):
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with EnvServer(config).serving() as address:
+        print(f"{SERVING}{address}", file=told, flush=True)
+        await stopped.wait()

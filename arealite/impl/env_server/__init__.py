@@ -1,0 +1,1 @@
+"""`arealite serve`: environments for other processes."""

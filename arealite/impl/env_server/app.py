@@ -1,0 +1,256 @@
+"""The HTTP side of an environment's server: OpenEnv's routes over sessions, one or more a socket.
+
+In an event loop that belongs to the environment, too: what blocks it is the environment's fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+import arealite
+from arealite.api.env import EnvFactory
+from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.impl.env_server.draw import Draw
+from arealite.impl.env_server.session import Session
+from arealite.impl.env_server.wire import (
+    CAPACITY,
+    MessageTooLarge,
+    Refused,
+    encode,
+    frame,
+    refusal,
+)
+from arealite.system.limits import Limit, Limits
+
+logger = log.get(__name__)
+decode = msgspec.json.Decoder(Message).decode
+decode_reset = msgspec.json.Decoder(Reset).decode
+decode_step = msgspec.json.Decoder(Step).decode
+decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+decode_batch = msgspec.json.Decoder(list[Message]).decode
+
+CLOSE_S = 1.0
+"""A peer that is told good-bye has this long to say it, too."""
+STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
+"""Of HTTP answers; other refusals are 422."""
+
+
+class EnvServer:
+    """One environment and the sessions that play in it."""
+
+    def __init__(self, config: EnvServerConfig) -> None:
+        """Raises UserError where the environment is not known or there is no such token."""
+        self.config = config
+        self.options = config.server
+        self.env = EnvFactory(config).make_env(config.env)
+        self.sessions: dict[str, Session] = {}
+        self.port = 0
+        self._draw = Draw(config)
+        self._limits = Limits()
+        self._max_bytes = self.options.max_message_kb * 1024
+        self._token = os.environ.get(self.options.token_env, "")
+        if self.options.token_env and not self._token:
+            raise UserError(f"server.token_env={self.options.token_env}: no such variable is set.")
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[str, None]:
+        """Serve for the time of the body; yield where it listens, as host:port.
+
+        Raises:
+            UserError: it cannot listen there.
+        """
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.env.close)
+            await self.env.setup()
+            runner = web.AppRunner(
+                self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+            )
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            host, port = self.options.host, self.options.port
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                raise UserError(f"cannot listen on {host}:{port}: {error.strerror}.") from error
+            yield f"{host}:{runner.addresses[0][1]}"
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_bytes, middlewares=[self._guard])
+        routes = web.post("/reset", self._post), web.post("/step", self._post)
+        app.add_routes([web.get("/ws", self._socket), web.get("/ws/batch", self._socket), *routes])
+        for path, tell in {
+            "/health": self._health,
+            "/metadata": self._metadata,
+            "/schema": self._schema,
+            "/state": Session(self.env, episode_s=0.0).about,
+            "/sessions": lambda: [session.about() for session in self.sessions.values()],
+        }.items():
+            app.router.add_get(path, self._get(tell))
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Let in who has the token, and no page of a browser: that may reach loopback, too."""
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._token and not hmac.compare_digest(sent.encode(), self._token.encode()):
+            return web.Response(status=401, text="a bearer token is needed\n")
+        if "Origin" in request.headers:
+            return web.Response(status=403, text="not for pages of a browser\n")
+        return await handler(request)
+
+    def _open(self) -> Session:
+        """Return a new session.
+
+        Raises:
+            Refused: there are enough.
+        """
+        if len(self.sessions) >= self.options.max_sessions:
+            most = self.options.max_sessions
+            raise Refused(f"all {most} sessions (server.max_sessions) are taken", CAPACITY)
+        session = Session(self.env, episode_s=self.options.episode_s)
+        self.sessions[session.id] = session
+        return session
+
+    async def _shut(self, session: Session) -> None:
+        await session.end()
+        del self.sessions[session.id]
+
+    async def _socket(self, request: web.Request) -> web.WebSocketResponse:
+        """Answer each message of a socket, until it closes or is idle for too long."""
+        socket = web.WebSocketResponse(
+            max_msg_size=self._max_bytes, compress=False, timeout=CLOSE_S
+        )
+        await socket.prepare(request)
+        own = dict[str, Session]()
+        try:
+            own[""] = self._open()
+            with suppress(ConnectionError):
+                await self._converse(socket, own)
+        except Refused as refused:
+            await socket.send_str(frame("error", refusal(refused), self._max_bytes))
+            await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
+        finally:
+            await asyncio.gather(*(self._shut(session) for session in own.values()))
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse, own: dict[str, Session]) -> None:
+        """Answer messages to the sessions of a socket, which are `own`, by name."""
+        loop, idle_s = asyncio.get_running_loop(), self.options.idle_s
+        while True:
+            try:
+                with Limit(self._limits, loop.time() + idle_s):
+                    received = await socket.receive()
+            except TimeoutError:
+                await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"idle for too long")
+                return
+            if received.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+                return
+            try:
+                message = decode(received.data)
+                if message.type == "close":
+                    await socket.close()
+                    return
+                is_batch = message.type == "batch"
+                answering = self._batch if is_batch else self._only
+                kind, data = await answering(message, own)
+                text = frame(kind, data, self._max_bytes)
+            except (Refused, msgspec.MsgspecError) as error:
+                text = frame("error", refusal(error), self._max_bytes)
+            except (MessageTooLarge, TypeError, ValueError) as error:
+                for session in own.values():  # what cannot be told ends the episode
+                    await session.end()
+                text = frame("error", refusal(error), self._max_bytes)
+            await socket.send_str(text)
+
+    async def _only(self, message: Message, own: dict[str, Session]) -> tuple[str, Any]:
+        return await self._one(message, own[""])
+
+    async def _batch(self, batch: Message, own: dict[str, Session]) -> tuple[str, Any]:
+        """Answer messages to several sessions of a socket, side by side."""
+        messages = decode_batch(batch.data)
+        names = [message.session for message in messages]
+        if len(set(names)) < len(names) or not all(names):
+            raise Refused("each message of a batch names a session of its own")
+        for name in names:
+            if name not in own:
+                own[name] = self._open()
+        answers = await asyncio.gather(*(self._one(m, own[m.session]) for m in messages))
+        for message in messages:
+            if message.type == "close":
+                await self._shut(own.pop(message.session))
+        return "batch", [
+            {"session": name, "type": kind, "data": data}
+            for name, (kind, data) in zip(names, answers, strict=True)
+        ]
+
+    async def _one(self, message: Message, session: Session) -> tuple[str, Any]:
+        """Return the type and the data of the answer to one message to one session."""
+        session.heard = time.monotonic()
+        try:
+            match message.type:
+                case "step":
+                    return "observation", await session.step(decode_step(message.data))
+                case "reset":
+                    reset = decode_reset(message.data)
+                    task = await self._draw.task(reset)
+                    return "observation", await session.reset(task, reset.episode_id)
+                case "state" | "close":
+                    return "state", session.about()
+            raise Refused(f"no message of type '{message.type}'", "UNKNOWN_TYPE")
+        except Exception as error:  # noqa: BLE001  (whatever an episode raises is told)
+            return "error", refusal(error)
+
+    async def _post(self, request: web.Request) -> web.Response:
+        """Answer /reset and /step: an episode each, which ends with the answer, as there is no
+        session without a socket. /step resets first, by the same keys as /reset."""
+        try:
+            body = await request.read() or b"{}"
+            action = decode_members(body).get("action", msgspec.Raw(b"{}"))
+            session = self._open()
+            try:
+                kind, data = await self._one(Message("reset", msgspec.Raw(body)), session)
+                if request.path == "/step" and kind != "error":
+                    kind, data = await self._one(Message("step", action), session)
+            finally:
+                await self._shut(session)
+        except (msgspec.MsgspecError, Refused) as error:
+            kind, data = "error", refusal(error)
+        status = STATUS.get(data.code, 422) if kind == "error" else 200
+        return _json(data, status)
+
+    def _get(self, tell: Callable[[], Any]) -> Callable[[web.Request], Any]:
+        async def answer(request: web.Request) -> web.Response:
+            return _json(tell())
+
+        return answer
+
+    def _health(self) -> dict[str, Any]:
+        most = self.options.max_sessions
+        return {"status": "healthy", "sessions": len(self.sessions), "max_sessions": most}
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "name": self.config.env.type,
+            "description": (type(self.env).__doc__ or "").strip().partition("\n")[0],
+            "version": arealite.__version__,
+            "seats": list(self.env.seats),
+        }
+
+    def _schema(self) -> dict[str, Any]:
+        action, observation = msgspec.json.schema(Step), msgspec.json.schema(Reply)
+        return {"action": action, "observation": observation, "state": {"type": "object"}}
+
+
+def _json(data: Any, status: int = 200) -> web.Response:
+    return web.Response(body=encode(data), status=status, content_type="application/json")

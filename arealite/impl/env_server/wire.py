@@ -1,0 +1,77 @@
+"""What both ends of an environment's wire agree on: frames, and how a failure travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from arealite.api.env_server import Refusal
+from arealite.base import errors
+from arealite.base.errors import ArealiteError, EpisodeError, InvariantError, UserError
+
+encode = msgspec.json.Encoder().encode
+CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
+FATAL: dict[str, type[ArealiteError]] = {
+    f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)
+}
+"""What stops a run wherever its environment runs, by failure class."""
+MAX_NAME, MAX_TEXT = 64, 2000
+
+
+class MessageTooLarge(EpisodeError):
+    """A message between an environment's server and a client is longer than either allows."""
+
+    failure_class = "env_message_too_large"
+
+
+class RemoteFailure(EpisodeError):
+    """An episode failed where its environment runs; of the class that it has there."""
+
+    def __init__(self, message: str, failure_class: str) -> None:
+        super().__init__(message)
+        self.failure_class = failure_class
+
+
+class Refused(Exception):
+    """A message that the server cannot follow; the session stays as it was."""
+
+    def __init__(self, message: str, code: str = INVALID) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def frame(kind: str, data: Any, max_bytes: int) -> str:
+    """Return a message as text.
+
+    Raises:
+        MessageTooLarge: it is longer than `max_bytes`.
+        TypeError: the data is none that JSON can hold.
+    """
+    raw = encode({"type": kind, "data": data})
+    if len(raw) > max_bytes:
+        what = f"a message of {len(raw)} bytes; max_message_kb={max_bytes // 1024}"
+        raise MessageTooLarge(what)
+    return raw.decode()
+
+
+def refusal(error: BaseException) -> Refusal:
+    """Return what a client is told of an error."""
+    text = str(error)[:MAX_TEXT]
+    if isinstance(error, Refused):
+        return Refusal(text, error.code)
+    if isinstance(error, msgspec.MsgspecError):
+        is_json = isinstance(error, msgspec.ValidationError)
+        return Refusal(text, INVALID if is_json else "INVALID_JSON")
+    kind = errors.failure_class(error)
+    said = text if isinstance(error, ArealiteError) else f"{type(error).__name__}: {text}"
+    return Refusal(said, failure_class=kind)
+
+
+def failure(told: Refusal, where: str) -> ArealiteError:
+    """Return the error that a refusal tells of, as it would have been raised here."""
+    text = f"{told.message[:MAX_TEXT]} ({where})"
+    name = told.failure_class[:MAX_NAME]
+    if name in FATAL:
+        return FATAL[name](text)
+    return RemoteFailure(text, name or "env_server_error")
