@@ -1,0 +1,161 @@
+"""How many episodes a second one rollout worker can run, were the policy to answer at once.
+
+No HTTP and no model: what is left is what environment, agent and collector cost.
+
+    python tools/bench_episodes.py [--seconds 2] [--rounds 5] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import json
+import pstats
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from arealite.api.agent import Agent  # noqa: E402
+from arealite.api.collector import CollectorConfig  # noqa: E402
+from arealite.api.config import ExperimentConfig  # noqa: E402
+from arealite.api.env import Env, envs  # noqa: E402
+from arealite.api.env_config import EnvConfig  # noqa: E402
+from arealite.api.llm import LLMClient, LLMRequest, LLMResponse, SamplingConfig  # noqa: E402
+from arealite.api.rollout_messages import Lease  # noqa: E402
+from arealite.api.task import Task  # noqa: E402
+from arealite.api.trainer import PPOConfig, TrainerConfig  # noqa: E402
+from arealite.impl.rollout.collector import Collector  # noqa: E402
+from tools.make_tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
+
+LANES, GROUP = 64, 8
+BOARD = 18
+"""Characters of a tic-tac-toe board, at the end of a prompt."""
+TOKENIZER = make_tokenizer(PRINTABLE, context=2048)
+DIGITS = {TOKENIZER.convert_tokens_to_ids(digit) for digit in "123456789"}
+EOS = TOKENIZER.eos_token_id
+GOALS = {"single_turn": 5000, "tic_tac_toe": 2000}
+"""Episodes a second that issue 7 asks for."""
+
+
+@envs.register("single_turn")
+class SingleTurn(Env):
+    """One answer, rewarded at once."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Reward every answer with 1."""
+        await agents["agent"].act(task.prompt)
+        agents["agent"].reward(1.0)
+
+
+class InstantClient(LLMClient):
+    """A policy that answers with one of the last board's free squares, or with five letters."""
+
+    def __init__(self) -> None:
+        self.choice = random.Random(1).choice
+        self.turns = 0
+
+    async def generate(self, request: LLMRequest) -> LLMResponse:
+        """Answer without a wait."""
+        self.turns += 1
+        free = [token for token in request.input_ids[-BOARD:] if token in DIGITS]
+        ids = [self.choice(free), EOS] if free else [10, 11, 12, 13, EOS]
+        count = len(ids)
+        return LLMResponse(ids, [-0.5] * count, [1] * count, "stop")
+
+
+def collector(name: str) -> Collector:
+    """Return a collector around one environment and the instant policy."""
+    own = CollectorConfig(env=EnvConfig(type=name), sampling=SamplingConfig(max_new_tokens=16))
+    config = ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(collector=own)))
+    return Collector(config, InstantClient(), TOKENIZER)
+
+
+async def play(made: Collector, task: Callable[[int], Task], seconds: float) -> dict[str, float]:
+    """Play for some seconds; return episodes a second of the clock, and of the processor."""
+    numbers, client, done = iter(range(sys.maxsize)), made._agents.client, 0
+    assert isinstance(client, InstantClient)
+    begin, cpu, turns = time.perf_counter(), time.process_time(), client.turns
+
+    async def lane() -> None:
+        nonlocal done
+        for number in numbers:
+            group, member = divmod(number, GROUP)
+            lease = Lease(f"l{group}", f"g{group}", "train", task(group), [member], 0)
+            episode, payloads = await made.run(lease, member)
+            assert episode.failure is None, episode.failure
+            assert payloads
+            done += 1
+            if time.perf_counter() - begin > seconds:
+                return
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(LANES):
+            tasks.create_task(lane())
+    return {
+        "per_s": done / (time.perf_counter() - begin),
+        "per_cpu_s": done / (time.process_time() - cpu),
+        "turns": (client.turns - turns) / done,
+    }
+
+
+def question(group: int) -> Task:
+    """Return a question that no other group has."""
+    return Task(f"train-{group}", f"What is {group} + 1? Think it over.", None, {})
+
+
+def game(group: int) -> Task:
+    """Return a game."""
+    return Task(f"train-{group}", "tic-tac-toe", None, {})
+
+
+async def bench(options: argparse.Namespace) -> dict[str, float]:
+    """Play both in turns; return medians."""
+    gc.freeze()  # as the rollout role does, and the threshold too
+    gc.set_threshold(50_000)
+    found: dict[str, list[float]] = {}
+    made = {"single_turn": question, "tic_tac_toe": game}
+    collectors = {name: collector(name) for name in made}
+    profiler = cProfile.Profile()
+    for number in range(options.rounds + 1):
+        for name, task in made.items():
+            if options.profile == name and number:
+                profiler.enable()
+            result = await play(collectors[name], task, options.seconds if number else 0.5)
+            profiler.disable()
+            for key, value in result.items() if number else ():
+                found.setdefault(f"{name}_{key}", []).append(value)
+    if options.profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    """Measure, print a table, and write out/bench/episodes.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", choices=GOALS)
+    options = parser.parse_args()
+    found = uvloop.run(bench(options))
+    for name, value in found.items():
+        goal = GOALS.get(name.removesuffix("_per_s"))
+        print(f"{name:24} {value:10.1f}" + (f"   goal {goal}" if goal else ""))
+    out = ROOT / "out" / "bench" / "episodes.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
