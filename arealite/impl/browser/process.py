@@ -1,0 +1,174 @@
+"""One headless Chromium a worker, and the pages that episodes borrow from it.
+
+One, because a browser costs a hundred times what a context in it costs; and each episode has a
+context of its own, so that no one sees another's cookies. The browser cannot reach any host but the
+task's: that is settled where names are resolved, below everything that a page can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from arealite.api.browser_config import BrowserConfig
+from arealite.base import log
+from arealite.base.errors import DeadlineError, UserError
+from arealite.impl.browser.actions import origin
+from arealite.system.deadlines import deadline
+from arealite.system.waits import waiting
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser as Chromium
+    from playwright.async_api import Playwright
+
+    from arealite.impl.browser.page import Page
+
+logger = log.get(__name__)
+
+START_S, STOP_S = 60.0, 10.0
+ARGUMENTS = (
+    "--no-proxy-server",  # a proxy would resolve the names that we do not
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--disable-gpu",
+)
+VIEWPORT: Any = {"width": 1024, "height": 768}
+
+
+class Browser:
+    """Lends pages that reach nothing but `sites`, the addresses of a task's hosts."""
+
+    def __init__(self, config: BrowserConfig, sites: Sequence[str]) -> None:
+        self.config = config
+        self.allowed = {origin(site) for site in sites}
+        """`host:port` of each."""
+        self._slots = asyncio.Semaphore(config.contexts)
+        self._idle: list[Page] = []
+        self._lock = asyncio.Lock()
+        self._playwright: Playwright | None = None
+        self._chromium: Chromium | None = None
+        self._errors: tuple[type[Exception], ...] = ()
+
+    async def setup(self) -> None:
+        """Start the browser.
+
+        Raises:
+            UserError: Playwright or Chromium is not installed, or does not start.
+        """
+        if shutil.which(self.config.executable) is None:
+            raise UserError(
+                f"browser.executable={self.config.executable}: no such program. Install Debian's "
+                "package chromium-headless-shell, or give the path of another Chromium."
+            )
+        self._pages = await asyncio.to_thread(_import_pages)
+        self._errors = (self._pages.Error, DeadlineError)
+        self._script = await asyncio.to_thread(self._pages.SCRIPT.read_text)
+        try:
+            await self._running()
+        except self._errors as error:
+            why = self._pages.first_line(error)
+            raise UserError(f"{self.config.executable} does not start: {why}") from error
+
+    async def close(self) -> None:
+        """Stop the browser."""
+        async with self._lock:
+            await self._stop()
+
+    @asynccontextmanager
+    async def page(self, storage_state: Any = None) -> AsyncGenerator[Page, None]:
+        """Lend a page for an episode, once one is free; with a `storage_state` (cookies, as
+        Playwright saves them; {} for none) it is in a new context.
+
+        Raises:
+            BrowserCrash: the browser died, and does not start again.
+        """
+        with waiting("a free page", owner="browser", on="other episodes"):
+            await self._slots.acquire()
+        page = None
+        try:
+            page = await self._take(storage_state)
+            yield page
+            if storage_state is None and page.is_alive:
+                self._idle.append(page)
+                page = None
+        finally:
+            if page is not None:
+                await page.close()
+            self._slots.release()
+
+    async def _take(self, storage_state: Any) -> Page:
+        while storage_state is None and self._idle:
+            page = self._idle.pop()
+            if page.is_alive:
+                return page
+        for is_last in (False, True):
+            chromium = self._chromium
+            try:
+                chromium = await self._running()
+                async with deadline("a new page", owner="browser", on="chromium", seconds=START_S):
+                    return await self._new_page(chromium, storage_state)
+            except self._errors as error:
+                why = self._pages.first_line(error)
+                if is_last:
+                    raise self._pages.BrowserCrash(f"it does not start again: {why}") from error
+                await self._abandon(chromium, why)
+        raise AssertionError("the second attempt returns or raises")
+
+    async def _new_page(self, chromium: Chromium, storage_state: Any) -> Page:
+        context = await chromium.new_context(
+            viewport=VIEWPORT,
+            accept_downloads=False,
+            service_workers="block",
+            reduced_motion="reduce",
+            storage_state=storage_state or None,
+        )
+        await context.add_init_script(self._script)
+        return self._pages.Page(await context.new_page(), self.config, self.allowed)
+
+    async def _running(self) -> Chromium:
+        """Return the browser, started anew if it has died."""
+        async with self._lock:
+            if self._chromium is not None and self._chromium.is_connected():
+                return self._chromium
+            await self._stop()
+            what = "the browser's start"
+            async with deadline(what, owner="browser", on="chromium", seconds=START_S):
+                playwright = await self._pages.async_playwright().start()
+                self._playwright = playwright
+                rules = [f"MAP {site} {site}" for site in sorted(self.allowed)]
+                names = ",".join([*rules, "MAP * ~NOTFOUND"])
+                self._chromium = chromium = await playwright.chromium.launch(
+                    executable_path=shutil.which(self.config.executable),
+                    chromium_sandbox=self.config.sandbox,
+                    args=[*ARGUMENTS, f"--host-resolver-rules={names}"],
+                )
+            logger.info("browser started", version=chromium.version, sites=len(rules))
+            return chromium
+
+    async def _abandon(self, chromium: Chromium | None, why: str) -> None:
+        """Stop a browser that failed, unless another episode has done so."""
+        async with self._lock:
+            if self._chromium is chromium:
+                logger.warning("browser died", error=why)
+                await self._stop()
+
+    async def _stop(self) -> None:
+        self._idle.clear()
+        chromium, self._chromium = self._chromium, None
+        playwright, self._playwright = self._playwright, None
+        for end in [chromium and chromium.close, playwright and playwright.stop]:
+            if end:
+                with suppress(*self._errors):
+                    what = "the browser's end"
+                    async with deadline(what, owner="browser", on="chromium", seconds=STOP_S):
+                        await end()
+
+
+def _import_pages() -> Any:
+    try:
+        return import_module("arealite.impl.browser.page")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}. Install it: pip install 'arealite[browser]'.") from error
