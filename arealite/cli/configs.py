@@ -21,6 +21,7 @@ from arealite.api.llm_server import LLMServerConfig, servers
 from arealite.api.publisher import publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import RewardConfig, rewards
+from arealite.api.tool import ToolsEnvConfig, tools
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
@@ -42,6 +43,7 @@ TABLES: dict[type, Registry[Any]] = {
     LLMClientConfig: clients,
     LLMServerConfig: servers,
     PublisherConfig: publishers,
+    ToolsEnvConfig: tools,
 }
 """Each part's config class, with its table."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -14,11 +16,16 @@ from arealite.api.env import Env, EnvConfig, EnvFactory, envs
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
+from arealite.api.tool import ToolsEnvConfig
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.rollout.collector import Collector
+from arealite.system.dataset import make_task
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
-from tests.impl.env import test_math  # registers the reward
+from tests.impl.env import (
+    players,
+    test_math,  # registers the reward
+)
 from tests.impl.rollout import worlds  # registers the environments
 
 ENVS = {
@@ -29,6 +36,11 @@ ENVS = {
     "reverse": ("abc", None),
     "reverse_echo": ("reverse abc\necho def", None),
     "tic_tac_toe": ("play", None),
+    "tools": ("1+1=", "3"),
+    "gymnasium": ("play", None),
+    "gyllm": ("play", None),
+    "reasoning_gym": ("play", None),
+    "textarena": ("play", None),
     "world": ("ok", None),
     "duel": ("go", None),
     "counter": ("a", None),
@@ -36,20 +48,42 @@ ENVS = {
 ANSWERS = {"tic_tac_toe": [10]}
 """Tokens of the answer with which all seats come to act, where that is another than of the rest."""
 
+ADAPTERS = {
+    "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
+    "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
+    "reasoning_gym": {"dataset": "chain_sum"},
+    "textarena": {"env_id": "SimpleNegotiation-v0"},
+}
+"""Options of environments that play rows of their own."""
 
-@pytest.fixture(params=ENVS)
+
+def installed(name: str) -> Any:
+    """Leave an environment out where the package that it is of is not there."""
+    is_missing = name in ("reasoning_gym", "textarena") and find_spec(name) is None
+    skip = pytest.mark.skipif(is_missing, reason=f"{name} is not installed: the extra envs")
+    return pytest.param(name, marks=skip)
+
+
+@pytest.fixture(params=[installed(name) for name in ENVS])
 async def played(request):
     """A collector around the environment, and the lease to play."""
     prompt, truth = ENVS[request.param]
     config = experiment(request.param)
     client = ScriptedClient(lambda _: response(ANSWERS.get(request.param, [10, 11, 12])))
     made = Collector(config, client, tokenizer())
-    if request.param == "math":
+    if request.param in ("math", "tools"):
         assert test_math is not None
-        own = EnvConfig(math=MathEnvConfig(reward=RewardConfig(type="length_match")))
+        score = RewardConfig(type="length_match")
+        math, tools = MathEnvConfig(reward=score), ToolsEnvConfig(reward=score)
+        own = EnvConfig(type=request.param, math=math, tools=tools)
         made.parts[""] = made.parts[""]._replace(env=EnvFactory(config).make_env(own))
+    work = lease(prompt=prompt, ground_truth=truth, members=32)
+    if request.param in ADAPTERS:
+        env = players.make(request.param, **ADAPTERS[request.param])
+        made.parts[""] = made.parts[""]._replace(env=env)
+        work = structs.replace(work, task=make_task(*players.first_rows(env, 1), "train-0", "here"))
     await made.setup()
-    yield made, lease(prompt=prompt, ground_truth=truth, members=32)
+    yield made, work
     await made.close()
 
 

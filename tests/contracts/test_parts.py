@@ -20,6 +20,7 @@ from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import Reward, RewardConfig, RewardFactory, rewards
+from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
 
 KINDS: list[tuple[Any, type, type | None]] = [
@@ -32,6 +33,7 @@ KINDS: list[tuple[Any, type, type | None]] = [
     (publishers, WeightPublisher, PublisherConfig),
     (rewards, Reward, RewardConfig),
     (servers, LLMServer, LLMServerConfig),
+    (tools, Tool, None),
     (trainers, Trainer, None),
 ]
 

@@ -1,0 +1,169 @@
+"""A task that is solved with tools: the agent calls them, turn by turn, and then answers.
+
+Failed calls are told to the agent, as it may learn from them; a tool that is broken fails the
+episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.episode import Action
+from arealite.api.observation import Observation, ToolCall
+from arealite.api.reward import RewardFactory
+from arealite.api.task import Task
+from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig
+from arealite.base.errors import EpisodeError
+from arealite.impl.tool.calculator import evaluate
+from arealite.impl.tool.toolbox import Answer, States, Toolbox
+
+HELD_OUT = 4
+"""One of so many generated tasks is never one of split train, and is of all others."""
+
+
+@dataclass
+class Tally:
+    """What became of an episode's calls."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    used: set[str] = field(default_factory=set)
+    """Names of the tools that answered without an error."""
+
+    def add(self, call: ToolCall, answer: Answer) -> None:
+        """Count one call."""
+        self.kinds[answer.kind] += 1
+        if answer.kind == "fine":
+            self.used.add(call.name)
+
+
+class ToolsEnv(Env):
+    """Offers tools, makes the calls of each turn side by side, and scores the last answer."""
+
+    resumable = True
+
+    def __init__(self, args: Any, config: ToolsEnvConfig) -> None:
+        super().__init__(args, config)
+        self.box = Toolbox(config)
+        self.resumable = self.box.deterministic
+
+    @classmethod
+    def rows(cls, config: ToolsEnvConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield arithmetic, easy and not, as `config.arithmetic` has it."""
+        return arithmetic(config.arithmetic, split=split, seed=seed)
+
+    async def setup(self) -> None:
+        """Start the reward function and the tools."""
+        self.scorer = RewardFactory(self.args).make_reward(self.config.reward)
+        await self.scorer.setup()
+        await self.box.setup()
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Let the agent call tools until it answers, and reward it.
+
+        Raises:
+            EpisodeError: the task has no ground truth, or a tool is broken.
+        """
+        agent, tally = agents["agent"], Tally()
+        if task.ground_truth is None:
+            raise EpisodeError(
+                f"{task.task_id} has no ground_truth; env.type=tools needs one a row"
+            )
+        async with self.box.episode(task) as states:
+            action = await self._converse(task, agent, states, tally)
+        correct, begin = 0.0, time.perf_counter()
+        if not action.calls:
+            correct = await self.scorer.score(action.text, task.ground_truth)
+        agent.record.seconds_scoring += time.perf_counter() - begin
+        parts = scores(correct, tally, task.extra_info.get("tools"))
+        value = sum(getattr(self.config.weights, name) * part for name, part in parts.items())
+        parts["unanswered"] = float(bool(action.calls))
+        parts["tool_calls"] = float(tally.kinds.total())
+        parts["tool_errors"] = parts["tool_calls"] - tally.kinds["fine"]
+        agent.reward(value, **parts, tool_timeouts=float(tally.kinds["timeout"]))
+
+    async def close(self) -> None:
+        """Stop what `setup` started."""
+        await self.box.close()
+        await self.scorer.close()
+
+    async def _converse(self, task: Task, agent: Agent, states: States, tally: Tally) -> Action:
+        """Return the agent's last action; one with calls where it never came to an answer."""
+        observation = Observation(task.prompt, tools=self.box.schemas)
+        for _ in range(self.config.max_turns - 1):
+            action = await agent.act(observation)
+            if not action.calls or action.is_last:
+                return action
+            answers = await self._answer(action.calls, states)
+            for call, answer in zip(action.calls, answers, strict=True):
+                tally.add(call, answer)
+            told = zip(action.calls, answers, strict=True)
+            messages = [
+                {
+                    "role": "tool",
+                    "tool_call_id": call.call_id,
+                    "name": call.name,
+                    "content": answer.content,
+                }
+                for call, answer in told
+            ]
+            observation = Observation(messages, tools=self.box.schemas)
+        return await agent.act(observation)
+
+    async def _answer(self, calls: tuple[ToolCall, ...], states: States) -> list[Answer]:
+        """Make the calls of one turn side by side; those beyond `max_calls` are refused."""
+        most = self.config.max_calls
+        async with asyncio.TaskGroup() as group:
+            made = [group.create_task(self.box.call(call, states)) for call in calls[:most]]
+        refused = Answer(f"error: more than {most} calls in one turn", "malformed")
+        return [*(task.result() for task in made), *[refused] * len(calls[most:])]
+
+
+def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, float]:
+    """Return the parts of the reward by name; `wanted` are the tools that the task says it needs.
+
+    tool: the share of these that were used, or, where none is needed, whether none was called.
+    format: the share of calls that could be read and made. efficiency: of a right answer, 1 for as
+    many calls as needed, and less for more.
+    """
+    calls = tally.kinds.total()
+    parts = {"correct": correct, "format": 1.0 - tally.kinds["malformed"] / max(calls, 1)}
+    needed = 1
+    if wanted is not None:
+        needed = len(wanted)
+        used = len(tally.used.intersection(wanted)) / max(needed, 1)
+        parts["tool"] = used if wanted else float(calls == 0)
+    parts["efficiency"] = correct * (needed + 1) / (max(calls, needed) + 1)
+    return parts
+
+
+def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield rows of tasks without end; no task of `train` is one of another split."""
+    rng = random.Random(f"arithmetic {split} {seed}")
+    low, high = 10 ** (config.digits - 1), 10**config.digits
+    while True:
+        if is_easy := rng.random() < config.easy:
+            first = rng.randrange(1, 9)
+            task = f"{first}+{rng.randrange(1, 10 - first)}"
+        else:
+            task = str(rng.randrange(low, high))
+            for _ in range(config.operands - 1):
+                task += rng.choice(config.operators) + str(rng.randrange(low, high))
+        if (crc32(task.encode()) % HELD_OUT == 0) is (split == "train"):
+            continue
+        yield {
+            "prompt": config.prompt.replace("{}", task),
+            "ground_truth": evaluate(task),
+            "extra_info": {
+                "data_source": "easy arithmetic" if is_easy else "arithmetic",
+                "tools": [] if is_easy else ["calculator"],
+            },
+        }

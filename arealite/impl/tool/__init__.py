@@ -1,0 +1,1 @@
+"""Built-in tools, which agents call in env.type=tools."""

@@ -1,0 +1,109 @@
+"""Searches a knowledge base of the user's, with the index for texts that SQLite brings along."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from arealite.api.tool import SearchToolConfig, Tool, ToolError, function
+from arealite.base.errors import UserError
+
+MAX_WORDS = 32
+"""Of a query; more are left out."""
+FIND = """SELECT id, title, snippet(texts, 2, '', '', ' … ', ?) FROM texts
+WHERE texts MATCH ? ORDER BY bm25(texts, 0, 4, 1), id LIMIT ?"""
+"""A word of the title counts four times (id and title are the first columns)."""
+
+
+class SearchTool(Tool):
+    """Finds documents by their words, best first (BM25), and reads them."""
+
+    deterministic = True
+    schema = function(
+        "search",
+        "Search the knowledge base, or read one of its documents.",
+        query={"type": "string", "description": "words to look for"},
+        read={"type": "string", "description": "id of a document to read instead"},
+    )
+
+    def __init__(self, config: SearchToolConfig) -> None:
+        super().__init__(config)
+        self.slots = asyncio.Semaphore(1)  # one connection, one thread at a time
+
+    async def setup(self) -> None:
+        """Read and index the knowledge base."""
+        self.index = await asyncio.to_thread(build, self.config.path)
+
+    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
+        """Return the best documents, or one whole."""
+        if "read" in arguments:
+            return await asyncio.to_thread(self._read, arguments["read"])
+        return await asyncio.to_thread(self._find, arguments.get("query", ""))
+
+    async def close(self) -> None:
+        """Forget it."""
+        if hasattr(self, "index"):
+            self.index.close()
+
+    def _find(self, query: str) -> str:
+        words = re.findall(r"\w+", query)[:MAX_WORDS]
+        if not words:
+            raise ToolError("name the words to look for in `query`")
+        asked = (self.config.excerpt_words, " OR ".join(f'"{word}"' for word in words))
+        found = self.index.execute(FIND, (*asked, self.config.top_k)).fetchall()
+        if not found:
+            raise ToolError(f"no document has any of these words: {' '.join(words)}")
+        return "\n\n".join(f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found)
+
+    def _read(self, name: str) -> str:
+        asked = "SELECT title, text FROM texts WHERE id = ?"
+        found = self.index.execute(asked, (name,)).fetchone()
+        if found is None:
+            raise ToolError(f"no document has the id '{name}'")
+        return "\n".join(filter(None, found))
+
+
+def build(source: str) -> sqlite3.Connection:
+    """Index a JSONL file or a folder, in memory.
+
+    Raises:
+        UserError: there is nothing, or a document is not as it should be.
+    """
+    path = Path(source).expanduser()
+    index = sqlite3.connect(":memory:", check_same_thread=False)
+    columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
+    index.execute(f"CREATE VIRTUAL TABLE texts USING fts5({columns})")
+    read = _folder if path.is_dir() else _jsonl
+    count = index.executemany("INSERT INTO texts VALUES (?, ?, ?)", read(path)).rowcount
+    if count < 1:
+        raise UserError(f"env.tools.search.path={path} has no documents.")
+    return index
+
+
+def _folder(path: Path) -> Iterator[tuple[str, str, str]]:
+    for file in sorted(path.rglob("*")):
+        if file.suffix in (".txt", ".md") and file.is_file():
+            name = file.relative_to(path).as_posix()
+            yield name, file.stem, file.read_text(errors="replace")
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, str, str]]:
+    if not path.is_file():
+        raise UserError(
+            f"env.tools.search.path={path}: neither a file nor a folder. Name a JSONL file of "
+            '{"id": …, "title": …, "text": …}, or a folder of .txt and .md files.'
+        )
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield str(row.get("id", number)), str(row.get("title", "")), str(row["text"])
+        except (ValueError, KeyError, AttributeError) as error:
+            what = 'each line must be an object with "text", and perhaps "id" and "title"'
+            raise UserError(f"{path}, line {number}: {what}.") from error
