@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from arealite.api.fields import opt, sub
+from arealite.base.errors import EpisodeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +21,11 @@ class SandboxConfig:
     )
     concurrency: int = opt(8, "programs that one rollout worker runs at a time", at_least=1)
     timeout_s: float = opt(10.0, "wall time of a program", above=0)
-    memory_mb: int = opt(512, "address space of a process", at_least=64)
-    processes: int = opt(32, "processes and threads of a program", at_least=1)
-    output_kb: int = opt(256, "of stdout and of stderr each; who writes more is killed")
-    disk_mb: int = opt(16, "files of a program, in memory", at_least=1)
+    memory_mb: int = opt(512, "memory of a process, and of all of a program's", at_least=64)
+    processes: int = opt(32, "processes and threads of a program", at_least=4)
+    output_kb: int = opt(256, "of stdout and of stderr each; who writes more is killed", at_least=1)
+    disk_mb: int = opt(16, "files of a program, kept in memory; Landlock allows none", at_least=1)
+    packages: str | None = opt(None, "a folder (site-packages) that programs may import from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,18 @@ class Outcome(msgspec.Struct, frozen=True):
     """What became of a program. Filled by the sandbox."""
 
     status: Literal["exited", "timeout", "output", "killed"]
-    """exited by itself; killed by the sandbox for its time or its output; or killed by a limit."""
+    """By itself; killed for its time or its output; or by a signal, as of another limit."""
     code: int
-    """Exit code where it exited, else minus the signal."""
+    """Exit code, or minus the signal."""
     stdout: str
     stderr: str
     seconds: float
+
+
+class SandboxFailed(EpisodeError):
+    """The sandbox could not start or end a program: nothing is known of the program."""
+
+    failure_class = "sandbox_failed"
 
 
 class Sandbox(ABC):
@@ -56,7 +64,13 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def run(self, program: str, *, stdin: str = "") -> Outcome:
-        """Run a Python program to its end, or kill it at a limit; cancelling kills it, too."""
+        """Run a Python program to its end, or kill it at a limit; cancelling kills it, too.
+
+        When this returns, nothing of the program is left.
+
+        Raises:
+            SandboxFailed: for reasons of its own.
+        """
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
         """Stop what `setup` started."""
@@ -69,7 +83,8 @@ class SandboxFactory:
         self.args = args
 
     def make_sandbox(self, config: SandboxConfig) -> Sandbox:
-        """Return a sandbox; call its `setup` before the first program.
+        """Return a sandbox; call its `setup` before the first program. Blocks for 0.1 s: it is
+        tried out.
 
         Raises:
             UserError: this host can give none that the config allows; says what to install or set.

@@ -1,0 +1,1 @@
+"""Sandboxes: programs that nobody trusts, run with limits."""

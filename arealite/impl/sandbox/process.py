@@ -1,0 +1,128 @@
+"""Runs each program under a warden of its own: what all backends share.
+
+A warden that hears the end of its stdin ends the program; so a cancelled run, a killed worker and a
+late program end in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+from arealite.api.sandbox import Outcome, Sandbox, SandboxConfig, SandboxFailed
+from arealite.base.errors import DeadlineError
+from arealite.impl.sandbox import bwrap
+from arealite.system.deadlines import deadline
+
+START_S, END_S, PROBE_S = 60.0, 10.0, 30.0
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+PLACE: Any = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "cwd": "/", "env": ENVIRONMENT}
+PROBE = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('works')"
+
+
+class ProcessSandbox(Sandbox):
+    """A process a program, confined as `backend` says."""
+
+    def __init__(self, config: SandboxConfig, backend: str) -> None:
+        super().__init__(config)
+        self.backend = backend
+        self.command = command(config, backend)
+        self._slots = asyncio.Semaphore(config.concurrency)
+
+    async def run(self, program: str, *, stdin: str = "") -> Outcome:
+        """Run a program in the next free slot."""
+        seconds = START_S + self.config.timeout_s
+        what, text = "a program in the sandbox", request(program, stdin)
+        async with self._slots:
+            try:
+                async with deadline(what, owner="sandbox", on="warden", seconds=seconds):
+                    process = await asyncio.create_subprocess_exec(*self.command, **PLACE)
+                    try:
+                        return outcome(*await ask(process, text))
+                    finally:
+                        await end(process)
+            except (DeadlineError, OSError) as error:
+                raise SandboxFailed(f"{self.backend}: {error}") from error
+
+    def probe(self) -> str:
+        """Run a program that forks; return "" or why it cannot be. Blocks."""
+        try:
+            with subprocess.Popen(self.command, **PLACE) as process:
+                assert process.stdin and process.stdout and process.stderr
+                with suppress(BrokenPipeError):
+                    process.stdin.write(request(PROBE, ""))
+                    process.stdin.flush()
+                done = outcome(process.stdout.read(), process.stderr.read())
+        except (SandboxFailed, OSError) as error:
+            return str(error)
+        return "" if done.stdout == "works\n" else f"a program cannot fork: {done.stderr[-300:]}"
+
+
+@cache
+def warden() -> str:
+    """Return the warden's source."""
+    return Path(__file__).with_name("warden.py").read_text()
+
+
+def command(config: SandboxConfig, backend: str) -> list[str]:
+    """Return the command that starts a warden."""
+    folders = [sys.base_prefix, *([config.packages] if config.packages else [])]
+    python = [os.path.realpath(sys.executable), "-I", "-S", "-c", warden()]
+    sizes = config.memory_mb << 20, config.processes, config.output_kb << 10, config.disk_mb << 20
+    words = [backend, config.timeout_s, *sizes, *folders]
+    outside = bwrap.command(folders, config.disk_mb << 20) if backend == "bwrap" else []
+    return [*outside, *python, *map(str, words)]
+
+
+def request(program: str, stdin: str) -> bytes:
+    """Return what a warden is told; what no file could hold becomes "?"."""
+    texts = program.encode(errors="replace"), stdin.encode(errors="replace")
+    return pack("<2I", *map(len, texts)) + b"".join(texts)
+
+
+async def ask(process: Process, text: bytes) -> tuple[bytes, bytes]:
+    """Tell a warden its program; return all that it writes."""
+    assert process.stdin and process.stdout and process.stderr
+    with suppress(ConnectionError):  # it failed, and says why
+        process.stdin.write(text)
+        await process.stdin.drain()
+    return await process.stdout.read(), await process.stderr.read()
+
+
+async def end(process: Process) -> None:
+    """Have the warden end its program, and wait until nothing is left."""
+    assert process.stdin and process.stdout
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(END_S):
+            with suppress(RuntimeError):  # a read that was cut still waits
+                await process.stdout.read()
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def outcome(answer: bytes, problem: bytes) -> Outcome:
+    """Read a warden's answer.
+
+    Raises:
+        SandboxFailed: there is none.
+    """
+    head, _, texts = answer.partition(b"\n")
+    words = head.decode().split()
+    if len(words) != 4:
+        raise SandboxFailed(problem.decode(errors="replace").strip()[-500:] or "it was killed")
+    size = int(words[3])
+    out, err = (text.decode(errors="replace") for text in (texts[:size], texts[size:]))
+    status: Any = words[0]
+    return Outcome(status, int(words[1]), out, err, float(words[2]))

@@ -1,0 +1,340 @@
+"""The process that confines a program, watches it, ends it and tells what became of it.
+
+It runs inside the sandbox, above the program: so the same limits and the same end hold whatever
+confines, and outside nothing is left to do but to wait. `process.py` gives this file to
+`python -I -S -c`, so it imports nothing of the package and little else.
+
+On stdin come the lengths of a program and of its input, and then both; the end of stdin is the
+order to stop. On stdout goes one line, `status code seconds length`, then stdout and stderr.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import resource
+import select
+import signal
+import stat
+import sys
+import time
+from contextlib import suppress
+from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
+from errno import ENOSYS, EPERM
+from struct import pack, unpack
+
+LOOK_S = 0.05
+"""How often memory, processes and files are counted: no rlimit holds for all processes together."""
+MAX_FILES = 4096
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+CAP_DAC_READ_SEARCH, CAP_VERSION_3 = 2, 0x20080522
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+EXECUTE, WRITE, READ, READ_DIR = 1, 2, 4, 8
+READABLE = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/zero", "/dev/urandom"
+
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""AUDIT_ARCH, and the column in the tables of system calls below."""
+NOWHERE = 0xFFFF
+FORBIDDEN = {  # what reaches other processes, holds memory that nobody counts, or is hazardous
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "move_mount": (429, 429),
+    "open_tree": (428, 428), "fsopen": (430, 430), "pivot_root": (155, 41), "chroot": (161, 51),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219), "open_by_handle_at": (304, 265), "personality": (135, 92),
+    "setsid": (112, 157), "setpgid": (109, 154),
+}  # fmt: skip
+FORBIDDEN_UNDER_LANDLOCK = {  # what it does not see: owners, modes, times, and others' scheduling
+    "chmod": (90, NOWHERE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, NOWHERE), "fchown": (93, 55), "lchown": (94, NOWHERE), "fchownat": (260, 54),
+    "utime": (132, NOWHERE), "utimes": (235, NOWHERE), "futimesat": (261, NOWHERE),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238), "move_pages": (279, 239),
+}  # fmt: skip
+ALLOWED_IF = [  # system call, argument, mask, and what the masked argument must be
+    ((56, 220), 0, 0x7E020000, 0),  # clone: without new namespaces
+    ((53, 199), 1, 0xF, 1),  # socketpair: a stream, which can be sent nowhere else
+    ((302, 261), 0, 0xFFFFFFFF, 0),  # prlimit64: one's own
+]
+CLONE3 = 435
+"""Its flags are in memory, where no filter looks; the C library then uses clone."""
+
+libc = CDLL(None, use_errno=True)
+
+
+def call(name: str, *args: object) -> int:
+    """Call the C library.
+
+    Raises:
+        OSError: it failed.
+    """
+    result = getattr(libc, name)(*[c_ulong(a) if isinstance(a, int) else a for a in args])
+    if result < 0:
+        raise OSError(get_errno(), f"{name}{args[:1]}: {os.strerror(get_errno())}")
+    return result
+
+
+def be_nobody() -> None:
+    """Give up root for a user without processes, who may pass folders as root's Python needs it."""
+    user, capability = 60000 + os.getppid() % 5000, 1 << CAP_DAC_READ_SEARCH
+    call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    call("capset", pack("Ii", CAP_VERSION_3, 0), pack("6I", capability, capability, 0, 0, 0, 0))
+
+
+def restrict_files(readable: list[str]) -> None:
+    """Let Landlock refuse all files but the readable ones, and all TCP, where it can.
+
+    Raises:
+        OSError: this kernel's Landlock cannot be relied on.
+    """
+    abi = call("syscall", LANDLOCK_CREATE, None, 0, 1)
+    if abi < (3 if os.getuid() == 0 else 6):  # below 6 signals reach all processes of the user
+        raise OSError(ENOSYS, f"Landlock ABI {abi} is too old (Linux 6.12; as root, 6.2)")
+    files = (1 << (16 if abi >= 5 else 15)) - 1
+    rules = pack("3Q", files, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = call("syscall", LANDLOCK_CREATE, rules, len(rules), 0)
+    for path in [*readable, "/dev/null"]:
+        with suppress(FileNotFoundError):
+            file = os.open(path, os.O_PATH)
+            folder = READ_DIR if stat.S_ISDIR(os.fstat(file).st_mode) else 0
+            access = READ | (WRITE if path == "/dev/null" else EXECUTE | folder)
+            call("syscall", LANDLOCK_ADD, ruleset, 1, pack("=Qi", access, file), 0)
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if os.getuid() == 0:
+        be_nobody()
+    call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
+
+
+def filter_calls(under_landlock: bool) -> None:
+    """Refuse system calls, by a seccomp filter: a program for the kernel's packet filter."""
+    arch, column = MACHINES[os.uname().machine]
+    refuse, allow = (0x06, 0, 0, 0x50000 | EPERM), (0x06, 0, 0, 0x7FFF0000)
+    number = (0x20, 0, 0, 0)
+    code = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, 0x80000000), number]
+    code += [(0x35, 0, 1, 0x40000000), refuse]  # x32, the other table of x86_64
+    code += [(0x15, 0, 1, CLONE3), (0x06, 0, 0, 0x50000 | ENOSYS)]
+    for numbers in (FORBIDDEN | FORBIDDEN_UNDER_LANDLOCK if under_landlock else FORBIDDEN).values():
+        code += [(0x15, 0, 1, numbers[column]), refuse]
+    for numbers, argument, mask, value in ALLOWED_IF:
+        load = (0x20, 0, 0, 16 + 8 * argument)
+        code += [(0x15, 0, 5, numbers[column]), load, (0x54, 0, 0, mask), (0x15, 1, 0, value)]
+        code += [refuse, allow]
+    text = b"".join(pack("HBBI", *line) for line in [*code, allow])
+    buffer = create_string_buffer(text, len(text))
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", PR_SET_SECCOMP, 2, pack("HP", len(text) // 8, addressof(buffer)), 0, 0)
+
+
+def processes_of_user() -> int:
+    """Return how many processes and threads this user has, which all count for RLIMIT_NPROC."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+class Limits:
+    """The words of the command line."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.mode, seconds, memory, processes, output, disk, *self.folders = words
+        self.seconds, self.memory, self.processes = float(seconds), int(memory), int(processes)
+        self.output, self.disk = int(output), int(disk)
+
+    def confine(self) -> None:
+        """Put all limits on this process, for good."""
+        others = 1  # the parent; there are no others in its namespaces
+        if self.mode == "landlock":
+            others = processes_of_user() if os.getuid() else 0
+        bounds = {
+            resource.RLIMIT_AS: self.memory,
+            resource.RLIMIT_CPU: int(self.seconds) + 2,
+            resource.RLIMIT_FSIZE: self.disk,
+            resource.RLIMIT_NOFILE: 128,
+            resource.RLIMIT_CORE: 0,
+        }
+        if self.mode != "unsafe":
+            bounds[resource.RLIMIT_NPROC] = others + self.processes
+        for which, bound in bounds.items():
+            resource.setrlimit(which, (bound, bound))
+        if self.mode == "landlock":
+            restrict_files([*READABLE, *self.folders])
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # its forks cannot look into each other
+        if self.mode != "unsafe":
+            filter_calls(self.mode == "landlock")
+
+    def excess(self) -> bool:
+        """Return whether all processes together are too many, too large, or keep many files."""
+        count, pages = 0, 0
+        for pid in descendants(os.getpid()):
+            count += 1
+            with suppress(OSError), open(f"/proc/{pid}/statm") as file:
+                _, resident, shared, *_ = map(int, file.read().split())
+                pages += resident - shared
+        disk = os.statvfs("/tmp") if self.mode == "bwrap" else None
+        return (
+            count > self.processes + 1
+            or pages * resource.getpagesize() > self.memory
+            or (disk is not None and disk.f_files - disk.f_ffree > MAX_FILES)
+        )
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below one."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found + [below for child in found for below in descendants(child)]
+
+
+def receive(count: int) -> bytes:
+    """Read from stdin, which is not read further: its end says something."""
+    text = b""
+    while len(text) < count:
+        piece = os.read(0, count - len(text))
+        if not piece:
+            os._exit(0)
+        text += piece
+    return text
+
+
+def start(given: bytes, limits: Limits) -> tuple[int, dict[int, bytearray]]:
+    """Fork a confined process; return its id, here, and the ends of its two pipes.
+
+    In the new process return 0.
+
+    Raises:
+        OSError: it could not be confined.
+    """
+    stdin = os.memfd_create("stdin")
+    with open(os.dup(stdin), "wb") as file:
+        file.write(given)
+    os.lseek(stdin, 0, os.SEEK_SET)
+    out, err, ready = os.pipe(), os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        for target, source in enumerate((stdin, out[1], err[1])):
+            os.dup2(source, target)
+        try:
+            limits.confine()
+        except Exception as error:  # noqa: BLE001  (the parent raises it)
+            os.write(ready[1], f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        os.closerange(3, 256)
+        return 0, {}
+    for file in (stdin, out[1], err[1], ready[1]):
+        os.close(file)
+    with open(ready[0], "rb") as said:
+        problem = said.read()
+    if problem:
+        raise OSError(problem.decode())
+    return pid, {out[0]: bytearray(), err[0]: bytearray()}
+
+
+def watch(pid: int, texts: dict[int, bytearray], limits: Limits) -> str:
+    """Read what the program writes until it ends or must; return which."""
+    poll, ended = select.poll(), os.pidfd_open(pid)
+    for file in (0, ended, *texts):
+        poll.register(file, select.POLLIN)
+    deadline, look = time.monotonic() + limits.seconds, 0.0
+    while True:
+        for file, _ in poll.poll(1000 * LOOK_S):
+            if file in (0, ended):
+                return "exited"
+            piece = os.read(file, 1 << 16)
+            texts[file] += piece
+            if not piece:
+                poll.unregister(file)
+            elif len(texts[file]) > limits.output:
+                return "output"
+        now = time.monotonic()
+        if now > deadline:
+            return "timeout"
+        if now > look:
+            look = now + LOOK_S
+            if limits.excess():
+                return "killed"
+
+
+def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
+    """Kill and reap the program and all that it started, read the rest; return its exit code.
+
+    The group dies at once, bombs too: none can leave it. Who could (unsafe) is killed one by one.
+    """
+    os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(ChildProcessError):
+        while True:
+            for left in descendants(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(left, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    for file, text in texts.items():
+        os.set_blocking(file, False)
+        with suppress(BlockingIOError):
+            while len(text) <= limits.output and (piece := os.read(file, 1 << 16)):
+                text += piece
+    return code
+
+
+def execute(program: bytes, folders: list[str]) -> None:
+    """Be the program."""
+    main = type(sys)("__main__")
+    sys.modules["__main__"], sys.argv = main, ["program"]
+    sys.path += folders
+    builtins.exit = builtins.quit = sys.exit
+    try:
+        exec(compile(program, "<program>", "exec"), main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  (it is told as Python would, without this frame)
+        trace = error.__traceback__
+        error.__traceback__ = trace and trace.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def main() -> None:
+    """Run one program."""
+    limits = Limits(sys.argv[1:])
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.stat("/proc/thread-self/children")  # without it nothing can be counted
+    program, given = map(receive, unpack("<2I", receive(8)))
+    begin = time.monotonic()
+    pid, texts = start(given, limits)
+    if pid == 0:
+        return execute(program, limits.folders[1:])
+    try:
+        status = watch(pid, texts, limits)
+    finally:
+        code = end(pid, texts, limits)
+    if status == "exited" and code < 0:
+        status = "killed"
+    out, err = (bytes(text[: limits.output]) for text in texts.values())
+    seconds = time.monotonic() - begin
+    answer = f"{status} {code} {seconds:.6f} {len(out)}\n".encode() + out + err
+    while answer:
+        answer = answer[os.write(1, answer) :]
+    return None
+
+
+if __name__ == "__main__":
+    main()
