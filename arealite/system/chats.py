@@ -70,18 +70,50 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
     prompt = msgspec.json.decode(encoded)
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
-    return _render(tokenizer, prompt, add_generation_prompt=True)
+    return _render(tokenizer, prompt)
 
 
-def _render(tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool) -> list[int]:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    tools: Sequence[Any] = (),
+    add_generation_prompt: bool = True,
+) -> str:
+    """Return the text that the chat template makes of messages and of the tools' schemas.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or it refuses the messages.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "The prompt is a list of chat messages, but the model's tokenizer has no chat "
             "template. Use a chat model, or write the dataset's prompts as plain text."
         )
-    return tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except Exception as error:  # a template is a program of other people
+        raise UserError(
+            f"the model's chat template refuses the messages: {error}. Leave out what it does not "
+            "know (a system prompt, tools), or give the tokenizer another template."
+        ) from error
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise what a chat template wrote: its special tokens are in the text."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _render(
+    tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool = True
+) -> list[int]:
+    text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    return encode(tokenizer, text)
 
 
 # ------------------------------------------------------------ rows
@@ -219,7 +251,7 @@ def _answer(
     """
     answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
     if prompt is None and isinstance(answer, list):
-        shared = _shared(columns["chosen"], columns["rejected"])
+        shared = shared_length(columns["chosen"], columns["rejected"])
         prompt, answer = answer[:shared], answer[shared:]
     elif prompt is not None:
         prompt = check_prompt(prompt, where)
@@ -260,11 +292,11 @@ def _chat(
         try:
             answered = turn < len(messages)
             prompt = _render(tokenizer, messages[:turn], add_generation_prompt=answered)
-        except Exception as error:  # a template is a program of other people
-            raise UserError(f"{where}: its chat template refuses the row: {error}") from error
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
         if prompt[: len(ids)] != ids:
             raise UserError(
-                f"{where}: from token {_shared(prompt, ids)} on, the chat template tells the "
+                f"{where}: from token {shared_length(prompt, ids)} on, the chat template tells the "
                 f"conversation before message {turn + 1} differently than it went, so no agent "
                 "would have sampled it so. Set trainer.sft.turns=last, give each answer a row of "
                 "its own, or change the template."
@@ -279,14 +311,14 @@ def _sampled(tokenizer: Any, text: str) -> list[int]:
     """Return what an agent would have sampled to say `text`."""
     if tokenizer.eos_token_id is None:
         raise UserError("the model's tokenizer has no EOS token, with which an answer ends.")
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return [*encode(tokenizer, text), tokenizer.eos_token_id]
 
 
 def _example(tokens: Any, kinds: Any, limit: int) -> Example:
     return Example(np.asarray(tokens[:limit], np.int32), np.asarray(kinds[:limit], np.uint8))
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of what two sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

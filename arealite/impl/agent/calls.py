@@ -1,0 +1,81 @@
+"""Reads the tool calls that a model wrote into its answer; one function for each way of writing.
+
+What cannot be read is a call with an error, so that the environment can tell the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Call(NamedTuple):
+    """One call as it was written."""
+
+    name: str = ""
+    arguments: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+    error: str = ""
+
+
+def hermes(text: str) -> tuple[str, list[Call]]:
+    """Read every `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; return the text around
+    them, and the calls."""
+    said, calls, at = "", list[Call](), 0
+    while (begin := text.find(OPEN, at)) >= 0:
+        said += text[at:begin]
+        call, end = read(text, begin + len(OPEN), "arguments")
+        is_closed = text[end:].lstrip().startswith(CLOSE)
+        if not is_closed and not call.error:
+            call = Call(call.name, error=f"the call does not end with {CLOSE}")
+        calls.append(call)
+        close = text.find(CLOSE, end)
+        at = len(text) if close < 0 else close + len(CLOSE)
+    return said + text[at:], calls
+
+
+def llama_json(text: str) -> tuple[str, list[Call]]:
+    """Read an answer that is nothing but `{"name": …, "parameters": {…}}`, or several of them
+    with ";" between; any other is text."""
+    body, calls, at = text.strip().removeprefix("<|python_tag|>").lstrip(), list[Call](), 0
+    if not body.startswith("{") or '"name"' not in body:
+        return text, []
+    while at < len(body):
+        call, at = read(body, at, "parameters")
+        calls.append(call)
+        if call.error.startswith("not JSON"):
+            break
+        at = len(body) - len(body[at:].lstrip("; \n"))
+    return "", calls
+
+
+FORMATS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
+    "hermes": hermes,
+    "llama_json": llama_json,
+}
+
+
+def read(text: str, at: int, key: str) -> tuple[Call, int]:
+    """Read one call from `at` on, its arguments under `key`; return where it ends."""
+    at = len(text) - len(text[at:].lstrip())
+    try:
+        value, end = _decoder.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        return Call(error=f"not JSON: {error}"), at
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return Call(error='a call is an object with a "name"'), end
+    if not isinstance(arguments := value.get(key), dict):
+        return Call(name, error=f'"{key}" must be an object'), end
+    return Call(name, arguments), end
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is not a finite number")
+    return value
+
+
+_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)

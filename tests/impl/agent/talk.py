@@ -1,0 +1,161 @@
+"""Tokenizers with chat templates of several kinds, and agents that answer from a script.
+
+The tokenizer is a byte-level BPE with a few merges and, as added tokens, the marks that the
+templates write: so texts have several tokenisations, as with real models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from arealite.api.agent import Agent, AgentConfig, AgentFactory
+from arealite.api.episode import Seat
+from arealite.api.llm import LLMClientConfig, LLMResponse, SamplingConfig
+from arealite.system.chats import encode
+from tests.fakes.client import ScriptedClient, response
+from tests.models import CHAT_TEMPLATE
+
+SPECIAL = (
+    "<pad>",
+    "<|end|>",
+    "<|turn|>",
+    "<|text|>",
+    "<|head|>",
+    "<|body|>",
+    "<|done|>",
+    "</s>",
+)
+MARKS = ("<tool_call>", "</tool_call>")
+"""Added, but not special: they are text of an answer."""
+MERGES = ["t h", "th e", "\u010a \u010a", "> T", "\u0120 \u0120", "1 2", "</ t", "< /"]
+
+CHATML = """\
+{%- for m in messages %}
+{%- if tools and loop.first %}
+{{- '<|turn|>system\\n' }}{% if m.role == 'system' %}{{ m.content + '\\n\\n' }}{% endif %}
+{{- 'Tools:\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|end|>\\n' }}
+{%- endif %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|turn|>user' }}{% endif %}
+{{- '\\n<result>\\n' + m.content + '\\n</result>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|end|>\\n' }}{% endif %}
+{%- elif not (tools and loop.first and m.role == 'system') %}
+{{- '<|turn|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+
+THOUGHTLESS = """\
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set said = m.content %}
+{%- if m.role == 'assistant' and loop.index0 < ns.last %}
+{%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|turn|>' + m.role + '\\n' + said + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+"""Tells no thoughts before the last question."""
+
+OPENING = THOUGHTLESS.replace(
+    "assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}"
+)
+"""Begins each thought itself."""
+
+HEADS = """\
+{{- '<|text|>' }}
+{%- for m in messages %}
+{{- '<|head|>' + m.role + '<|body|>\\n\\n' + m.content | trim + '<|done|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|head|>assistant<|body|>\\n\\n' }}{% endif %}"""
+"""Trims what it is given."""
+
+NO_SYSTEM = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '[Q] ' + m.content + ' [A]' }}
+{%- elif m.role == 'assistant' %}{{ m.content + '</s>' }}
+{%- else %}{{ raise_exception('no role ' + m.role) }}{% endif %}
+{%- endfor %}"""
+
+TEMPLATES = {
+    "chatml": (CHATML, "<|end|>"),
+    "thoughtless": (THOUGHTLESS, "<|end|>"),
+    "opening": (OPENING, "<|end|>"),
+    "heads": (HEADS, "<|done|>"),
+    "no system": (NO_SYSTEM, "</s>"),
+    "tiny": (CHAT_TEMPLATE, "<|end|>"),  # which it does not write
+}
+
+
+@cache
+def talker(name: str, *marks: str) -> Any:
+    """Return a tokenizer with a template, and with more `marks` as tokens of their own."""
+    from tokenizers import AddedToken
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    merges = [tuple(merge.split()) for merge in MERGES]
+    merges.sort(key=lambda pair: pair == ("</", "t"))
+    letters = sorted(ByteLevel.alphabet())
+    pieces = [*letters, *dict.fromkeys("".join(pair) for pair in merges)]
+    template, end = TEMPLATES[name]
+    tokenizer = Qwen2Tokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=merges,
+        unk_token="<pad>",
+        pad_token="<pad>",
+        eos_token=end,
+    )
+    tokenizer.add_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    added = [AddedToken(s, special=False, normalized=False) for s in (*MARKS, *marks)]
+    tokenizer.add_tokens(added)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def said(tokenizer: Any, text: str, *, cut: bool = False) -> LLMResponse:
+    """Return the answer `text`, sampled a token a character where that makes another tokenisation;
+    it ends with the end token, or is cut."""
+    ids = [id for letter in text for id in encode(tokenizer, letter)]
+    ids = encode(tokenizer, text) if tokenizer.decode(ids) != text else ids
+    return response(ids, stop_reason="length") if cut else ended(tokenizer, ids)
+
+
+def ended(tokenizer: Any, ids: list[int]) -> LLMResponse:
+    """Return an answer that the end token closes."""
+    return response([*ids, tokenizer.eos_token_id])
+
+
+def make(
+    kind: str,
+    tokenizer: Any,
+    answers: list[LLMResponse] | Callable[[Any], LLMResponse],
+    *,
+    max_new_tokens: int = 64,
+    **options: Any,
+) -> Agent:
+    """Return an agent that samples the answers one after the other."""
+    script = answers if callable(answers) else lambda _, rest=iter(answers): next(rest)
+    factory = AgentFactory(
+        None, LLMClientConfig(), client=ScriptedClient(script), tokenizer=tokenizer
+    )
+    config = AgentConfig(type=kind)
+    own = type(getattr(config, kind))(**options)
+    seat = Seat("agent", "g", "l/0", 0, SamplingConfig(max_new_tokens=max_new_tokens))
+    return factory.make_agent(AgentConfig(type=kind, **{kind: own}), seat)
+
+
+def prompts(agent: Agent) -> list[str]:
+    """Return the prompts that were sent, as text."""
+    sent = [turn.input_ids for turn in agent.record.turns]
+    return [agent.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sent]
+
+
+def extends(agent: Agent) -> list[bool]:
+    """Whether each prompt after the first begins with all tokens of the turn before."""
+    turns = agent.record.turns
+    held = [turn.input_ids + turn.response.output_ids for turn in turns]
+    return [turn.input_ids[: len(h)] == h for h, turn in zip(held, turns[1:], strict=False)]
