@@ -14,6 +14,7 @@ from statistics import fmean
 
 import msgspec
 
+from arealite.algo.pass_at_k import ks, mean_pass_at_k
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader
@@ -147,9 +148,10 @@ def score(run: EvalRun) -> dict[str, float]:
     metrics["eval/tokens_mean"] = fmean(h.trained_tokens for h in headers)
     metrics["eval/oldest_version"] = float(min(h.oldest_version for h in headers))
     metrics["eval/newest_version"] = float(max(h.newest_version for h in headers))
-    if run.samples > 1:
-        solved = [max(g.rewards) >= SOLVED for g in groups if g.rewards]
-        metrics[f"eval/pass@{run.samples}"] = fmean(solved)
+    counts = [(len(g.rewards), sum(r >= SOLVED for r in g.rewards)) for g in groups]
+    for k in ks(run.samples) if run.samples > 1 else ():
+        if estimate := mean_pass_at_k(counts, k):
+            metrics[f"eval/pass@{k}"] = estimate.mean
     sources: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         sources[group.task.source] += group.rewards

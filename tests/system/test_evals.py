@@ -52,3 +52,23 @@ def test_a_roll_back_forgets_what_is_under_way_and_later_results() -> None:
     assert (list(book.results), book.runs) == ([1], {})
     book.begin(3)
     assert not book.add(episode(lease, 0)), "sampled by a policy that is no more"
+
+
+def test_pass_at_k_is_of_all_draws_and_leaves_failed_samples_out() -> None:
+    book = EvalBook(tasks(2, "eval"), samples=3, max_attempts=1)
+    book.begin(0)
+    for rewards in ((1.0, 0.0, 0.0), (0.0, 0.0, None)):
+        lease = book.lease(boot=1, version=0, credit=3)
+        assert lease
+        for member, reward in enumerate(rewards):
+            if reward is None:
+                book.add(failed(lease, member))
+            else:
+                book.add(episode(lease, member, reward=reward))
+    ((_, metrics),) = book.take_finished()
+    told = {key: value for key, value in metrics.items() if "pass@" in key}
+    assert told == {
+        "eval/pass@1": pytest.approx((1 / 3 + 0) / 2),
+        "eval/pass@2": pytest.approx((2 / 3 + 0) / 2),
+        "eval/pass@3": 1.0,  # only the first task has three samples
+    }
