@@ -1,0 +1,212 @@
+"""Tools of real MCP servers, by stdio and by HTTP: listed, called, dead, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.observation import ToolCall
+from arealite.api.task import Task
+from arealite.api.tool import MCPServerConfig, ToolsEnvConfig
+from arealite.base.errors import UserError
+from arealite.impl.tool.mcp import MCPUnavailable
+from arealite.impl.tool.toolbox import Answer, Toolbox, ToolCrash
+from tests.waiting import eventually, until
+
+pytest.importorskip("mcp", reason="arealite[tools] is not installed")
+HERE = Path(__file__).parent
+SOURCE = (HERE / "mcp_stdio.py").read_text()
+TASK = Task("t", "?", "1", {})
+
+
+def config(folder: Path, **more: Any) -> MCPServerConfig:
+    return MCPServerConfig(
+        command=[sys.executable, str(HERE / "mcp_stdio.py"), str(folder)], **more
+    )
+
+
+def toolbox(server: MCPServerConfig, **more: Any) -> Toolbox:
+    return Toolbox(ToolsEnvConfig(mcp={"t": server}, **more))
+
+
+async def call(box: Toolbox, tool: str, /, **arguments: Any) -> Answer:
+    async with box.episode(TASK) as states:
+        return await box.call(ToolCall("1", tool, arguments), states)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in sorted(folder.iterdir())]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+async def box(tmp_path: Path):
+    made = toolbox(config(tmp_path / "pids", env={"GREETING": "hi"}), timeout_s=0.5)
+    await made.setup()
+    yield made
+    await made.close()
+    assert not any(map(is_alive, pids(tmp_path / "pids")))
+
+
+async def test_a_servers_tools_are_offered_beside_ours_and_answer(box) -> None:
+    names = [schema["function"]["name"] for schema in box.schemas]
+    assert names == ["calculator", "t__add", "t__die", "t__greet", "t__hang"]
+    about = box.schemas[1]["function"]
+    assert about["description"] == "Add two integers."
+    assert about["parameters"]["required"] == ["a", "b"]
+    assert await call(box, "t__add", a=2, b=3) == ("5", "fine")
+    assert await call(box, "t__greet", name="you") == ("hi you", "fine")
+    assert await call(box, "calculator", expression="1+1") == ("2", "fine")
+    assert not box.deterministic
+
+
+async def test_errors_are_told_to_the_agent(box) -> None:
+    answer = await call(box, "t__greet", name="nobody")
+    assert answer.kind == "failed"
+    assert answer.content == "error: there is nobody"
+    assert (await call(box, "t__greet", name="invalid")).content == "error: a name must be valid"
+    assert (await call(box, "t__add", a="x", b=3)).kind == "malformed"
+    assert (await call(box, "t__hang")) == ("error: timed out after 0.5 s", "timeout")
+    assert await call(box, "t__add", a=2, b=3) == ("5", "fine")
+
+
+async def test_what_is_no_text_is_named(box) -> None:
+    assert (await call(box, "t__greet", name="picture")).content == "[image]"
+
+
+async def test_a_server_that_fails_inside_is_not_the_agents_fault(box) -> None:
+    with pytest.raises(ToolCrash, match="t__greet raised MCPError: broken"):
+        await call(box, "t__greet", name="broken")
+
+
+async def test_many_call_at_once(box) -> None:
+    answers = await asyncio.gather(*(call(box, "t__add", a=n, b=1) for n in range(100)))
+    assert [answer.content for answer in answers] == [str(n + 1) for n in range(100)]
+
+
+async def test_a_server_that_dies_is_started_again(box, tmp_path) -> None:
+    os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
+    box.config = ToolsEnvConfig(timeout_s=30.0)
+    answers = await asyncio.gather(*(call(box, "t__add", a=n, b=1) for n in range(5)))
+    assert [answer.content for answer in answers] == ["1", "2", "3", "4", "5"]
+    assert len(pids(tmp_path / "pids")) == 2
+
+
+async def test_a_call_that_kills_its_server_is_made_once_more(box, tmp_path) -> None:
+    box.config = ToolsEnvConfig(timeout_s=30.0)
+    assert await call(box, "t__die", times=1) == ("alive", "fine")
+    with pytest.raises(MCPUnavailable, match="died twice") as raised:
+        await call(box, "t__die", times=99)
+    assert raised.value.failure_class == "mcp_unavailable"
+    assert await call(box, "t__add", a=2, b=3) == ("5", "fine")
+    assert len(pids(tmp_path / "pids")) == 4
+
+
+async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path: Path) -> None:
+    program = tmp_path / "server.py"
+    program.write_text(SOURCE)
+    own = MCPServerConfig(command=[sys.executable, str(program), str(tmp_path / "pids")])
+    box = toolbox(own, timeout_s=30.0)
+    await box.setup()
+    program.write_text("raise SystemExit(1)")
+    for _ in range(2):
+        with pytest.raises(MCPUnavailable, match="did not start"):
+            await call(box, "t__die", times=99)
+    program.write_text(SOURCE)
+    assert (await call(box, "t__add", a=2, b=3)).content == "5"
+    await box.close()
+
+
+async def test_a_call_that_is_cancelled_while_its_server_starts_leaves_it_usable(
+    box, tmp_path
+) -> None:
+    os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
+    for _ in range(3):
+        task = asyncio.create_task(call(box, "t__add", a=2, b=3))
+        await eventually(box.servers[0]._restarting.locked)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    box.config = ToolsEnvConfig(timeout_s=30.0)
+    assert (await call(box, "t__add", a=2, b=3)).content == "5"
+
+
+@pytest.mark.parametrize(
+    ("server", "error"),
+    [
+        (MCPServerConfig(), "either a command or a url"),
+        (MCPServerConfig(command=["a"], url="http://b"), "either a command or a url"),
+        (MCPServerConfig(command=["/no/such/program"]), "did not start: FileNotFoundError"),
+        (MCPServerConfig(command=["true"]), "did not start: MCPError: Connection closed"),
+        (MCPServerConfig(command=["sleep", "60"], start_timeout_s=0.2), "did not start: .* waited"),
+        (MCPServerConfig(url="http://127.0.0.1:9/mcp"), "did not start: ConnectError"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_refused(server, error) -> None:
+    with pytest.raises(UserError, match=error):
+        box = toolbox(server)
+        try:
+            await box.setup()
+        finally:
+            await box.close()
+
+
+async def test_a_choice_of_a_servers_tools(tmp_path: Path) -> None:
+    box = toolbox(config(tmp_path / "pids", tools=["add"]), tools=[])
+    await box.setup()
+    assert [*box.tools] == ["t__add"]
+    await box.close()
+    box = toolbox(config(tmp_path / "pids", tools=["add", "sub"]))
+    with pytest.raises(UserError, match=r"has no tool sub\. .* add, die, greet, hang"):
+        await box.setup()
+    await box.close()
+
+
+def start(port: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(HERE / "mcp_server.py"), str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers, what="the server")
+    return process
+
+
+@pytest.mark.processes
+async def test_a_server_by_http_that_is_gone_and_back() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+
+    process = start(port)
+    box = toolbox(MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp"), timeout_s=30.0)
+    try:
+        await box.setup()
+        assert (await call(box, "t__add", a=2, b=3)).content == "5"
+        process.kill()
+        process.wait()
+        with pytest.raises(MCPUnavailable):
+            await call(box, "t__add", a=2, b=3)
+        process = start(port)
+        assert (await call(box, "t__add", a=2, b=3)).content == "5"
+    finally:
+        await box.close()
+        process.kill()
+        process.wait()

@@ -1,0 +1,131 @@
+"""The agent's programs, in a sandbox and in Monty."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from arealite.api.sandbox import Outcome, Sandbox, SandboxConfig, SandboxFactory
+from arealite.api.tool import PythonToolConfig, ToolError
+from arealite.impl.tool.python import PythonTool
+
+
+class Bare(Sandbox):
+    """Confines nothing; here for what the tool makes of outcomes."""
+
+    outcome: Outcome | None = None
+
+    async def run(self, program: str, *, stdin: str = "") -> Outcome:
+        if self.outcome is not None:
+            return self.outcome
+        command = [sys.executable, "-I", "-c", program]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        return Outcome("exited", done.returncode, done.stdout, done.stderr, 0.1)
+
+
+@pytest.fixture(params=["sandbox", "monty"])
+async def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    if request.param == "monty":
+        pytest.importorskip("pydantic_monty", reason="arealite[tools] is not installed")
+    monkeypatch.setattr(SandboxFactory, "make_sandbox", lambda _, config: Bare(config))
+    limits = SandboxConfig(timeout_s=0.3, memory_mb=64, output_kb=8, concurrency=2)
+    tool = PythonTool(PythonToolConfig(backend=request.param, sandbox=limits))
+    await tool.setup()
+    yield tool
+    await tool.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("print(6 * 7)", "42"),
+        ("6 * 7", "42"),
+        ("x = 6\nx * 7", "42"),
+        ("def f(n):\n    return n * 7\n\nprint('six')\nf(6)", "six\n42"),
+        ("'a\"b' + \"'\"", repr("a\"b'")),
+        ("x = 1", "(nothing printed)"),
+        ("", "(nothing printed)"),
+        ("print('{}{x}\\n%s')", "{}{x}\n%s"),
+    ],
+)
+async def test_it_answers_with_what_is_printed(python, code: str, answer: str) -> None:
+    assert await python.call({"code": code}, {}) == answer
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("print('before')\n1 / 0", "before\nZeroDivisionError: division by zero"),
+        ("x +", "SyntaxError"),
+        ("lost", "NameError: name 'lost' is not defined"),
+        ("1" * 30_000, "longer than 20000"),
+    ],
+)
+async def test_an_error_is_told_with_its_last_line(python, code: str, error: str) -> None:
+    with pytest.raises(ToolError) as raised:
+        await python.call({"code": code}, {})
+    assert error in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+async def test_nothing_is_kept_between_calls(python) -> None:
+    await python.call({"code": "x = 1"}, {})
+    with pytest.raises(ToolError, match="not defined"):
+        await python.call({"code": "x"}, {})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (Outcome("timeout", -9, "", "", 10.0), "ran longer than 0.3 s"),
+        (Outcome("output", -9, "xx", "", 1.0), "xxprinted more than 8 kB"),
+        (Outcome("killed", -9, "", "", 1.0), "ended with code -9"),
+        (Outcome("exited", 3, "", "", 1.0), "ended with code 3"),
+        (Outcome("exited", 1, "", "a\nMemoryError\n", 1.0), "MemoryError"),
+    ],
+)
+async def test_what_the_sandbox_says_is_told(monkeypatch, outcome: Outcome, said: str) -> None:
+    monkeypatch.setattr(SandboxFactory, "make_sandbox", lambda _, config: Bare(config))
+    monkeypatch.setattr(Bare, "outcome", outcome)
+    tool = PythonTool(PythonToolConfig(sandbox=SandboxConfig(timeout_s=0.3, output_kb=8)))
+    await tool.setup()
+    with pytest.raises(ToolError) as raised:
+        await tool.call({"code": "1"}, {})
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize("python", ["monty"], indirect=True)
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("while True: pass", "TimeoutError"),
+        ("'a' * 10**9", "MemoryError"),
+        ("9**9**9", "MemoryError"),
+        ("x = []\nwhile True: x.append('a' * 1000)", "MemoryError"),
+        ("while True: print('x' * 100)", "MemoryError"),
+        ("def f(): return f()\nf()", "RecursionError"),
+        ("open('/etc/passwd').read()", "PermissionError"),
+        ("import socket", "ModuleNotFoundError"),
+        ("import subprocess", "ModuleNotFoundError"),
+        ("import os\nos.environ", "not supported"),
+    ],
+)
+async def test_monty_has_limits_and_no_world(python, code: str, error: str) -> None:
+    with pytest.raises(ToolError, match=error):
+        await python.call({"code": code}, {})
+    assert await python.call({"code": "1"}, {}) == "1"
+
+
+@pytest.mark.parametrize("python", ["monty"], indirect=True)
+async def test_monty_sleeps_for_nobody_and_is_cancelled_at_once(python) -> None:
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    await python.call({"code": "import time\ntime.sleep(100)"}, {})
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await python.call({"code": "while True: pass"}, {})
+    assert loop.time() - begin < 5
+    assert await python.call({"code": "1"}, {}) == "1"
