@@ -1,0 +1,171 @@
+"""Concurrency settles where servers are busy, follows the environment, and stays within bounds."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.algo.autoscale import Autoscaler, Reading
+
+DT = 0.5
+PERIOD_S = 5.0
+
+
+class World:
+    """A server with room for `room` requests, and episodes that take turns with an environment.
+
+    `room` may be less than the `capacity` that it tells.
+    """
+
+    def __init__(self, *, capacity: int, generate_s: float, think_s: float, room: int = 0) -> None:
+        self.capacity, self.room = capacity, room or capacity
+        self.generate_s, self.think_s = generate_s, think_s
+        self.rng = random.Random(1)
+        self.queue: deque[float] = deque()
+        self.running: list[float] = []
+        self.thinking: list[float] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.queue) + len(self.running) + len(self.thinking)
+
+    def advance(self, target: int) -> Reading:
+        """Pass DT seconds; return how it was."""
+        around = self.rng.uniform
+        for _ in range(target - self.in_flight):
+            self.queue.append(self.generate_s * around(0.5, 1.5))
+        self.admit()
+        self.running = [left - DT for left in self.running]
+        self.thinking = [left - DT for left in self.thinking]
+        done = sum(left <= 0 for left in self.running)
+        back = sum(left <= 0 for left in self.thinking)
+        self.running = [left for left in self.running if left > 0]
+        self.thinking = [left for left in self.thinking if left > 0]
+        self.thinking += [self.think_s * around(0.5, 1.5) for _ in range(done)]
+        for _ in range(back):  # an episode ends, or has another turn, where it is still wanted
+            if self.in_flight < target:
+                self.queue.append(self.generate_s * around(0.5, 1.5))
+        self.admit()
+        return Reading(len(self.running), len(self.queue), self.capacity, self.in_flight)
+
+    def admit(self) -> None:
+        while self.queue and len(self.running) < self.room:
+            self.running.append(self.queue.popleft())
+
+
+def play(
+    scaler: Autoscaler, world: World, periods: int, *, least: int = 1, most: int = 10_000
+) -> list[int]:
+    """Return the target of each period."""
+    targets: list[int] = []
+    for _ in range(periods):
+        readings = [world.advance(scaler.target) for _ in range(int(PERIOD_S / DT))]
+        targets.append(scaler.decide(readings, least=least, most=most))
+    return targets
+
+
+def spread(targets: list[int]) -> float:
+    return (max(targets) - min(targets)) / max(targets)
+
+
+def busy(world: World, target: int, periods: int = 10) -> float:
+    """Return which share of its room a server uses, on average."""
+    readings = [world.advance(target) for _ in range(int(periods * PERIOD_S / DT))]
+    return sum(r.running for r in readings) / len(readings) / world.room
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    capacity=st.integers(8, 64),
+    generate_s=st.floats(1.0, 4.0),
+    ratio=st.floats(0.7, 5.0),
+    start=st.integers(1, 500),
+)
+def test_it_settles_where_servers_are_busy(
+    capacity: int, generate_s: float, ratio: float, start: int
+) -> None:
+    world = World(capacity=capacity, generate_s=generate_s, think_s=generate_s * ratio)
+    scaler = Autoscaler(utilisation=0.9, target=start)
+    play(scaler, world, 40)
+    settled = play(scaler, world, 20)
+    assert spread(settled) <= 0.25 + 2 / settled[-1]
+    assert settled[-1] == pytest.approx(0.9 * capacity * (1 + ratio), rel=0.25, abs=3)
+    assert busy(world, scaler.target) > 0.7
+
+
+def test_it_follows_a_slow_and_then_a_fast_environment() -> None:
+    world = World(capacity=32, generate_s=2.0, think_s=0.2)
+    scaler = Autoscaler(utilisation=0.9, target=8)
+    fast = play(scaler, world, 20)[-1]
+    world.think_s = 10.0
+    slow = play(scaler, world, 20)
+    world.think_s = 0.2
+    again = play(scaler, world, 20)[-1]
+    assert fast == pytest.approx(32, rel=0.2)
+    assert slow[-1] == pytest.approx(0.9 * 32 * 6, rel=0.2)
+    assert again == pytest.approx(fast, rel=0.2)
+    assert slow[9] > 3 * fast, "within ten periods"
+
+
+def test_servers_that_take_less_than_they_tell_get_no_long_queue() -> None:
+    world = World(capacity=256, generate_s=2.0, think_s=1.0, room=20)
+    scaler = Autoscaler(utilisation=0.9, target=64)
+    play(scaler, world, 20)
+    settled = play(scaler, world, 40)
+    assert max(settled) < 1.6 * 20 * 1.5 and min(settled) > 0.7 * 20 * 1.5
+    assert busy(world, scaler.target) > 0.8
+
+
+def test_servers_that_do_not_tell_their_capacity_are_filled_until_they_queue() -> None:
+    world = World(capacity=0, generate_s=2.0, think_s=1.0, room=20)
+    scaler = Autoscaler(utilisation=0.9, target=2)
+    play(scaler, world, 20)
+    assert busy(world, scaler.target) > 0.8
+    assert scaler.target < 60
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 500)] * 4), max_size=30), st.integers(1, 50))
+def test_it_stays_within_bounds_whatever_it_reads(
+    found: list[tuple[int, int, int, int]], least: int
+) -> None:
+    scaler = Autoscaler(utilisation=0.9, target=least)
+    for each in found:
+        scaler.take_batch(each[0], allowed=each[1])
+        assert least <= scaler.decide([Reading(*each)], least=least, most=least + 99) <= least + 99
+
+
+def test_a_pause_for_weights_and_idle_workers_tell_nothing() -> None:
+    scaler = Autoscaler(utilisation=0.9, target=40)
+    for reading in (Reading(0, 30, 32, 40), Reading(0, 0, 32, 0)):
+        assert scaler.decide([reading] * 5, least=1, most=100) == 40
+
+
+@pytest.mark.parametrize("surplus_rate", [1.3, 3.0, 10.0])
+@pytest.mark.parametrize("num_groups", [2, 16])
+def test_rollouts_that_outrun_the_trainer_are_held_back_in_a_band(
+    surplus_rate: float, num_groups: int
+) -> None:
+    """Each batch's time brings `surplus_rate` batches at full concurrency."""
+    scaler, eta, buffer, thrifts, surpluses = Autoscaler(utilisation=0.9, target=9), 4, 0.0, [], []
+    for _ in range(200):
+        made = surplus_rate * scaler.thrift * num_groups
+        buffer = min(max(buffer, num_groups) - num_groups + made, (eta + 1) * num_groups)
+        surplus = int(max(buffer - num_groups, 0))
+        scaler.take_batch(surplus, allowed=eta * num_groups)
+        thrifts.append(scaler.thrift * surplus_rate)
+        surpluses.append(surplus / num_groups / eta)
+    late = thrifts[-60:]
+    assert 0.6 < min(late) <= max(late) < 1.6
+    assert sum(surpluses[-60:]) / 60 < 0.75, "not stale"
+    assert sum(s == 0 for s in surpluses[-60:]) < 30, "seldom empty"
+
+
+def test_a_synchronous_trainer_is_never_held_back() -> None:
+    scaler = Autoscaler(utilisation=0.9, target=9)
+    for _ in range(10):
+        scaler.take_batch(0, allowed=0)
+    assert scaler.thrift == 1.0
