@@ -35,7 +35,8 @@ CHATML = """\
 {%- for m in messages %}
 {%- if tools and loop.first %}
 {{- '<|turn|>system\\n' }}{% if m.role == 'system' %}{{ m.content + '\\n\\n' }}{% endif %}
-{{- 'Tools:\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|end|>\\n' }}
+{{- 'Tools:\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}
+{{- '<|end|>\\n' }}
 {%- endif %}
 {%- if m.role == 'tool' %}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|turn|>user' }}{% endif %}
@@ -49,7 +50,9 @@ CHATML = """\
 
 THOUGHTLESS = """\
 {%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}
 {%- set said = m.content %}
 {%- if m.role == 'assistant' and loop.index0 < ns.last %}
@@ -138,7 +141,8 @@ def make(
     **options: Any,
 ) -> Agent:
     """Return an agent that samples the answers one after the other."""
-    script = answers if callable(answers) else lambda _, rest=iter(answers): next(rest)
+    rest = None if callable(answers) else iter(answers)
+    script = answers if callable(answers) else lambda _: next(rest)
     factory = AgentFactory(
         None, LLMClientConfig(), client=ScriptedClient(script), tokenizer=tokenizer
     )

@@ -1,0 +1,262 @@
+"""A conversation keeps the tokens that were sampled, whatever its template makes of their text."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env, envs
+from arealite.api.observation import Observation
+from arealite.api.task import Task
+from arealite.api.trajectory import decode_segments
+from arealite.base.errors import ContextOverflow, UserError
+from arealite.impl.agent import history
+from arealite.impl.rollout.collector import Collector
+from arealite.system.chats import encode, render
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import experiment, lease
+from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, talker
+
+ALWAYS = ("chatml", "no system")
+"""Templates that tell every answer as it was, closed by the end token."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_told", set())
+
+
+# ------------------------------------------------------------ any conversation
+
+
+def drawn(dice: random.Random, tokenizer: Any) -> list[int]:
+    """Any tokens: pieces of characters, merges of letters written apart, special ones, none."""
+    common = encode(tokenizer, "the\n\n>The 12 </think> <tool_call>")
+    return [
+        dice.choice(common) if dice.random() < 0.8 else dice.randrange(len(tokenizer) - 1)
+        for _ in range(dice.choice((0, 1, 2, 12)))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_a_prompt_holds_what_was_sampled_or_is_the_templates_own(name, seed) -> None:
+    dice, tokenizer = random.Random(f"{name} {seed}"), talker(name)
+
+    def sample(_: Any) -> Any:
+        ids = drawn(dice, tokenizer)
+        return ended(tokenizer, ids) if dice.random() < 0.7 else response(ids, stop_reason="length")
+
+    agent = make("chat", tokenizer, sample)
+    messages: list[dict[str, str]] = []
+    held = ""
+    for turn in range(6):
+        text = "".join(dice.choices("the \n12>é", k=5))
+        messages.append({"role": "user", "content": text})
+        await agent.act(text)
+        whole = render(tokenizer, messages)
+        assert prompts(agent)[-1] == whole
+        if turn:
+            assert extends(agent)[-1] == whole.startswith(held)
+        sampled = agent.record.turns[-1].response
+        answer = tokenizer.decode(sampled.output_ids)
+        held = whole + answer
+        if sampled.stop_reason == "stop":
+            answer = answer.removesuffix(tokenizer.eos_token)
+        messages.append({"role": "assistant", "content": answer})
+    if name in ALWAYS:
+        assert all(extends(agent))
+
+
+# ------------------------------------------------------------ one answer
+
+
+@pytest.mark.parametrize(("name", "ends"), [("chatml", 3), ("no system", 1)])
+async def test_the_sampled_end_token_is_not_doubled(name, ends) -> None:
+    tokenizer = talker(name)
+    agent = make("chat", tokenizer, [said(tokenizer, "the\n\n12")] * 2)
+    action = await agent.act("a")
+    await agent.act("b")
+    first, second = agent.record.turns
+    assert action.text == "the\n\n12"
+    assert extends(agent) == [True]
+    assert second.input_ids.count(tokenizer.eos_token_id) == ends
+    # What was sampled is another tokenisation than the tokenizer's own.
+    assert len(first.response.output_ids) > len(encode(tokenizer, "the\n\n12")) + 1
+
+
+async def test_an_answer_that_is_cut_is_closed_by_the_template() -> None:
+    tokenizer = talker("chatml")
+    agent = make("chat", tokenizer, [said(tokenizer, "the", cut=True), said(tokenizer, "x")])
+    await agent.act("a")
+    await agent.act("b")
+    first, second = agent.record.turns
+    assert extends(agent) == [True]
+    held = len(first.input_ids) + len(first.response.output_ids)
+    assert second.input_ids[held] == tokenizer.eos_token_id
+
+
+async def test_an_answer_of_nothing_is_one() -> None:
+    tokenizer = talker("chatml")
+    agent = make("chat", tokenizer, [ended(tokenizer, [])] * 2)
+    assert (await agent.act("a")).text == ""
+    await agent.act("b")
+    assert "assistant\n<|end|>\n<|turn|>user\nb<|end|>" in prompts(agent)[1]
+
+
+async def test_a_stop_string_is_part_of_the_answer() -> None:
+    tokenizer = talker("chatml")
+    stopped = response(encode(tokenizer, "the\n\n"), stop_reason="stop")
+    agent = make("chat", tokenizer, [stopped, said(tokenizer, "x")])
+    assert (await agent.act("a")).text == "the\n\n"
+    await agent.act("b")
+    assert extends(agent) == [True]
+    assert "the\n\n<|end|>\n<|turn|>user" in prompts(agent)[1]
+
+
+# ------------------------------------------------------------ templates that rewrite
+
+
+async def test_a_template_that_drops_thoughts_has_its_way_and_is_named_once() -> None:
+    tokenizer = talker("thoughtless")
+    with capture_logs() as logs:
+        for _ in range(2):
+            answers = [said(tokenizer, "<think>12</think>\n\nthe")] * 3
+            agent = make("chat", tokenizer, answers)
+            for question in "abc":
+                await agent.act(question)
+            assert extends(agent) == [False, False]
+            assert "12" not in prompts(agent)[2]
+    (told,) = [log for log in logs if log["event"] == "chat template rewrites"]
+    assert told["was"].startswith("<think>12</think>")
+    assert told["now"].startswith("the<|end|>")
+    assert told["at"] == prompts(agent)[1].index("the<|end|>")
+
+
+async def test_a_template_without_the_sampled_end_token_rewrites() -> None:
+    tokenizer = talker("tiny")
+    agent = make("chat", tokenizer, [said(tokenizer, "the")] * 2)
+    await agent.act("a")
+    await agent.act("b")
+    assert extends(agent) == [False]
+    assert prompts(agent)[1] == "user: a\nassistant: the\nuser: b\nassistant: "
+
+
+async def test_answers_that_are_trimmed_rewrite_and_others_do_not() -> None:
+    tokenizer = talker("heads")
+    agent = make("chat", tokenizer, [said(tokenizer, text) for text in ("the", " the", "the")])
+    for question in "abc":
+        await agent.act(question)
+    assert extends(agent) == [True, False]
+
+
+# ------------------------------------------------------------ what it is told
+
+
+async def test_the_system_prompt_stands_at_the_beginning_once() -> None:
+    tokenizer = talker("chatml")
+    agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, system_prompt="S")
+    await agent.act([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    await agent.act(Observation("c", choices=("d",)))
+    second = prompts(agent)[1]
+    assert second.startswith("<|turn|>system\nS<|end|>\n<|turn|>user\na<|end|>\n<|turn|>user\nb")
+    assert second.count("system") == 1
+    assert "\nc<|end|>" in second
+
+
+async def test_tools_go_through_the_template() -> None:
+    tokenizer = talker("chatml")
+    agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, system_prompt="S")
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    await agent.act(Observation("a", tools=tools))
+    await agent.act("b")
+    assert prompts(agent)[0].startswith('<|turn|>system\nS\n\nTools:\n{"type": "function"')
+    assert extends(agent) == [True]
+
+
+async def test_what_a_template_refuses_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="refuses the messages: no role system"):
+        await make("chat", talker("no system"), [], system_prompt="S").act("a")
+
+
+# ------------------------------------------------------------ caps
+
+
+async def test_the_last_turn_is_its_last_action() -> None:
+    tokenizer = talker("chatml")
+    agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, max_turns=2)
+    assert [(await agent.act("a")).is_last for _ in range(3)] == [False, True, True]
+    assert len(agent.record.turns) == 2
+
+
+async def test_no_prompt_is_sent_that_leaves_no_room() -> None:
+    tokenizer = talker("chatml")
+    answers = [said(tokenizer, "1")] * 3
+    free = make("chat", tokenizer, answers, max_new_tokens=4)
+    for _ in range(3):
+        await free.act("a")
+    room = len(free.record.turns[2].input_ids) + 4
+    agent = make("chat", tokenizer, answers, max_new_tokens=4, max_tokens=room - 1)
+    actions = [await agent.act("a") for _ in range(3)]
+    shown = [(action.text, action.is_last, action.response is None) for action in actions]
+    assert shown == [("1", False, False), ("1", False, False), ("", True, True)]
+    agent = make("chat", tokenizer, answers, max_new_tokens=4, max_tokens=room)
+    assert not any([(await agent.act("a")).is_last for _ in range(3)])
+
+
+async def test_a_first_prompt_without_room_fails_the_episode() -> None:
+    agent = make("chat", talker("chatml"), [], max_tokens=80)
+    with pytest.raises(ContextOverflow, match="max_tokens=80"):
+        await agent.act("a" * 40)
+
+
+# ------------------------------------------------------------ as training data
+
+
+@envs.register("three questions")
+class ThreeQuestions(Env):
+    """Asks, and rewards the second answer."""
+
+    resumable = True
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        for number in range(3):
+            await agents["agent"].act(f"{task.prompt} {number}")
+            if number == 1:
+                agents["agent"].reward(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "segments"), [("chatml", 1), ("no system", 1), ("thoughtless", 3), ("tiny", 3)]
+)
+async def test_it_is_one_segment_where_the_template_extends_itself(name, segments) -> None:
+    tokenizer = talker(name)
+    sampled = said(tokenizer, "<think>1</think>\n\nthe")
+    collector = Collector(
+        experiment("three questions", agent="chat"), ScriptedClient(lambda _: sampled), tokenizer
+    )
+    await collector.setup()
+    episode, payloads = await collector.run(lease(prompt="what"), 0)
+    await collector.close()
+    assert episode.failure is None
+    (header,) = episode.headers
+    made = decode_segments(payloads[0])
+    assert len(made) == len(header.segment_lengths) == segments
+    assert (header.turns, header.reward) == (3, 1.0)
+    tokens = [array("i", segment.tokens).tolist() for segment in made]
+    trained = [
+        token
+        for ids, segment in zip(tokens, made, strict=True)
+        for token, is_trained in zip(ids, segment.loss_mask, strict=True)
+        if is_trained
+    ]
+    assert trained == sampled.output_ids * 3
+    rewards = [array("f", segment.rewards).tolist() for segment in made]
+    assert sum(map(sum, rewards)) == 1.0
+    last = rewards[1] if segments > 1 else rewards[0][: rewards[0].index(1.0) + 1]
+    assert last[-1] == 1.0
