@@ -1,0 +1,82 @@
+"""Tool calls are read as they were meant, or say what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from arealite.impl.agent.calls import Call, hermes, llama_json
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+def wrapped(*bodies: str) -> str:
+    return "".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+
+
+def test_calls_in_parallel_are_read_in_order_and_the_rest_is_text() -> None:
+    text, calls = hermes("First " + wrapped(ADD, '{"name": "b", "arguments": {}}') + " then")
+    assert text == "First  then"
+    assert calls == [Call("add", {"a": 1}), Call("b", {})]
+
+
+def test_text_without_calls_is_text() -> None:
+    assert hermes("42 </tool_call>") == ("42 </tool_call>", [])
+    assert llama_json("42") == ("42", [])
+
+
+def test_a_mark_within_an_argument_ends_nothing() -> None:
+    body = json.dumps({"name": "write", "arguments": {"text": "</tool_call><tool_call>"}})
+    assert hermes(wrapped(body, ADD))[1] == [
+        Call("write", {"text": "</tool_call><tool_call>"}),
+        Call("add", {"a": 1}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "error"),
+    [
+        ("add(1)", "", "not JSON"),
+        ("{'name': 'add'}", "", "not JSON"),
+        ('{"name": "add", "arguments": {"a": 1}', "", "not JSON"),
+        ("", "", "not JSON"),
+        ('["add"]', "", "a call is an object"),
+        ('{"arguments": {}}', "", "a call is an object"),
+        ('{"name": 3, "arguments": {}}', "", "a call is an object"),
+        ('{"name": "", "arguments": {}}', "", "a call is an object"),
+        ('{"name": "add"}', "add", '"arguments" must be an object'),
+        ('{"name": "add", "arguments": "{}"}', "add", '"arguments" must be an object'),
+        ('{"name": "add", "arguments": [1]}', "add", '"arguments" must be an object'),
+        ('{"name": "add", "arguments": {"a": NaN}}', "", "NaN is not a finite number"),
+        ('{"name": "add", "arguments": {"a": -1e999}}', "", "-1e999 is not a finite number"),
+        ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "", "not JSON"),
+        ('{"name": "add", "arguments": ' + "[" * 99999, "", "not JSON"),
+        (ADD + " and more", "add", "does not end with </tool_call>"),
+    ],
+)
+def test_a_call_that_cannot_be_made_says_why_and_the_next_one_is_read(body, name, error) -> None:
+    _, (bad, good) = hermes(wrapped(body, ADD))
+    assert (bad.name, bad.arguments) == (name, {})
+    assert error in bad.error
+    assert good == Call("add", {"a": 1})
+
+
+@pytest.mark.parametrize("text", ["<tool_call>" + ADD, "<tool_call>" + ADD[:9], "<tool_call>"])
+def test_a_call_that_is_cut_is_not_made(text) -> None:
+    said, (call,) = hermes("a" + text)
+    assert said == "a"
+    assert call.error
+
+
+def test_bare_objects_are_read_where_they_are_all_there_is() -> None:
+    one = '{"name": "add", "parameters": {"a": 1}}'
+    assert llama_json(f" <|python_tag|>{one}; {one}\n") == ("", [Call("add", {"a": 1})] * 2)
+    assert llama_json(f"So: {one}") == (f"So: {one}", [])
+    assert llama_json("{1, 2}") == ("{1, 2}", [])
+    assert llama_json('{"answer": 3}') == ('{"answer": 3}', [])
+    _, calls = llama_json(one + "; " + one[:-3])
+    assert calls[0] == Call("add", {"a": 1})
+    assert [bool(call.error) for call in calls] == [False, True]
+    _, (call,) = llama_json('{"name": "add", "arguments": {}}')
+    assert '"parameters" must be an object' in call.error

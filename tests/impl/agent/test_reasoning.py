@@ -1,0 +1,143 @@
+"""Thoughts end before the answer, and are dropped as tokens or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.api.llm import LLMResponse
+from arealite.impl.agent.reasoning import ReasoningAgent
+from tests.impl.agent.talk import ended, extends, make, prompts, said, talker
+
+THOUGHT = "<think>1 > 2</think>\n\n"
+MARKS = ("<think>", "</think>")
+
+
+async def asked(
+    name: str, keep: str, text: str = THOUGHT + "the", **options: str
+) -> ReasoningAgent:
+    """Return an agent that gave `text` three times, a token a character."""
+    tokenizer = talker(name)
+    agent = make("reasoning", tokenizer, [said(tokenizer, text)] * 3, keep=keep)
+    for question in "abc":
+        await agent.act(question)
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (THOUGHT + "the\n", "the\n"),
+        ("<think>1</think>the</think>", "the</think>"),
+        ("12</think> the", "the"),
+        ("<think>1</think>", ""),
+        ("<think>1 the", ""),
+        ("so: <think>1", ""),
+        ("the", "the"),
+        (" the", " the"),
+        ("", ""),
+    ],
+)
+async def test_the_answer_is_what_follows_the_thought(text, answer) -> None:
+    tokenizer = talker("chatml")
+    agent = make("reasoning", tokenizer, [said(tokenizer, text)])
+    assert (await agent.act("a")).text == answer
+
+
+async def test_the_marks_may_be_others() -> None:
+    tokenizer = talker("chatml")
+    agent = make("reasoning", tokenizer, [said(tokenizer, "[1]the")], begin="[", end="]")
+    assert (await agent.act("a")).text == "the"
+
+
+async def test_thoughts_are_kept() -> None:
+    agent = await asked("chatml", "all")
+    assert extends(agent) == [True, True]
+    assert prompts(agent)[2].count(THOUGHT) == 2
+
+
+async def test_only_the_last_thought_is_kept() -> None:
+    agent = await asked("chatml", "last")
+    assert extends(agent) == [True, False]
+    assert [prompt.count(THOUGHT) for prompt in prompts(agent)] == [0, 1, 1]
+    assert cut(agent, 2) == [0]
+
+
+async def test_no_thought_is_kept() -> None:
+    agent = await asked("chatml", "none")
+    assert extends(agent) == [False, False]
+    assert [prompt.count("think") for prompt in prompts(agent)] == [0, 0, 0]
+    assert cut(agent, 2) == [0, 1]
+
+
+def cut(agent: ReasoningAgent, turn: int) -> list[int]:
+    """Return of which turns the prompt of `turn` has just the answer, as it was sampled."""
+    prompt = agent.record.turns[turn].input_ids
+    found, at = [], 0
+    for index, earlier in enumerate(agent.record.turns[:turn]):
+        sampled = earlier.response.output_ids
+        answer = sampled[-4:]  # t, h, e and the end, which the tokenizer would write as two tokens
+        places = [at for at in range(len(prompt)) if prompt[at : at + 4] == answer]
+        at = places[index]
+        assert agent.tokenizer.decode(answer) == "the<|end|>"
+        if agent.tokenizer.decode(prompt[:at]).endswith("assistant\n"):
+            found.append(index)
+    return found
+
+
+async def test_a_template_that_drops_thoughts_too_takes_no_text_anew() -> None:
+    """What is left is what the template tells: prompts are made of sampled tokens all the same."""
+    agent = await asked("thoughtless", "none")
+    assert cut(agent, 1) == [0]
+    assert cut(agent, 2) == [0, 1]
+
+
+async def test_a_thought_that_the_template_begins_goes_with_its_beginning() -> None:
+    agent = await asked("opening", "none", text="1 > 2</think>\n\nthe")
+    assert [prompt.count("<think>") for prompt in prompts(agent)] == [1, 1, 1]
+    assert prompts(agent)[2].count("assistant\nthe<|end|>") == 2
+    assert cut(agent, 1) == [0]
+    assert cut(agent, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_a_thought_without_an_end_leaves_an_empty_answer(is_cut) -> None:
+    tokenizer = talker("chatml", *MARKS)
+    answers = [said(tokenizer, "<think>1 2", cut=is_cut), said(tokenizer, "12")]
+    agent = make("reasoning", tokenizer, answers, keep="none")
+    await agent.act("a")
+    await agent.act("b")
+    assert prompts(agent)[1] == (
+        "<|turn|>user\na<|end|>\n<|turn|>assistant\n<|end|>\n<|turn|>user\nb<|end|>\n"
+        "<|turn|>assistant\n"
+    )
+
+
+async def test_marks_that_are_tokens_are_cut_alike() -> None:
+    tokenizer = talker("chatml", *MARKS)
+    agent = make("reasoning", tokenizer, [said(tokenizer, THOUGHT + "the")] * 2, keep="none")
+    await agent.act("a")
+    await agent.act("b")
+    assert cut(agent, 1) == [0]
+
+
+async def test_a_mark_that_ends_within_a_token_leaves_the_thought() -> None:
+    tokenizer = talker("chatml")
+    spelled = [*"<think>1</think", ">T", *"he"]
+    ids = [tokenizer.convert_tokens_to_ids(piece) for piece in spelled]
+    agent = make("reasoning", tokenizer, [ended(tokenizer, ids)] * 2, keep="none")
+    assert (await agent.act("a")).text == "The"
+    await agent.act("b")
+    assert "<think>1</think>The" in prompts(agent)[1]
+    assert extends(agent) == [True]
+
+
+async def test_recorded_turns_are_left_as_they_were() -> None:
+    tokenizer = talker("chatml")
+    answer = said(tokenizer, THOUGHT + "the")
+    before = LLMResponse(answer.output_ids[:], answer.logprobs, answer.versions, "stop")
+    agent = make("reasoning", tokenizer, [answer, answer], keep="none")
+    await agent.act("a")
+    sent = agent.record.turns[0].input_ids[:]
+    await agent.act("b")
+    assert agent.record.turns[0].response == before
+    assert agent.record.turns[0].input_ids == sent

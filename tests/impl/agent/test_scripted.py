@@ -1,0 +1,68 @@
+"""Scripted seats do the same in every attempt."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.api.agent import Agent, AgentConfig, AgentFactory
+from arealite.api.agent_config import ScriptedConfig
+from arealite.api.episode import Seat
+from arealite.api.llm import LLMClientConfig
+from arealite.api.observation import Observation
+from arealite.base.errors import UserError
+from tests.fakes.client import ScriptedClient
+from tests.fakes.experiment import tokenizer
+
+CHOICES = Observation("move", choices=tuple("abcdefgh"))
+
+
+def scripted(group: str = "g", episode: str = "lease/0", name: str = "o", **options) -> Agent:
+    config = AgentConfig(type="scripted", scripted=ScriptedConfig(**options))
+    factory = AgentFactory(None, LLMClientConfig(), client=ScriptedClient(), tokenizer=tokenizer())
+    return factory.make_agent(config, Seat(name, group, episode))
+
+
+async def says(agent: Agent, turns: int = 6) -> str:
+    return "".join([(await agent.act(CHOICES)).text for _ in range(turns)])
+
+
+async def test_answers_come_in_turn_and_again() -> None:
+    assert await says(scripted(answers=["x", "y"]), 5) == "xyxyx"
+
+
+async def test_the_first_choice() -> None:
+    assert await says(scripted(policy="first"), 3) == "aaa"
+
+
+async def test_random_choices_are_those_of_the_episode_whatever_the_attempt() -> None:
+    first = await says(scripted(policy="random", episode="lease-1/3"))
+    assert first == await says(scripted(policy="random", episode="again/3"))
+    others = [
+        {"episode": "lease-1/4"},
+        {"episode": "lease-1/3", "group": "h"},
+        {"episode": "lease-1/3", "name": "x"},
+        {"episode": "lease-1/3", "seed": 1},
+    ]
+    drawn = {await says(scripted(policy="random", **other)) for other in others}
+    assert len(drawn | {first}) == 5
+    assert len(set(first)) > 1
+
+
+async def test_it_samples_nothing_and_may_be_rewarded() -> None:
+    agent = scripted(answers=["x"])
+    agent.reward(1.0, win=1.0)
+    action = await agent.act("a")
+    agent.reward(-1.0)
+    assert action.response is None
+    assert not agent.trainable
+    assert not agent.record.turns
+    with pytest.raises(ValueError, match="finite"):
+        agent.reward(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"), [({}, "set scripted.answers"), ({"policy": "random"}, "offers choices")]
+)
+async def test_nothing_to_say_is_the_users_error(options, hint) -> None:
+    with pytest.raises(UserError, match=hint):
+        await scripted(**options).act("a")

@@ -1,0 +1,86 @@
+"""Calls go to the environment, answers come back, and the tokens stay as they were sampled."""
+
+from __future__ import annotations
+
+from arealite.api.observation import Observation, ToolCall
+from tests.impl.agent.talk import extends, make, prompts, said, talker
+
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "find")
+)
+TWO = (
+    'Both: <tool_call>\n{"name":  "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+)
+
+
+def answers(calls: tuple[ToolCall, ...]) -> Observation:
+    told = [
+        {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": call.error}
+        for call in calls
+    ]
+    return Observation(told, tools=TOOLS)
+
+
+async def test_a_conversation_with_calls_is_one_segment() -> None:
+    tokenizer = talker("chatml")
+    agent = make("tool_use", tokenizer, [said(tokenizer, TWO), said(tokenizer, "12")])
+    action = await agent.act(Observation("a", tools=TOOLS))
+    assert action.text.strip() == "Both:"
+    assert action.calls == (
+        ToolCall("c00010000", "add", {"a": 1}),
+        ToolCall("c00010001", "find", {}),
+    )
+    last = await agent.act(answers(action.calls))
+    assert (last.text, last.calls) == ("12", ())
+    assert extends(agent) == [True]
+    second = prompts(agent)[1]
+    assert TWO in second  # as it was written, two spaces included
+    assert second.count("<result>") == 2
+    assert second.count('"name": "find", "parameters"') == 1
+
+
+async def test_calls_of_all_turns_have_ids_of_their_own() -> None:
+    tokenizer = talker("chatml")
+    agent = make("tool_use", tokenizer, [said(tokenizer, TWO)] * 2)
+    first = await agent.act(Observation("a", tools=TOOLS))
+    second = await agent.act(answers(first.calls))
+    ids = [call.call_id for call in first.calls + second.calls]
+    assert len(set(ids)) == 4
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+async def test_calls_that_cannot_be_made_are_counted_and_told() -> None:
+    tokenizer = talker("chatml")
+    bad = '<tool_call>{"name": "ad", "arguments": {}}</tool_call><tool_call>{</tool_call>'
+    agent = make("tool_use", tokenizer, [said(tokenizer, bad), said(tokenizer, TWO)])
+    action = await agent.act(Observation("a", tools=TOOLS))
+    unknown, broken = action.calls
+    assert "Unknown tool 'ad'. Did you mean 'add'? Known: add, find." in unknown.error
+    assert (broken.name, broken.error[:8]) == ("", "not JSON")
+    assert agent.record.reward_parts == {"malformed_calls": 2.0}
+    await agent.act(answers(action.calls))
+    assert "Did you mean 'add'?" in prompts(agent)[1]
+    assert agent.record.reward_parts == {"malformed_calls": 2.0}
+
+
+async def test_without_tools_no_call_can_be_made() -> None:
+    tokenizer = talker("chatml")
+    agent = make("tool_use", tokenizer, [said(tokenizer, TWO)])
+    action = await agent.act("a")
+    assert [bool(call.error) for call in action.calls] == [True, True]
+
+
+async def test_the_last_turn_may_call_and_says_that_it_is_the_last() -> None:
+    tokenizer = talker("chatml")
+    agent = make("tool_use", tokenizer, [said(tokenizer, TWO)], max_turns=1)
+    action = await agent.act(Observation("a", tools=TOOLS))
+    assert (len(action.calls), action.is_last) == (2, True)
+
+
+async def test_the_format_is_chosen_by_config() -> None:
+    tokenizer = talker("heads")
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    agent = make("tool_use", tokenizer, [said(tokenizer, call)], format="llama_json")
+    action = await agent.act(Observation("a", tools=TOOLS))
+    assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
