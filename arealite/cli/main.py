@@ -17,6 +17,8 @@ COMMANDS = {
     "train": ("arealite.cli.train", "train: the same as train.py"),
     "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
     "serve": ("arealite.cli.serve", "host an environment for other processes: OpenEnv's format"),
+    "envs": ("arealite.cli.envs", "list the environments, and what each needs"),
+    "play": ("arealite.cli.play", "play an environment in this terminal: play ENV"),
     "check": ("arealite.cli.checkup", "check a run without starting it; what it will need"),
     "launch": ("arealite.cli.launch", "check a run and start it on a cluster: launch slurm|ray"),
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),

@@ -41,13 +41,13 @@ class JudgeUnreadable(EpisodeError):
 class DebateEnv(Env):
     """A debate between seats pro and con, judged by rules or by a seat judge."""
 
-    seats = ("pro", "con")
+    seats = ("pro", "con", "judge")
     resumable = True
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
-        if config.judge == "model":
-            self.seats = (*self.seats, "judge")
+        if config.judge == "rules":
+            self.seats = ("pro", "con")
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:

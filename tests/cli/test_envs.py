@@ -1,0 +1,65 @@
+"""`arealite envs` lists every environment, whatever is missing, and loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.env import envs
+from arealite.cli import envs as command
+from arealite.cli import main as cli
+
+
+def test_every_environment_has_a_line() -> None:
+    lines = {line[0]: line for line in command.rows()}
+    assert list(lines) == envs.names()
+    assert lines["tic_tac_toe"][1:4] == ("x, o", "generated, or a file's", "")
+    assert lines["debate"][1] == "pro, con, judge"
+    assert lines["math"][4].startswith("Scores an agent's answer")
+
+
+def test_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from arealite.cli.main import main; main(['envs']); "
+        "heavy = ('torch', 'transformers', 'playwright', 'gymnasium', 'textarena', 'mcp'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    head, *lines, imported = done.stdout.splitlines()
+    assert imported == "[]"
+    assert head.split() == ["name", "seats", "tasks", "needs", "what", "it", "is"]
+    assert len(lines) == len(envs.names())
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "package", lambda name: "")
+    needs = {line[0]: line[3] for line in command.rows()}
+    assert needs["textarena"] == "textarena: pip install 'arealite[envs]'"
+    assert needs["math"] == ""
+    monkeypatch.setattr(command, "package", lambda name: "1.0")
+    assert {line[0]: line[3] for line in command.rows()}["textarena"] == "textarena"
+
+
+def test_one_of_one_s_own_is_listed_and_a_broken_one_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "listed_env.py").write_text(
+        "from arealite.api.env import Env, envs\n"
+        "@envs.register('listed')\n"
+        "class Listed(Env):\n"
+        "    'Of my own.'\n"
+        "    seats = ('a', 'b')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(envs, "_table", {**envs._table, "broken": "no_such_module:Env"})
+    assert cli.main(["envs", "imports=[listed_env]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (own,) = [line for line in lines if line.startswith("listed ")]
+    assert own.split("  ")[-1] == "Of my own."
+    assert "a, b" in own
+    assert "a file's" in own
+    assert [line for line in lines if "cannot be imported: No module named 'no_such" in line]

@@ -1,0 +1,157 @@
+"""`arealite play`: what a person types is an answer, and what agents would see is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from arealite.cli import main as cli
+from arealite.cli.play import whole
+from tests.impl.rollout import worlds
+
+Play = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(params=["pipe", "file"])
+def play(request, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Play]:
+    """Run `arealite play` with lines typed beforehand; return exit code, stdout and stderr."""
+    kept = os.dup(0)
+
+    def run(typed: str, *argv: str) -> tuple[int, str, str]:
+        if request.param == "pipe":
+            end, begin = os.pipe()
+            os.write(begin, typed.encode())
+            os.close(begin)
+        else:
+            (tmp_path / "typed").write_text(typed)
+            end = os.open(tmp_path / "typed", os.O_RDONLY)
+        os.dup2(end, 0)
+        os.close(end)
+        code = cli.main(["play", *argv])
+        return code, *capsys.readouterr()
+
+    yield run
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
+def test_a_person_plays_against_chance(play: Play) -> None:
+    code, out, _ = play("1\n2\n3\n4\n5\n6\n7\n8\n9\n", "tic_tac_toe", "--seed", "3")
+    assert code == 0
+    first, second = out.split("x> ")[:2]
+    assert "You are x." in first
+    assert first.endswith("\n1 2 3\n4 5 6\n7 8 9\nchoices: 1, 2, 3, 4, 5, 6, 7, 8, 9\n")
+    assert second.startswith("[o] ")
+    assert "\nx: reward " in out
+    assert "(win=" in out
+
+
+def test_the_same_seed_is_the_same_game(play: Play) -> None:
+    argv = "5\n", "tic_tac_toe", "opening_moves=4", "--seat", "o", "--seed"
+    outs = [play(*argv, seed)[1] for seed in ("1", "1", "2", "3")]
+    assert outs[0] == outs[1]
+    assert len({*outs}) == 3
+
+
+def test_the_end_of_the_input_ends_the_game(play: Play) -> None:
+    code, out, err = play("", "tic_tac_toe")
+    assert (code, err) == (0, "")
+    assert out.endswith("x> \nyou left\n")
+    code, out, _ = play("", "matrix_game")  # among tasks of a group
+    assert code == 0
+    assert out.endswith("you left\n")
+
+
+def test_a_last_line_needs_no_end(play: Play) -> None:
+    code, out, _ = play("cba", "reverse", "--task", _tasks("abc"))
+    assert code == 0
+    assert out.endswith("agent: reward 1 (exact=1)\n")
+
+
+def test_one_person_may_sit_in_all_seats(play: Play) -> None:
+    code, out, _ = play("defect\ncooperate\n", "matrix_game", "--seat", "all")
+    assert code == 0
+    assert "row: reward 5 (" in out
+    assert "column: reward 0 (" in out
+
+
+def test_who_cannot_write_is_played_by_the_person(play: Play) -> None:
+    code, out, _ = play("Zoos are good.\nZoos are bad.\n", "debate", "rounds=1")
+    assert code == 0
+    assert "pro> " in out
+    assert "con> " in out
+    assert "con: reward" in out
+
+
+def test_simultaneous_choices_are_told_afterwards(play: Play) -> None:
+    seats = ["seats.column.type=scripted", "seats.column.scripted.answers=[cooperate, defect]"]
+    _, out, _ = play("defect\ndefect\n", "iterated_prisoners_dilemma", "rounds=2", *seats)
+    first, second, rest = out.split("row> ")
+    assert "[column]" not in first
+    assert second.startswith("[column] cooperate")
+    assert rest.startswith("[column] defect")
+    assert "row: reward 3 (" in rest
+
+
+def _tasks(*prompts: str) -> str:
+    file = Path(os.environ["PYTEST_TASKS"])
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_TASKS", str(tmp_path / "tasks.jsonl"))
+
+
+def test_tasks_may_come_from_a_file(play: Play) -> None:
+    _, out, _ = play("fed\n", "reverse", "--task", _tasks("abc", "def"), "--row", "1")
+    assert ": def\nagent> " in out
+    assert "reward 1" in out
+    code, _, err = play("", "reverse", "--task", _tasks("abc"), "--row", "1")
+    assert code == 2
+    assert "--row 1" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["tictactoe"], "tic_tac_toe"),
+        (["tic_tac_toe", "--seat", "y"], "Unknown seat 'y'"),
+        (["tic_tac_toe", "seats.z.type=scripted"], "Unknown seat 'z'"),
+        (["tic_tac_toe", "--opponent", "math_code_single_step"], "fixed_policy"),
+        (["tic_tac_toe", "oppening_moves=1"], "opening_moves"),
+        (["world"], "makes no tasks"),
+    ],
+)
+def test_what_cannot_be_played_is_one_line(play: Play, argv: list[str], said: str) -> None:
+    assert worlds is not None
+    code, _, err = play("", *argv)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_an_episode_that_fails_rewards_nobody(play: Play, tmp_path: Path) -> None:
+    file = _tasks("check")
+    code, out, _ = play("hi\n", "world", "--task", file)
+    assert code == 1
+    assert "no reward: killed" in out
+    assert "agent: reward" not in out
+
+
+def test_short_options_are_of_the_environment() -> None:
+    own = "trainer.ppo.collector.env"
+    for word, key in (
+        ("rounds=2", f"{own}.debate.rounds=2"),
+        ("debate.rounds=2", f"{own}.debate.rounds=2"),
+        ("runtime.type=remote", f"{own}.runtime.type=remote"),
+        ("seats.con.type=chat", "trainer.ppo.collector.seats.con.type=chat"),
+        ("model.path=m", "model.path=m"),
+    ):
+        assert whole(word, "debate") == key
