@@ -1,0 +1,83 @@
+"""An OpenAI-style endpoint on loopback that answers as it is told, for tests of what calls one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Self
+
+from aiohttp import web
+
+
+class FakeCompletions:
+    """Says "<number of messages>: <the last one>", unless a fault is queued.
+
+    Faults: a status ("500", "429", "401"), "hang", "reset", "redirect", or a body, sent with 200.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = deque(faults)
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.most = self._now = 0
+        """Requests at a time."""
+        self.released = asyncio.Event()
+        self.released.set()
+        self._arrived = asyncio.Condition()
+
+    @property
+    def url(self) -> str:
+        """The base address."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def received(self, count: int) -> None:
+        """Wait until so many requests have come."""
+        async with asyncio.timeout(60.0), self._arrived:
+            await self._arrived.wait_for(lambda: len(self.bodies) >= count)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            return await self._say(request)
+        finally:
+            self._now -= 1
+
+    async def _say(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        async with self._arrived:
+            self._arrived.notify_all()
+        await self.released.wait()
+        fault = self.faults.popleft() if self.faults else ""
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if fault == "reset":
+            request.transport.abort()
+        if fault == "redirect":
+            raise web.HTTPTemporaryRedirect("http://127.0.0.1:9/elsewhere")
+        if fault.isdigit():
+            about = f"told {request.headers.get('Authorization')}"
+            headers = {"Retry-After": "0"} if fault == "429" else {}
+            return web.json_response(
+                {"error": {"message": about}}, status=int(fault), headers=headers
+            )
+        if fault:
+            return web.Response(text=fault, content_type="application/json")
+        text = f"{len(body['messages'])}: {body['messages'][-1]['content']}"
+        message = {"role": "assistant", "content": text}
+        return web.json_response({"id": "1", "choices": [{"index": 0, "message": message}]})
