@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import PurePath
 
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
 
@@ -15,14 +16,22 @@ def command(readable: list[str], disk: int) -> list[str]:
     """
     binds: list[str] = []
     for path in [*SYSTEM, *(path for path in readable if not path.startswith("/usr/"))]:
+        for folder in [*PurePath(path).parents][-2::-1]:  # bubblewrap's own would be closed
+            binds += ["--perms", "0755", "--dir", str(folder)]
         if os.path.islink(path):
             binds += ["--symlink", os.readlink(path), path]
         else:
             binds += ["--ro-bind-try", path, path]
+    if os.getuid() == 0:  # user 0 has no RLIMIT_NPROC, under whatever number: be another's parent
+        user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
+    else:
+        user = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
     return [
-        *("bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"),
-        *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
-        *("--hostname", "sandbox", *binds, "--proc", "/proc", "--dev", "/dev"),
-        *("--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--size", str(disk), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"),
+        *("bwrap", *spaces, "--cap-drop", "ALL", *user, "--hostname", "sandbox"),
+        *("--die-with-parent", "--new-session", "--as-pid-1"),
+        *(*binds, "--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--size", str(disk), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--remount-ro", "/", "--"),
     ]

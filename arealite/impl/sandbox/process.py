@@ -13,7 +13,9 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from functools import cache
+from itertools import cycle
 from pathlib import Path
+from random import random
 from struct import pack
 from typing import Any
 
@@ -26,6 +28,9 @@ START_S, END_S, PROBE_S = 60.0, 10.0, 30.0
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
 PLACE: Any = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "cwd": "/", "env": ENVIRONMENT}
 PROBE = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('works')"
+USERS = cycle(sorted(range(60000, 65000), key=lambda _: random()))
+"""Ids for programs where this process is root's: each has one of its own, and so its own limit on
+processes; no file is theirs."""
 
 
 class ProcessSandbox(Sandbox):
@@ -85,7 +90,7 @@ def command(config: SandboxConfig, backend: str) -> list[str]:
 def request(program: str, stdin: str) -> bytes:
     """Return what a warden is told; what no file could hold becomes "?"."""
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
-    return pack("<2I", *map(len, texts)) + b"".join(texts)
+    return pack("<3I", next(USERS), *map(len, texts)) + b"".join(texts)
 
 
 async def ask(process: Process, text: bytes) -> tuple[bytes, bytes]:

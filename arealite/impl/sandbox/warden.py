@@ -4,8 +4,8 @@ It runs inside the sandbox, above the program: so the same limits and the same e
 confines, and outside nothing is left to do but to wait. `process.py` gives this file to
 `python -I -S -c`, so it imports nothing of the package and little else.
 
-On stdin come the lengths of a program and of its input, and then both; the end of stdin is the
-order to stop. On stdout goes one line, `status code seconds length`, then stdout and stderr.
+On stdin come a user id, the lengths of a program and of its input, and then both; the end of stdin
+is the order to stop. On stdout goes one line, `status code seconds length`, then stdout and stderr.
 """
 
 from __future__ import annotations
@@ -83,9 +83,13 @@ def call(name: str, *args: object) -> int:
     return result
 
 
-def be_nobody() -> None:
-    """Give up root for a user without processes, who may pass folders as root's Python needs it."""
-    user, capability = 60000 + os.getppid() % 5000, 1 << CAP_DAC_READ_SEARCH
+def be_nobody(user: int, under_landlock: bool) -> None:
+    """Give up root for a user who has no other processes.
+
+    Landlock leaves the folders above Python as they are; so that they may be passed where they are
+    closed to all but root, one capability stays.
+    """
+    capability = under_landlock << CAP_DAC_READ_SEARCH
     call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -112,8 +116,6 @@ def restrict_files(readable: list[str]) -> None:
             access = READ | (WRITE if path == "/dev/null" else EXECUTE | folder)
             call("syscall", LANDLOCK_ADD, ruleset, 1, pack("=Qi", access, file), 0)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.getuid() == 0:
-        be_nobody()
     call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
 
 
@@ -155,8 +157,8 @@ class Limits:
         self.seconds, self.memory, self.processes = float(seconds), int(memory), int(processes)
         self.output, self.disk = int(output), int(disk)
 
-    def confine(self) -> None:
-        """Put all limits on this process, for good."""
+    def confine(self, user: int) -> None:
+        """Put all limits on this process, for good; give it `user` where it is root's."""
         others = 1  # the parent; there are no others in its namespaces
         if self.mode == "landlock":
             others = processes_of_user() if os.getuid() else 0
@@ -173,35 +175,36 @@ class Limits:
             resource.setrlimit(which, (bound, bound))
         if self.mode == "landlock":
             restrict_files([*READABLE, *self.folders])
+        if self.mode != "unsafe" and os.getuid() == 0:
+            be_nobody(user, self.mode == "landlock")
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # its forks cannot look into each other
+        call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor its forks into each other
         if self.mode != "unsafe":
             filter_calls(self.mode == "landlock")
 
     def excess(self) -> bool:
         """Return whether all processes together are too many, too large, or keep many files."""
-        count, pages = 0, 0
-        for pid in descendants(os.getpid()):
-            count += 1
-            with suppress(OSError), open(f"/proc/{pid}/statm") as file:
-                _, resident, shared, *_ = map(int, file.read().split())
+        pids, pages = [os.getpid()], 0
+        for pid in pids:  # grows meanwhile
+            with suppress(OSError):
+                pids += children(pid)
+                with open(f"/proc/{pid}/statm") as file:
+                    _, resident, shared, *_ = map(int, file.read().split())
                 pages += resident - shared
+            if len(pids) > self.processes + 2:
+                return True
         disk = os.statvfs("/tmp") if self.mode == "bwrap" else None
-        return (
-            count > self.processes + 1
-            or pages * resource.getpagesize() > self.memory
-            or (disk is not None and disk.f_files - disk.f_ffree > MAX_FILES)
-        )
+        used = disk.f_files - disk.f_ffree if disk else 0
+        return pages * resource.getpagesize() > self.memory or used > MAX_FILES
 
 
-def descendants(pid: int) -> list[int]:
-    """Return all processes below one."""
+def children(pid: int) -> list[int]:
+    """Return the processes that one has started."""
     found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found + [below for child in found for below in descendants(child)]
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
 
 
 def receive(count: int) -> bytes:
@@ -215,7 +218,7 @@ def receive(count: int) -> bytes:
     return text
 
 
-def start(given: bytes, limits: Limits) -> tuple[int, dict[int, bytearray]]:
+def start(user: int, given: bytes, limits: Limits) -> tuple[int, dict[int, bytearray]]:
     """Fork a confined process; return its id, here, and the ends of its two pipes.
 
     In the new process return 0.
@@ -234,7 +237,7 @@ def start(given: bytes, limits: Limits) -> tuple[int, dict[int, bytearray]]:
         for target, source in enumerate((stdin, out[1], err[1])):
             os.dup2(source, target)
         try:
-            limits.confine()
+            limits.confine(user)
         except Exception as error:  # noqa: BLE001  (the parent raises it)
             os.write(ready[1], f"{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -283,7 +286,7 @@ def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(ChildProcessError):
         while True:
-            for left in descendants(os.getpid()):
+            for left in children(os.getpid()):
                 with suppress(ProcessLookupError):
                     os.kill(left, signal.SIGKILL)
             os.waitpid(-1, 0)
@@ -316,10 +319,12 @@ def main() -> None:
     """Run one program."""
     limits = Limits(sys.argv[1:])
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program cannot look into this process
     os.stat("/proc/thread-self/children")  # without it nothing can be counted
-    program, given = map(receive, unpack("<2I", receive(8)))
+    user, *sizes = unpack("<3I", receive(12))
+    program, given = map(receive, sizes)
     begin = time.monotonic()
-    pid, texts = start(given, limits)
+    pid, texts = start(user, given, limits)
     if pid == 0:
         return execute(program, limits.folders[1:])
     try:
