@@ -62,15 +62,21 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, An
     Raises:
         UserError: chat messages, and the tokenizer has no chat template.
     """
-    return _tokenize(tokenizer, _encode(prompt))
+    encoded = _encode(prompt)
+    cached = _short if len(encoded) <= SHORT else _long
+    return cached(tokenizer, encoded)
 
 
-@lru_cache(maxsize=4096)
 def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
     prompt = msgspec.json.decode(encoded)
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
     return _render(tokenizer, prompt)
+
+
+SHORT = 1024
+"""Bytes of a prompt of which many are kept: a game has thousands of positions."""
+_short, _long = lru_cache(maxsize=16384)(_tokenize), lru_cache(maxsize=2048)(_tokenize)
 
 
 def render(

@@ -63,7 +63,9 @@ def test_prompts_are_tokenised_once_by_content(monkeypatch: pytest.MonkeyPatch) 
     assert chats.tokenize(tok, "abcd") == [4]
     assert calls == ["abc", "abcd"]
     assert chats.tokenize(tiny_tokenizer(), "abc") is not first
-    assert chats._tokenize.cache_info().maxsize == 4096
+    long = "a" * 2 * chats.SHORT
+    assert chats.tokenize(tok, long) is chats.tokenize(tok, long)
+    assert (chats._short.cache_info().maxsize, chats._long.cache_info().maxsize) == (16384, 2048)
 
 
 @pytest.mark.parametrize(
