@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arealite.api.fields import opt, sub
+from arealite.api.runtime import EnvServersConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,19 @@ class TextArenaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenEnvConfig:
+class OpenEnvConfig(EnvServersConfig):
     """Environments behind OpenEnv servers."""
 
-    addresses: list[str] = sub(list, "host:port of each server")
+    observation: list[str] = sub(
+        list, "fields that the agent reads; []: the one that is its text, else all as JSON"
+    )
+    action: Any = opt(
+        None,
+        "what is sent, with {text} for the completion, {json} for what it says as JSON; null: "
+        "{message: '{text}'}",
+    )
+    instruction: str = opt(
+        "Act in the environment: answer each observation with your next action.",
+        "prompt of generated tasks; a task's prompt stands before the first observation",
+    )
+    max_steps: int = opt(100, "steps after which an episode ends", at_least=1)

@@ -16,6 +16,8 @@ FATAL: dict[str, type[ArealiteError]] = {
     f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)
 }
 """What stops a run wherever its environment runs, by failure class."""
+INVALID_ACTION = "env_action_invalid"
+"""As a failure class: the server cannot follow a message; its session stays as it was."""
 MAX_NAME, MAX_TEXT = 64, 2000
 
 
@@ -74,4 +76,5 @@ def failure(told: Refusal, where: str) -> ArealiteError:
     name = told.failure_class[:MAX_NAME]
     if name in FATAL:
         return FATAL[name](text)
-    return RemoteFailure(text, name or "env_server_error")
+    refused = INVALID_ACTION if told.code == INVALID else "env_server_error"
+    return RemoteFailure(text, name or refused)
