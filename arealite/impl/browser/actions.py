@@ -95,7 +95,10 @@ def destination(url: str, *, base: str, allowed: Collection[str]) -> str:
     Raises:
         BadAction: it is not on a site of the task, or no page of a site at all.
     """
-    whole = urljoin(base, url.strip())
+    try:
+        whole = urljoin(base, url.strip())
+    except ValueError:
+        whole = url
     if origin(whole) not in allowed or "@" in urlsplit(whole).netloc:
         raise BadAction(f"{whole[:200]} is not on a site of this task; you cannot go there")
     return whole

@@ -44,7 +44,7 @@ class FileServer:
     async def _get(self, request: web.Request) -> web.Response:
         path = request.match_info["path"]
         if path not in self._files:
-            file = (self.root / path).resolve()
+            file = (self.root / path.replace("\0", "")).resolve()
             if not file.is_relative_to(self.root) or not file.is_file():
                 raise web.HTTPNotFound
             kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"

@@ -22,8 +22,11 @@
   }, true);
   add.call(window, "beforeunload", () => { leaving = true; });
 
-  let leaving = false;
+  let leaving = false, stayed = () => {};
   let items = [];
+  // Ends when a navigation that was begun comes to nothing; one that succeeds ends all scripts.
+  const left = () => new Promise((resolve) => { stayed = resolve; if (!leaving) resolve(); });
+  const stay = () => { leaving = false; stayed(); };
 
   const clean = (text) => {
     const words = (text || "").replace(/\s+/g, " ").trim();
@@ -239,5 +242,5 @@
     return { click, type, select, scroll }[verb](element, text, id);
   };
 
-  Object.defineProperty(window, "__arealite", { value: { describe, act, listening } });
+  Object.defineProperty(window, "__arealite", { value: { describe, act, left, stay, listening } });
 })();

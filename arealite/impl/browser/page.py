@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from playwright.async_api import Dialog, Error, async_playwright
+from playwright.async_api import Dialog, Download, Error, async_playwright
 from playwright.async_api import Page as Tab
 from playwright.async_api import TimeoutError as LoadTimeout
 
@@ -27,7 +27,9 @@ __all__ = ["Error", "Page", "View", "async_playwright"]
 SCRIPT = Path(__file__).with_name("page.js")
 DESCRIBE = "asked => window.__arealite?.describe(asked) ?? {url: location.href}"
 ACT = "([verb, id, text]) => window.__arealite?.act(verb, id, text) ?? {}"
-FOR_EVER = "() => new Promise(() => {})"
+LEFT = "() => window.__arealite?.left()"
+STAY = "() => window.__arealite?.stay()"
+MAX_REPLACED = 20
 MAX_KEYS = 200
 """A longer text is put in at once, without key events."""
 
@@ -75,6 +77,7 @@ class Page:
         self.crashed = False
         tab.on("crash", self._crash)
         tab.on("dialog", self._dismiss)
+        tab.on("download", self._refuse)
         tab.context.on("page", self._close)
 
     @property
@@ -109,21 +112,34 @@ class Page:
         """Return what the page shows, without elements that the selector `skip` fits, and the
         values of its variables `names`; a page that is being replaced is awaited."""
         asked = {"limit": self.config.max_chars, "skip": skip, "names": [*names]}
-        async with self.asking("the page's description"):
-            for _ in range(20):
-                try:
-                    answer = await self.tab.evaluate(
-                        DESCRIBE, {**asked, "settle": self.config.settle_ms}
-                    )
-                    view = msgspec.convert(answer, View)
+        asked["settle"] = self.config.settle_ms
+        stayed = False
+        for _ in range(MAX_REPLACED):
+            try:
+                async with self.asking("the page's description"):
+                    view = msgspec.convert(await self.tab.evaluate(DESCRIBE, asked), View)
                     if not view.leaving:
                         return view
-                    await self.tab.evaluate(FOR_EVER)  # ends with an Error once it is replaced
-                except Error:
-                    if not self.is_alive:
-                        raise
-                    await self.tab.wait_for_load_state()
+                    await self.tab.evaluate(LEFT)
+            except PageTimeout:
+                if stayed:
+                    raise
+                stayed = True
+                await self._stay("the next page does not load; it was given up")
+            except Error:  # the page was replaced meanwhile
+                with suppress(Error):
+                    await self.tab.wait_for_load_state(timeout=1000 * self.config.timeout_s)
         raise PageTimeout(f"{self.tab.url} is replaced again and again")
+
+    async def _stay(self, note: str) -> None:
+        """End a navigation that comes to nothing; while it is under way, no script runs."""
+        self.notes.append(note)
+        async with self.asking("the end of a navigation"):
+            with suppress(Error):
+                session = await self.tab.context.new_cdp_session(self.tab)
+                await session.send("Page.stopLoading")
+                await session.detach()
+                await self.tab.evaluate(STAY)
 
     async def perform(self, command: Command) -> None:
         """Carry out an action, and wait for nothing that it causes.
@@ -163,12 +179,11 @@ class Page:
         whole = destination(url, base=self.tab.url, allowed=self.allowed)
         try:
             await self.tab.goto(whole, timeout=1000 * self.config.timeout_s)
-        except LoadTimeout:
-            self.notes.append(f"{whole} does not load; it was given up")
         except Error as error:
             if not self.is_alive:
                 raise BrowserCrash(first_line(error)) from error
-            self.notes.append(f"{whole} cannot be loaded")
+            why = "does not load" if isinstance(error, LoadTimeout) else "cannot be loaded"
+            await self._stay(f"{whole} {why}; it was given up")
 
     async def close(self) -> None:
         """Close the tab and its context; one that does not answer goes with the browser."""
@@ -186,6 +201,7 @@ class Page:
         except DeadlineError as error:
             raise PageTimeout(f"{what} did not come within {seconds} s") from error
         except Error as error:
+            self.crashed |= type(error).__name__ == "TargetClosedError"  # the driver is dead, too
             if self.is_alive:
                 raise
             raise BrowserCrash(first_line(error)) from error
@@ -198,6 +214,10 @@ class Page:
             self.notes.append(f"the page said {json.dumps(dialog.message[:200])}; it was dismissed")
         with suppress(Error):
             await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
+
+    async def _refuse(self, _: Download) -> None:
+        with suppress(EpisodeError):
+            await self._stay("a download was refused")
 
     async def _close(self, tab: Tab) -> None:
         if tab is not self.tab:

@@ -96,7 +96,9 @@ class Browser:
                 page = None
         finally:
             if page is not None:
-                await page.close()
+                doubtful = [page, *(self._idle if page.crashed else ())]
+                self._idle = [other for other in self._idle if other not in doubtful]
+                await asyncio.gather(*(each.close() for each in doubtful))
             self._slots.release()
 
     async def _take(self, storage_state: Any) -> Page:

@@ -1,0 +1,58 @@
+"""Tiny web sites on loopback, and whether this machine has a browser to look at them with."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+
+import pytest
+from aiohttp import web
+
+LACKING = [
+    name
+    for name, there in {
+        "Debian's chromium-headless-shell": shutil.which("chromium-headless-shell"),
+        "playwright": find_spec("playwright"),
+        "miniwob": find_spec("miniwob"),
+    }.items()
+    if not there
+]
+needs_chromium = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}")
+
+Answer = str | Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Site:
+    """Pages by path; remembers which were asked for."""
+
+    def __init__(self, pages: dict[str, Answer]) -> None:
+        self.pages = pages
+        self.asked: list[str] = []
+        self.address = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path_qs)
+        page = self.pages.get(request.path)
+        if page is None:
+            raise web.HTTPNotFound
+        if isinstance(page, str):
+            return web.Response(text=page, content_type="text/html")
+        return await page(request)
+
+
+@asynccontextmanager
+async def serving(pages: dict[str, Answer]) -> AsyncGenerator[Site, None]:
+    """Serve pages for the body's time."""
+    site, app = Site(pages), web.Application()
+    app.router.add_route("*", "/{path:.*}", site.answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    site.address = f"http://{host}:{port}"
+    try:
+        yield site
+    finally:
+        await runner.cleanup()

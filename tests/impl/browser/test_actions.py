@@ -1,0 +1,110 @@
+"""The language of actions: what is read, what is refused, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.impl.browser.actions import BadAction, Command, destination, origin, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("click [12]", Command("click", 12)),
+        ("click 12", Command("click", 12)),
+        ("  Click [3]  ", Command("click", 3)),
+        ("```\nclick [3]\n```", Command("click", 3)),
+        ("`click [3]`", Command("click", 3)),
+        ("The OK button is right.\nclick [1]", Command("click", 1)),
+        ("click [1]\nno, rather:\nclick [2]", Command("click", 2)),
+        ("type [3] [hello world]", Command("type", 3, "hello world")),
+        ("type 3 hello", Command("type", 3, "hello")),
+        ("type [3] []", Command("type", 3, "")),
+        ("type [3] [a [b] c]", Command("type", 3, "a [b] c")),
+        ("select [4] [New York]", Command("select", 4, "New York")),
+        ("press [Enter]", Command("press", None, "Enter")),
+        ("press Control+a", Command("press", None, "Control+a")),
+        ("scroll [down]", Command("scroll", None, "down")),
+        ("scroll UP [7]", Command("scroll", 7, "up")),
+        ("goto [/cart?id=1]", Command("goto", None, "/cart?id=1")),
+        ("stop [42 EUR]", Command("stop", None, "42 EUR")),
+        ("stop", Command("stop", None, "")),
+    ],
+)
+def test_actions_are_read_as_models_write_them(text: str, command: Command) -> None:
+    assert parse(text) == command
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("", "no action"),
+        ("I would click the button", "no action"),
+        ("clicking [3]", "no action"),
+        ("click", "click [3]"),
+        ("click [OK]", "click [3]"),
+        ("select [3]", "select [3] [option]"),
+        ("type hello", "type [3] [text]"),
+        ("scroll sideways", "scroll [up]"),
+        ("press []", "Enter"),
+        ("goto", "url"),
+        ("type [1] [" + "x" * 3000 + "]", "at most 2000"),
+    ],
+)
+def test_what_is_no_action_is_refused_with_the_way_to_write_it(text: str, hint: str) -> None:
+    with pytest.raises(BadAction) as refused:
+        parse(text)
+    assert hint in str(refused.value)
+
+
+ALLOWED = {"127.0.0.1:8000", "shop.test:80"}
+
+
+@pytest.mark.parametrize(
+    ("url", "whole"),
+    [
+        ("/b?c=1", "http://127.0.0.1:8000/b?c=1"),
+        ("b", "http://127.0.0.1:8000/b"),
+        ("http://shop.test", "http://shop.test"),
+        ("HTTP://SHOP.test:80/x#y", "http://SHOP.test:80/x#y"),
+        ("//shop.test/x", "http://shop.test/x"),
+    ],
+)
+def test_addresses_on_the_sites_are_gone_to(url: str, whole: str) -> None:
+    assert destination(url, base="http://127.0.0.1:8000/a", allowed=ALLOWED) == whole
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "FILE:/etc/passwd",
+        "view-source:http://shop.test/",
+        "chrome://version",
+        "about:blank",
+        "data:text/html,<p>hi",
+        "javascript:core.endEpisode(1)",
+        "blob:http://127.0.0.1:8000/1",
+        "ftp://shop.test/",
+        "https://shop.test/",
+        "http://shop.test.evil.org/",
+        "http://shop.test@evil.org/",
+        "http://me@shop.test/",
+        "http://127.0.0.1:8001/",
+        "http://127.0.0.1/",
+        "http://localhost:8000/",
+        "http://[::1]:8000/",
+        "http://[broken/",
+        "http://shop.test:99999/",
+        "//evil.org/",
+    ],
+)
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(BadAction):
+        destination(url, base="http://127.0.0.1:8000/a", allowed=ALLOWED)
+
+
+def test_an_origin_is_host_and_port() -> None:
+    assert origin("https://a.test/x") == "a.test:443"
+    assert origin("http://A.test:81") == "a.test:81"
+    assert origin("file:///x") == origin("nonsense") == ""
