@@ -62,9 +62,7 @@ class FixedPolicyAgent(ChatAgent):
             raise UserError(f"fixed_policy.server={config.server}: write EXPERIMENT/TRIAL.")
         model = replace(args.model, path=config.model_path or args.model.path)
         if not (Path(model.path) / "config.json").is_file():
-            raise UserError(
-                f"fixed_policy.model_path: {model.path} is no Hugging Face model folder."
-            )
+            raise UserError(f"fixed_policy.model_path: {model.path} is no model folder.")
         other = replace(args, experiment_name=experiment, trial_name=trial, model=model)
         own = args.trainer.ppo.collector.client
         client = clients.get(own.type)(other, own)
