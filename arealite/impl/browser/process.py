@@ -87,19 +87,24 @@ class Browser:
         """
         with waiting("a free page", owner="browser", on="other episodes"):
             await self._slots.acquire()
-        page = None
         try:
             page = await self._take(storage_state)
-            yield page
-            if storage_state is None and page.is_alive:
-                self._idle.append(page)
-                page = None
+            is_whole = False
+            try:
+                yield page
+                is_whole = storage_state is None and page.is_alive
+            finally:
+                if is_whole:
+                    self._idle.append(page)
+                else:
+                    await self._drop(page)
         finally:
-            if page is not None:
-                doubtful = [page, *(self._idle if page.crashed else ())]
-                self._idle = [other for other in self._idle if other not in doubtful]
-                await asyncio.gather(*(each.close() for each in doubtful))
             self._slots.release()
+
+    async def _drop(self, page: Page) -> None:
+        """Close a page; with one that crashed also the idle ones, of a browser that may be dead."""
+        doubtful, self._idle = (self._idle, []) if page.crashed else ([], self._idle)
+        await asyncio.gather(*(each.close() for each in [page, *doubtful]))
 
     async def _take(self, storage_state: Any) -> Page:
         while storage_state is None and self._idle:
