@@ -24,6 +24,8 @@ COMMANDS = {
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
     "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
     "why": ("arealite.cli.why", "name who holds a run up, who waits for whom, and where"),
+    "eval": ("arealite.cli.evaluate", "sample held-out tasks: rewards and pass@k by source"),
+    "collect": ("arealite.cli.collect", "sample tasks and write trajectories as rows for sft"),
     "export": ("arealite.cli.export", "write a run's checkpoint as a Hugging Face folder"),
     "info": ("arealite.cli.info", "show versions, devices and what is missing"),
     "completion": ("arealite.cli.completion", "print a script for the shell: bash, zsh, fish"),

@@ -64,7 +64,9 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
 
 
-async def with_externals(config: ExperimentConfig, work: Coroutine[Any, Any, None]) -> None:
+async def with_externals(
+    config: ExperimentConfig, work: Coroutine[Any, Any, None], *, updates: bool = True
+) -> None:
     """Await `work`, and speak for the servers of `llm_server.addresses` meanwhile."""
     if not config.llm_server.addresses:
         await work
@@ -72,7 +74,9 @@ async def with_externals(config: ExperimentConfig, work: Coroutine[Any, Any, Non
     from arealite.impl.server.external import ExternalServers  # imports aiohttp
 
     async with asyncio.TaskGroup() as tasks:
-        speaking = tasks.create_task(ExternalServers(config).run(), name="external servers")
+        speaking = tasks.create_task(
+            ExternalServers(config, updates=updates).run(), name="external servers"
+        )
         await work
         speaking.cancel()
 

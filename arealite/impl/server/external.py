@@ -37,7 +37,9 @@ SILENT = (aiohttp.ClientError, OSError, RoleError)
 class ExternalServers:
     """Keeps the names of `llm_server.addresses` for as long as `run` runs."""
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: ExperimentConfig, *, updates: bool = True) -> None:
+        self.updates = updates
+        """False: they are only asked, and keep the label of their weights."""
         self.addresses = config.llm_server.addresses
         self.cluster = config.cluster
         self.registry = NameRegistry.of(config)
@@ -79,7 +81,7 @@ class ExternalServers:
         if difference := other_model(entry, self.model):
             raise UserError(difference)
         entry["vocab_size"] = vocab_size(self.model)
-        if self._known.get(address) == entry["pid"]:
+        if not self.updates or self._known.get(address) == entry["pid"]:
             return
         url, body = f"{entry['address']}/update_weight_version", {"new_version": UNTRUSTED}
         async with (

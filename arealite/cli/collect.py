@@ -1,0 +1,111 @@
+"""`arealite collect`: what a model does as rows of a file, for `sft` or for people."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.sampling import CollectConfig
+from arealite.api.task import Task
+from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+from arealite.cli import check, sampling
+from arealite.system.row_files import SUFFIXES, Row, write_rows
+from arealite.system.samples import Samples
+
+ABOUT = """\
+Sample a model on training tasks, and write its trajectories as rows of a file.
+
+    arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
+        out=good.parquet launcher.llm_servers=1
+
+sft learns from the file: dataset.train=good.parquet. A row is a segment: exact tokens, loss_mask,
+logprobs, versions, reward. Agents, environments and servers are those of train.py, as are all other
+keys. Interrupted, the same command goes on."""
+Key = tuple[int, int, str]
+"""Task, sample, seat."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Collect; 1 where some samples failed for good."""
+    config = sampling.load(argv, CollectConfig, command="collect", about=ABOUT)
+    out = Path(check.required(config.out, "out")).expanduser()
+    if out.suffix not in SUFFIXES:
+        raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
+    if not out.parent.is_dir():
+        raise UserError(f"out={out}: its folder does not exist.")
+    check.check_data(config)
+    with sampling.sampled(config, "train") as (tasks, samples, failed):
+        kept = chosen(config, len(tasks), samples)
+        tokenizer: Any = load_tokenizer(config.model.path)
+        count = write_rows(out, rows(tasks, samples, kept, tokenizer.decode))
+    print(f"{out}: {count} rows of {len(kept)} trajectories")
+    if failed:
+        print(f"{failed} samples failed; the same command tries them again")
+    return int(failed > 0)
+
+
+def chosen(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
+    """Return which trajectories are wanted: within the bounds, then the best of each task."""
+    low, high = config.min_reward, config.max_reward
+    found: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+    for task, member, headers in samples.headers():
+        for header in headers if task < tasks and member < config.n else ():
+            if (low is None or header.reward >= low) and (high is None or header.reward <= high):
+                found[task, header.seat].append((-header.reward, member))
+    return {
+        (task, member, seat)
+        for (task, seat), ranked in found.items()
+        for _, member in sorted(ranked)[: config.best_of or None]
+    }
+
+
+def rows(
+    tasks: Sequence[Task], samples: Samples, kept: set[Key], decode: Callable[..., Any]
+) -> Iterator[Row]:
+    """Yield a row a segment of what is wanted, by task and sample."""
+    for row, member, headers in samples.headers():
+        if not any((row, member, header.seat) in kept for header in headers):
+            continue
+        for header, payload in zip(headers, samples.payloads(row, member), strict=True):
+            if (row, member, header.seat) not in kept:
+                continue
+            for number, segment in enumerate(decode_segments(payload)):
+                about = {"sample": member, "segment": number}
+                yield about | told(tasks[row], header) | columns(segment, decode)
+
+
+def told(task: Task, header: TrajectoryHeader) -> Row:
+    """Return what a trajectory's rows have in common."""
+    is_text = isinstance(task.prompt, str)
+    return {
+        "task_id": task.task_id,
+        "source": header.source,
+        "seat": header.seat,
+        "prompt": task.prompt if is_text else None,
+        "messages": None if is_text else task.prompt,
+        "ground_truth": task.ground_truth,
+        "reward": header.reward,
+        "reward_parts": header.reward_parts,
+        "turns": header.turns,
+        "truncated": header.truncated,
+    }
+
+
+def columns(segment: Segment, decode: Callable[..., Any]) -> Row:
+    """Return a segment's tokens, and the sampled ones as text."""
+    tokens = np.frombuffer(segment.tokens, "<i4")
+    mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
+    return {
+        "text": str(decode(tokens[mask].tolist(), skip_special_tokens=True)),
+        "tokens": tokens.tolist(),
+        "loss_mask": mask.tolist(),
+        "logprobs": np.frombuffer(segment.logprobs, "<f4").tolist(),
+        "versions": np.frombuffer(segment.versions, "<i4").tolist(),
+    }

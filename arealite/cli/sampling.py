@@ -1,0 +1,172 @@
+"""What `arealite eval` and `arealite collect` do alike: check, find servers, sample, keep."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sys
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import name_dir
+from arealite.api.llm import SamplingConfig, clients
+from arealite.api.sampling import SamplingRunConfig
+from arealite.api.task import Task
+from arealite.base import log
+from arealite.cli import check, configs, options
+from arealite.cli.role import with_externals
+from arealite.impl.launcher.beside import own_servers
+from arealite.impl.rollout.collector import Collector
+from arealite.impl.rollout.sampling import Sampler
+from arealite.system.dataset import identity
+from arealite.system.locks import held
+from arealite.system.name_registry import NameRegistry
+from arealite.system.samples import Samples
+from arealite.system.tasks import load_split
+
+C = TypeVar("C", bound=SamplingRunConfig)
+SHOW_S = 5.0
+
+
+def load(argv: Sequence[str], schema: type[C], *, command: str, about: str) -> C:
+    """Read the command line of `arealite COMMAND`."""
+    default = configs.CONFIG_DIR / "async_ppo.yaml"
+    words = f"arealite {command}"
+    layers = options.parse(argv, command=words, about=about, schema=schema, default=default)
+    return configs.at_home(configs.load(schema, layers.files, layers.overrides))
+
+
+@contextmanager
+def sampled(config: SamplingRunConfig, split: str) -> Generator[tuple[list[Task], Samples, int]]:
+    """Sample all tasks, or what is left of them; yield tasks, samples, and how many failed.
+
+    Raises:
+        UserError: something is wrong with the input, or the folder is of something else.
+        RoleError: see Sampler.run; or a server that was started for it ended.
+    """
+    log.setup(config.name, "warning")
+    tasks = load_split(config, split)[: config.tasks or None]
+    check_run(config, tasks, split)
+    fix = "Wait for it, or choose another name=…"
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with held(config.folder / ".lock", fix=fix), contextlib.ExitStack() as stack:
+        samples = Samples(config.folder / "samples.sqlite")
+        stack.callback(samples.close)
+        samples.begin(facts(config, tasks, split))
+        if config.launcher.llm_servers:  # a run under these names would find them
+            names = name_dir(config)
+            names.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(names / ".lock", fix="Choose another trial_name."))
+        yield tasks, samples, sample(config, tasks, samples, split)
+
+
+def sample(config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str) -> int:
+    """Run the episodes that are not there yet; return how many failed for good."""
+    there = samples.done()
+    if all((row, member) in there for row in range(len(tasks)) for member in range(config.n)):
+        return 0
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_sample(config, tasks, samples, split))
+        except KeyboardInterrupt:
+            kept, all_ = len(samples.done()), len(tasks) * config.n
+            what = f"{kept} of {all_} samples are kept in {config.folder}"
+            print(f"{what}: the same command goes on from there", file=sys.stderr)
+            raise
+
+
+async def _sample(
+    config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
+) -> int:
+    collector = config.trainer.ppo.collector
+    client = clients.get(collector.client.type)(config, collector.client)
+    made = Collector(config, client, load_tokenizer(config.model.path))
+    run = "train" if split == "train" else "eval-0"
+    sampler = Sampler(config, collector=made, samples=samples, split=run, progress=Progress(config))
+
+    async def work() -> None:
+        try:
+            await client.start()
+            await made.setup()
+            try:
+                await sampler.run(tasks, config.n)
+            finally:
+                await made.close()
+        finally:
+            await client.close()
+
+    async with own_servers(config, config.folder):
+        await with_externals(config, work(), updates=False)
+    return sampler.failed
+
+
+class Progress:
+    """Tells on stderr how far it is, now and then."""
+
+    def __init__(self, config: SamplingRunConfig) -> None:
+        self._name = config.name
+        self._next = time.monotonic() + SHOW_S
+
+    def __call__(self, done: int, all_: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + SHOW_S
+            print(f"{self._name}: {done} of {all_} samples", file=sys.stderr, flush=True)
+
+
+def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> None:
+    """Check names, model, folder, servers and prompts, cheap ones first."""
+    NameRegistry.of(config).check()
+    check.check_names(config)
+    model = check.check_model(config.model.path)
+    check.check_run_folder(config)
+    own = bool(config.launcher.llm_servers)
+    contexts = check.own_contexts(config, model) if own else check.check_servers(config, model)
+    ppo = config.trainer.ppo
+    asked = replace(ppo, collector=replace(ppo.collector, sampling=drawn(config, split)))
+    check.check_prompts(
+        replace(config, trainer=replace(config.trainer, ppo=asked)), tasks, contexts
+    )
+
+
+def drawn(config: SamplingRunConfig, split: str) -> SamplingConfig:
+    """Return how tokens are drawn."""
+    ppo = config.trainer.ppo
+    return ppo.collector.sampling if split == "train" else ppo.eval.sampling
+
+
+def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[str, str]:
+    """Return what all samples have in common; `n` may grow."""
+    collector = config.trainer.ppo.collector
+    folder = Path(config.model.path).expanduser().absolute()
+    stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+    files = str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    rows = identity(config, tasks)
+    told = {
+        "sampling": asdict(drawn(config, split)),
+        "agent": asdict(collector.agent),
+        **{f"environment {name}".strip(): asdict(p) for name, p in collector.parts.items()},
+    }
+    return {
+        "model.path": str(folder),
+        "weights": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
+        "dataset_rows": rows["dataset_rows"],
+        "dataset_digest": rows["dataset_digest"],
+        **dict(leaves("", told)),
+    }
+
+
+def leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each value of a tree with its dotted key."""
+    inner = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    if not inner:
+        yield key, str(cast(object, value))
+    for name, each in inner.items():
+        yield from leaves(f"{key}.{name}" if key else name, each)

@@ -1,0 +1,102 @@
+"""Samples tasks until all samples are there, through the collector that training uses.
+
+Consumes tasks, waits for episodes and the disk, is unblocked by servers and environments. Each
+finished sample is durable before its place is given to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.rollout_messages import Failure, Lease
+from arealite.api.task import Task
+from arealite.base.errors import RoleError
+from arealite.impl.rollout.collector import Collector
+from arealite.system.datapipe_group import BACK_OFF_S, MAX_BACK_OFF_S
+from arealite.system.datapipe_groups import FAILURE_WINDOW
+from arealite.system.samples import Samples
+
+Job = tuple[int, Task, int]
+"""Number of the task, the task, which of its samples."""
+
+
+class Sampler:
+    """Runs `concurrency` episodes at a time."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        collector: Collector,
+        samples: Samples,
+        split: str,
+        progress: Callable[[int, int], None] = lambda done, all_: None,
+    ) -> None:
+        self.collector = collector
+        self.samples = samples
+        self.split = split
+        """"train" samples as training does, "eval-0" as its evaluations."""
+        self.failed = 0
+        """Samples that failed for good: in no result, and tried again by the next run."""
+        self._ppo = config.trainer.ppo
+        self._share = config.datapipe.max_failed_share
+        self._version = -1 if config.llm_server.addresses else 0  # others' may be of no version
+        self._window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._first: Failure | None = None
+        self._progress = progress
+
+    async def run(self, tasks: Sequence[Task], n: int) -> None:
+        """Return when each task has samples 0 … n - 1, or those have failed for good.
+
+        Raises:
+            RoleError: more than `datapipe.max_failed_share` of the latest episodes failed.
+        """
+        done = self.samples.done()
+        jobs = [
+            (number, task, member)
+            for number, task in enumerate(tasks)
+            for member in range(n)
+            if (number, member) not in done
+        ]
+        self._all = len(tasks) * n
+        self._done = self._all - len(jobs)
+        left = iter(jobs)
+        async with asyncio.TaskGroup() as working:
+            for place in range(min(self._ppo.collector.concurrency, len(jobs))):
+                working.create_task(self._work(left), name=f"samples {place}")
+
+    async def _work(self, jobs: Iterator[Job]) -> None:
+        """Make one sample after the other, in one of the places."""
+        for job in jobs:
+            for attempt in range(self._ppo.max_attempts):
+                if attempt:
+                    await asyncio.sleep(min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (attempt - 1)))
+                if await self._attempt(job):
+                    self._done += 1
+                    break
+            else:
+                self.failed += 1
+            self._progress(self._done, self._all)
+
+    async def _attempt(self, job: Job) -> bool:
+        """Run an episode, and keep it; False: it failed."""
+        number, task, member = job
+        group = f"{self.split}-{number}"
+        lease = Lease(group, group, self.split, task, [member], self._version)
+        episode, payloads = await self.collector.run(lease, member)
+        self._window.append(episode.failure is not None)
+        if episode.failure is None:
+            await self.samples.add(number, episode, payloads)
+            return True
+        self._first = self._first or episode.failure
+        await self.samples.fail(episode.failure)
+        if sum(self._window) > self._share * FAILURE_WINDOW:
+            raise RoleError(
+                f"{sum(self._window)} of the last {len(self._window)} episodes failed, more than "
+                f"datapipe.max_failed_share={self._share} allows. The first: "
+                f"{self._first.failure_class}: {self._first.detail}"
+            )
+        return False

@@ -1,0 +1,62 @@
+"""Writes collected trajectories as rows that `dataset.train` of sft reads: Parquet or JSONL."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+Row = dict[str, Any]
+ROWS_AT_A_TIME = 1024
+SUFFIXES = (".parquet", ".jsonl")
+
+
+def write_rows(file: Path, rows: Iterable[Row]) -> int:
+    """Write all rows, then put the file in its place; return how many there are."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    write = _parquet if file.suffix == ".parquet" else _jsonl
+    try:
+        count = write(temporary, iter(rows))
+        with temporary.open("rb+") as written:
+            os.fsync(written.fileno())
+        temporary.replace(file)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    return count
+
+
+def _jsonl(file: Path, rows: Iterator[Row]) -> int:
+    count, encode = 0, msgspec.json.Encoder().encode
+    with file.open("wb") as out:
+        for count, row in enumerate(rows, start=1):  # noqa: B007
+            out.write(encode(row) + b"\n")
+    return count
+
+
+def _parquet(file: Path, rows: Iterator[Row]) -> int:
+    # Untyped on purpose, as in dataset.py.
+    pa: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    text, message = pa.string(), pa.struct([("role", pa.string()), ("content", pa.string())])
+    kinds = {
+        **dict.fromkeys(("task_id", "source", "seat"), text),
+        **dict.fromkeys(("sample", "segment", "turns"), pa.int32()),
+        **{"prompt": text, "messages": pa.list_(message), "ground_truth": text, "text": text},
+        **{"tokens": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.bool_())},
+        **{"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32())},
+        **{"reward": pa.float64(), "reward_parts": pa.map_(text, pa.float64())},
+        "truncated": pa.bool_(),
+    }
+    count, schema = 0, pa.schema(list(kinds.items()))
+    with parquet.ParquetWriter(file, schema) as out:
+        while batch := list(islice(rows, ROWS_AT_A_TIME)):
+            out.write_table(pa.Table.from_pylist(batch, schema=schema))
+            count += len(batch)
+    return count
