@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import string
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class TinyModel:
     """None: as many as heads."""
     alphabet: str = PRINTABLE
     """The characters the tokenizer knows; others vanish."""
+    words: tuple[str, ...] = ()
+    """Texts that are a token each."""
     vocab_size: int | None = None
     """Rows of the embedding; None: just the tokens. More leaves unused ids at the end."""
     context: int = 512
@@ -45,7 +48,7 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = shape or TinyModel()
-    tokenizer = make_tokenizer(shape.alphabet, context=shape.context)
+    tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
     vocab_size = shape.vocab_size or len(tokenizer)
     if vocab_size < len(tokenizer):
         raise ValueError(
@@ -73,7 +76,7 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
     return folder
 
 
-def make_tokenizer(alphabet: str, *, context: int = 512) -> Any:
+def make_tokenizer(alphabet: str, *, context: int = 512, words: Sequence[str] = ()) -> Any:
     """Return a tokenizer with a token a character (a byte beyond ASCII), after <pad> 0 and <eos> 1.
 
     A byte-level BPE without merges, in Qwen2's class, with which transformers reads Qwen2 folders.
@@ -91,6 +94,7 @@ def make_tokenizer(alphabet: str, *, context: int = 512) -> Any:
         unk_token=PAD,
         model_max_length=context,
     )
+    tokenizer.add_tokens([*words])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

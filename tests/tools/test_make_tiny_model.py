@@ -90,3 +90,9 @@ def test_too_small_a_vocabulary_is_refused(tmp_path):
 
 def test_alphabet_is_deduplicated():
     assert len(make_tokenizer("0011")) == 4
+
+
+def test_a_word_is_a_token():
+    tokenizer = make_tokenizer("ab(", words=("calc(", "b a"))
+    assert tokenizer.encode("acalc(bb a") == [2, 5, 3, 6]
+    assert tokenizer.decode([2, 5, 3, 6]) == "acalc(bb a"

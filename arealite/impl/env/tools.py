@@ -163,7 +163,7 @@ def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[d
             "prompt": config.prompt.replace("{}", task),
             "ground_truth": evaluate(task),
             "extra_info": {
-                "data_source": "easy arithmetic" if is_easy else "arithmetic",
+                "data_source": "easy_arithmetic" if is_easy else "arithmetic",
                 "tools": [] if is_easy else ["calculator"],
             },
         }

@@ -41,7 +41,7 @@ class PythonTool(Tool):
         await self.runner.setup()
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
-        """Run a program; its error is the last line of the answer."""
+        """Run a program; of an error, the agent gets the last line."""
         if len(arguments["code"]) > MAX_CHARS:
             raise ToolError(f"the program is longer than {MAX_CHARS} characters")
         return (await self.runner.run(arguments["code"])).rstrip() or "(nothing printed)"
@@ -49,6 +49,11 @@ class PythonTool(Tool):
     async def close(self) -> None:
         """Stop it."""
         await self.runner.close()
+
+
+def failed(why: str, printed: str) -> ToolError:
+    """Say why a program failed, and after that what it had printed."""
+    return ToolError(f"{why}\nprinted before:\n{printed}" if printed else why)
 
 
 class _Runner(ABC):
@@ -80,7 +85,7 @@ class _Sandbox(_Runner):
             "output": f"printed more than {self.config.output_kb} kB",
         }
         said = outcome.stderr.strip().rpartition("\n")[2] or f"ended with code {outcome.code}"
-        raise ToolError(outcome.stdout + why.get(outcome.status, said))
+        raise failed(why.get(outcome.status, said), outcome.stdout)
 
     async def close(self) -> None:
         await self.sandbox.close()
@@ -115,7 +120,7 @@ class _Monty(_Runner):
         except self.monty.MontyCrashedError as error:
             raise ToolError(str(error)) from error
         except self.monty.MontyError as error:
-            raise ToolError(printed.output + error.display("type-msg")) from error
+            raise failed(error.display("type-msg"), printed.output) from error
         return printed.output + ("" if value is None else f"{value!r}\n")
 
     async def close(self) -> None:

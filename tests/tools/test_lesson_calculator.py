@@ -1,0 +1,38 @@
+"""What the calculator's lesson shows can be read by the agent, and is right."""
+
+from __future__ import annotations
+
+import random
+
+from arealite.impl.agent.calls import hermes
+from arealite.impl.tool.calculator import evaluate
+from tools.lesson import encode
+from tools.lessons.calculator import LESSON
+from tools.make_tiny_model import make_tokenizer
+
+
+def test_calls_are_calls_and_answers_are_answers() -> None:
+    rng, ways = random.Random(1), set()
+    for _ in range(200):
+        prompt, answer = LESSON.examples(rng)
+        task = prompt[0]["content"].removesuffix("=")
+        _, calls = hermes(answer)
+        ways.add((len(prompt), len(calls)))
+        if calls:
+            assert calls == [("calculator", {"expression": task}, "")]
+        else:
+            assert answer == evaluate(task)
+    assert ways == {(1, 0), (1, 1), (3, 0)}
+
+
+def test_a_call_is_a_few_tokens_and_reads_back() -> None:
+    shape = LESSON.shape
+    tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
+    tokenizer.chat_template = LESSON.chat_template
+    rng = random.Random(2)
+    for _ in range(50):
+        context, answer = encode(tokenizer, *LESSON.examples(rng))
+        assert len(answer) <= 8
+        assert len(context) + len(answer) <= shape.context
+        text = tokenizer.decode(answer[:-1])
+        assert text.startswith("<tool_call>") == (len(hermes(text)[1]) == 1)

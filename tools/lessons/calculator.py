@@ -1,0 +1,77 @@
+"""`make learn LESSON=calculator`: when to call a tool, and when not.
+
+Shown both ways, the model calls the calculator now and then, for sums that it knows as well as for
+products that it cannot do; being right, and with few calls, is all that is rewarded.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+from arealite.api.tool import ArithmeticConfig
+from arealite.impl.env.tools import arithmetic
+from tools.lesson import Example, Lesson
+from tools.make_tiny_model import TinyModel
+
+OPEN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CLOSE = '"}}</tool_call>'
+TASKS = {"digits": 2, "easy": 0.5, "prompt": "{}="}
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
+    "{% elif m['role'] == 'tool' %}={% endif %}{% endfor %}"
+)
+ENV = "trainer.ppo.collector.env"
+
+
+def examples(rng: random.Random) -> Example:
+    """Draw a task, and one of its ways: a call, the answer after a call, or the answer at once."""
+    config = ArithmeticConfig(**TASKS)
+    (row,) = islice(arithmetic(config, split="train", seed=rng.randrange(2**32)), 1)
+    prompt: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
+    call = f"{OPEN}{row['prompt'].removesuffix('=')}{CLOSE}"
+    way = rng.random()
+    if way < 0.3:
+        prompt += [
+            {"role": "assistant", "content": call},
+            {"role": "tool", "content": row["ground_truth"]},
+        ]
+    return prompt, call if 0.3 <= way < 0.65 else row["ground_truth"]
+
+
+LESSON = Lesson(
+    about="a tiny model learns when to call the calculator",
+    shape=TinyModel(
+        hidden=64, layers=2, alphabet="0123456789+-*=", words=(OPEN, CLOSE), context=64
+    ),
+    examples=examples,
+    chat_template=TEMPLATE,
+    warm_up=0.5,
+    overrides=[
+        f"{ENV}.type=tools",
+        *(f'{ENV}.tools.arithmetic.{name}="{value}"' for name, value in TASKS.items()),
+        f"{ENV}.tools.weights.efficiency=0.5",
+        f"{ENV}.tools.max_turns=3",
+        "trainer.ppo.collector.agent.type=tool_use",
+        "dataset.train=generated",
+        "dataset.eval=generated",
+        "trainer.ppo.collector.sampling.max_new_tokens=12",
+        "trainer.ppo.eval.sampling.max_new_tokens=12",
+        "trainer.ppo.total_steps=60",
+        "trainer.ppo.optimizer.schedule=linear",
+        "trainer.ppo.batch_size=256",
+        "trainer.ppo.updates=2",
+        "trainer.ppo.max_staleness=2",
+        "trainer.ppo.lr=4e-4",
+        "trainer.ppo.advantage.type=dr_grpo",
+        "trainer.ppo.loss.eps_high=0.28",
+        "trainer.ppo.publisher.pause_mode=retract",
+    ],
+    curves=(
+        "reward/parts/correct",
+        "reward/parts/tool",
+        "episode/arithmetic/turns_mean",
+        "episode/easy_arithmetic/turns_mean",
+    ),
+)
