@@ -1,0 +1,71 @@
+"""`make learn LESSON=tic_tac_toe`: a tiny model plays against itself, and gets better at it.
+
+Shown nothing but random moves on random boards, some on squares that are taken; who moves well it
+has to find out. Evaluations are against chance, first as x, then as o.
+"""
+
+from __future__ import annotations
+
+import random
+
+from arealite.api.game_config import TicTacToeConfig
+from arealite.impl.env.tic_tac_toe import SQUARES, TicTacToeEnv
+from tools.lesson import Example, Lesson
+from tools.make_tiny_model import TinyModel
+
+GAME = TicTacToeEnv(None, TicTacToeConfig(rules="{seat}"))
+PART = "trainer.ppo.collector.envs"
+LEGAL = 0.6
+"""Of the moves that are shown; the others are on any square."""
+
+
+def examples(rng: random.Random) -> Example:
+    """Draw a board, and a move."""
+    board, played = list(SQUARES), rng.randrange(9)
+    for number, square in enumerate(rng.sample(range(9), played)):
+        board[square] = "xo"[number % 2]
+    free = [square for square in board if square in SQUARES]
+    return GAME.show(board, "xo"[played % 2]), rng.choice(free if rng.random() < LEGAL else SQUARES)
+
+
+def against(part: str, seat: str) -> list[str]:
+    """Return the options of a part of the run: the rest against chance, who has `seat`."""
+    env = f"{PART}.{part}.env"
+    return [
+        f"{env}.type=tic_tac_toe",
+        f'{env}.tic_tac_toe.rules="{{seat}}"',
+        *(f"{env}.tic_tac_toe.{what}_reward=0" for what in ("draw", "loss", "illegal")),
+        f"{PART}.{part}.seats.{seat}.type=scripted",
+        f"{PART}.{part}.seats.{seat}.scripted.policy=random",
+        f"{PART}.{part}.weight=0.01",
+        f"{PART}.{part}.eval=generated",
+    ]
+
+
+LESSON = Lesson(
+    about="a tiny model learns tic-tac-toe from itself (won against chance, as x and as o)",
+    shape=TinyModel(hidden=64, layers=2, alphabet="xo123456789 \n", context=64),
+    examples=examples,
+    warm_up=0.16,
+    overrides=[
+        f"{PART}.self.env.type=tic_tac_toe",
+        f'{PART}.self.env.tic_tac_toe.rules="{{seat}}"',
+        f"{PART}.self.env.tic_tac_toe.opening_moves=4",
+        f"{PART}.self.env.tic_tac_toe.draw_reward=0",
+        *against("as_x", "o"),
+        *against("as_o", "x"),
+        "dataset.eval_rows=128",
+        "trainer.ppo.collector.sampling.max_new_tokens=2",
+        "trainer.ppo.eval.sampling.max_new_tokens=2",
+        "trainer.ppo.eval.every_steps=10",
+        "trainer.ppo.total_steps=50",
+        "trainer.ppo.batch_size=256",
+        "trainer.ppo.updates=4",
+        "trainer.ppo.max_staleness=2",
+        "trainer.ppo.lr=1e-3",
+        "trainer.ppo.advantage.type=dr_grpo",
+        "trainer.ppo.loss.eps_high=0.28",
+        "trainer.ppo.publisher.pause_mode=retract",
+    ],
+    curves=("eval/accuracy/as_x", "eval/accuracy/as_o", "reward/parts/illegal"),
+)
