@@ -12,7 +12,9 @@ def command(readable: list[str], disk: int) -> list[str]:
     """Return the words before a command that may read the system's programs and `readable`, and
     keep `disk` bytes of files.
 
-    The command is process 1 in there: all others end with it, and leave no zombie.
+    The command is process 1 in there: all others end with it, and leave no zombie. It has to notice
+    by itself when it must end: bubblewrap, killed while it starts (also by its own option
+    --die-with-parent), leaves a child that waits for ever.
     """
     binds: list[str] = []
     for path in [*SYSTEM, *(path for path in readable if not path.startswith("/usr/"))]:
@@ -29,9 +31,8 @@ def command(readable: list[str], disk: int) -> list[str]:
     spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
     return [
         *("bwrap", *spaces, "--cap-drop", "ALL", *user, "--hostname", "sandbox"),
-        *("--die-with-parent", "--new-session", "--as-pid-1"),
-        *(*binds, "--proc", "/proc", "--dev", "/dev"),
+        *("--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
-        *("--remount-ro", "/", "--"),
+        *(*binds, "--remount-ro", "/", "--"),
     ]

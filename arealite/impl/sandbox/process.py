@@ -49,7 +49,7 @@ class ProcessSandbox(Sandbox):
         async with self._slots:
             try:
                 async with deadline(what, owner="sandbox", on="warden", seconds=seconds):
-                    process = await asyncio.create_subprocess_exec(*self.command, **PLACE)
+                    process = await spawn(self.command)
                     try:
                         return outcome(*await ask(process, text))
                     finally:
@@ -91,6 +91,16 @@ def request(program: str, stdin: str) -> bytes:
     """Return what a warden is told; what no file could hold becomes "?"."""
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
     return pack("<3I", next(USERS), *map(len, texts)) + b"".join(texts)
+
+
+async def spawn(words: list[str]) -> Process:
+    """Start a warden. Cancelled, wait for it and end it: killed while it starts, it could stay."""
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*words, **PLACE))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await end(await starting)
+        raise
 
 
 async def ask(process: Process, text: bytes) -> tuple[bytes, bytes]:
