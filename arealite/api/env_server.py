@@ -122,7 +122,7 @@ class Reply(msgspec.Struct, frozen=True):
     done: bool = False
 
 
-class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
+class Refusal(msgspec.Struct, frozen=True):
     """The answer to a message that brought no observation."""
 
     message: str
@@ -130,4 +130,4 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     """OpenEnv's: INVALID_JSON, UNKNOWN_TYPE, VALIDATION_ERROR, EXECUTION_ERROR,
     CAPACITY_REACHED."""
     failure_class: str = ""
-    """Of a failed episode, as `errors.failure_class` names it."""
+    """Of a failed episode, as `errors.failure_class` names it; "": the session is as it was."""

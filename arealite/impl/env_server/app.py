@@ -22,7 +22,7 @@ from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.env_server.draw import Draw
-from arealite.impl.env_server.session import Session
+from arealite.impl.env_server.session import END_S, Session
 from arealite.impl.env_server.wire import (
     CAPACITY,
     MessageTooLarge,
@@ -56,6 +56,8 @@ class EnvServer:
         self.env = EnvFactory(config).make_env(config.env)
         self.sessions: dict[str, Session] = {}
         self.port = 0
+        self._ending = set[asyncio.Task[None]]()
+        """Episodes that were cancelled, while they clean up."""
         self._draw = Draw(config)
         self._limits = Limits()
         self._max_bytes = self.options.max_message_kb * 1024
@@ -73,6 +75,7 @@ class EnvServer:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.env.close)
             await self.env.setup()
+            stack.push_async_callback(self._ended)
             runner = web.AppRunner(
                 self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
             )
@@ -109,22 +112,29 @@ class EnvServer:
             return web.Response(status=403, text="not for pages of a browser\n")
         return await handler(request)
 
+    async def _ended(self) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_S)
+
     def _open(self) -> Session:
         """Return a new session.
 
         Raises:
             Refused: there are enough.
         """
-        if len(self.sessions) >= self.options.max_sessions:
+        if len(self.sessions) + len(self._ending) >= self.options.max_sessions:
             most = self.options.max_sessions
             raise Refused(f"all {most} sessions (server.max_sessions) are taken", CAPACITY)
         session = Session(self.env, episode_s=self.options.episode_s)
         self.sessions[session.id] = session
         return session
 
-    async def _shut(self, session: Session) -> None:
-        await session.end()
+    def _shut(self, session: Session) -> None:
+        """Cancel a session; at once, as its handler may be cancelled itself meanwhile."""
         del self.sessions[session.id]
+        if run := session.cancel():
+            self._ending.add(run)
+            run.add_done_callback(self._ending.discard)
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         """Answer each message of a socket, until it closes or is idle for too long."""
@@ -141,7 +151,8 @@ class EnvServer:
             await socket.send_str(frame("error", refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
         finally:
-            await asyncio.gather(*(self._shut(session) for session in own.values()))
+            for session in own.values():
+                self._shut(session)
         return socket
 
     async def _converse(self, socket: web.WebSocketResponse, own: dict[str, Session]) -> None:
@@ -188,7 +199,7 @@ class EnvServer:
         answers = await asyncio.gather(*(self._one(m, own[m.session]) for m in messages))
         for message in messages:
             if message.type == "close":
-                await self._shut(own.pop(message.session))
+                self._shut(own.pop(message.session))
         return "batch", [
             {"session": name, "type": kind, "data": data}
             for name, (kind, data) in zip(names, answers, strict=True)
@@ -223,7 +234,7 @@ class EnvServer:
                 if request.path == "/step" and kind != "error":
                     kind, data = await self._one(Message("step", action), session)
             finally:
-                await self._shut(session)
+                self._shut(session)
         except (msgspec.MsgspecError, Refused) as error:
             kind, data = "error", refusal(error)
         status = STATUS.get(data.code, 422) if kind == "error" else 200

@@ -121,16 +121,22 @@ class Session:
                 await asyncio.sleep(0)
         return await self._reply()
 
-    async def end(self) -> None:
-        """Cancel the episode, and see it gone."""
+    def cancel(self) -> asyncio.Task[None] | None:
+        """Cancel the episode; return its task while that cleans up."""
         for _, future in self._waits.values():
             future.cancel()
         if self._run is None or self._run.done():
-            return
-        self._run.cancel()
-        await asyncio.wait((self._run,), timeout=END_S)
-        if not self._run.done():
-            logger.warning("episode does not end", session=self.id, env=type(self.env).__name__)
+            return None
+        if not self._run.cancelling():  # a second time would cut its cleaning
+            self._run.cancel()
+        return self._run
+
+    async def end(self) -> None:
+        """Cancel the episode, and see it gone."""
+        if run := self.cancel():
+            await asyncio.wait((run,), timeout=END_S)
+            if not run.done():
+                logger.warning("episode does not end", env=type(self.env).__name__)
 
     async def wait_for(self, seat: str, observation: Any) -> tuple[int, Step]:
         """Wait for a seat's step; return which of its turns it was, and the step."""

@@ -1,0 +1,125 @@
+"""Servers of environments in this loop, and collectors that play in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from arealite.api.env import EnvConfig
+from arealite.api.env_server import EnvServerConfig, EnvServerOptions
+from arealite.api.rollout_messages import Episode
+from arealite.api.runtime import RuntimeConfig
+from arealite.impl.env_server.app import EnvServer
+from arealite.impl.rollout.collector import Collector
+from tests.fakes import env_hosts
+from tests.fakes.client import ScriptedClient, response
+from tests.fakes.experiment import experiment, lease, tokenizer
+
+MODULE = env_hosts.__name__
+
+
+@asynccontextmanager
+async def hosted(env: str, **options: Any) -> AsyncIterator[tuple[EnvServer, str]]:
+    """Serve an environment for the body's time; give the server and its address."""
+    config = EnvServerConfig(env=EnvConfig(type=env), server=EnvServerOptions(**options))
+    server = EnvServer(config)
+    async with server.serving() as address:
+        yield server, address
+
+
+class Wire:
+    """A client by hand: what is sent and received, as it is."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = socket
+
+    async def ask(self, kind: str, data: Any = None, **more: Any) -> Any:
+        """Send a message and return the data of its answer, or its error."""
+        message = {"type": kind} | ({} if data is None else {"data": data}) | more
+        await self.socket.send_str(json.dumps(message))
+        return (await self.said())["data"]
+
+    async def said(self) -> Any:
+        """Return the next message."""
+        return json.loads(await self.socket.receive_str(timeout=60))
+
+    async def reset(self, prompt: str, task_id: str = "t") -> Any:
+        """Begin an episode of a task."""
+        return await self.ask("reset", {"task": {"task_id": task_id, "prompt": prompt}})
+
+
+@asynccontextmanager
+async def wired(address: str, path: str = "ws", **options: Any) -> AsyncIterator[Wire]:
+    """Open a socket by hand."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"http://{address}/{path}", **options) as socket,
+    ):
+        yield Wire(socket)
+
+
+@asynccontextmanager
+async def collecting(
+    env: str, *addresses: str, script: Callable[..., Any] | None = None, **runtime: Any
+) -> AsyncIterator[Collector]:
+    """A collector whose environment runs at these addresses, or in this process without any."""
+    kind = "remote" if addresses else "in_process"
+    where = RuntimeConfig(**{"type": kind, "addresses": list(addresses), "wait_s": 60.0} | runtime)
+    client = ScriptedClient(script or (lambda _: response([10, 11, 12])))
+    config = experiment(env)
+    object.__setattr__(config, "imports", [MODULE])
+    own = config.trainer.ppo.collector
+    object.__setattr__(own, "env", EnvConfig(type=env, runtime=where))
+    made = Collector(config, client, tokenizer())
+    await made.setup()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def played(collector: Collector, prompt: str, number: int = 0) -> Episode:
+    """Play one episode of a task with that prompt."""
+    episode, _ = await collector.run(lease(number, prompt=prompt, ground_truth=None), 0)
+    return episode
+
+
+def failed(episode: Episode) -> str | None:
+    """Return the class of its failure."""
+    return None if episode.failure is None else episode.failure.failure_class
+
+
+@asynccontextmanager
+async def fake_openenv(
+    answer: Callable[[Any, web.WebSocketResponse], Any], **routes: Any
+) -> AsyncIterator[str]:
+    """A foreign server: `answer` returns what is said to a message, or says it itself."""
+
+    async def socket(request: web.Request) -> web.WebSocketResponse:
+        made = web.WebSocketResponse()
+        await made.prepare(request)
+        async for message in made:
+            said = answer(json.loads(message.data), made)
+            said = await said if hasattr(said, "__await__") else said
+            if said is not None:
+                await made.send_str(said if isinstance(said, str) else json.dumps(said))
+        return made
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "healthy"})
+
+    app = web.Application()
+    app.add_routes([web.get("/ws", routes.get("ws", socket))])
+    app.add_routes([web.get("/health", routes.get("health", health))])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,292 @@
+"""The server of environments: OpenEnv's messages, sessions apart, and limits that hold."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from arealite.base.errors import UserError
+from tests.fakes.env_hosts import Moods
+from tests.fakes.env_servers import Wire, hosted, wired
+from tests.waiting import eventually
+
+
+async def test_a_seat_sees_acts_and_is_rewarded() -> None:
+    async with hosted("host_steps") as (_, address), wired(address) as wire:
+        first = await wire.reset("go")
+        assert first == {
+            "observation": {"seat": "agent", "turn": 1, "content": "go"},
+            "reward": None,
+            "done": False,
+        }
+        then = await wire.ask("step", {"text": "hi"})
+        assert (then["observation"]["content"], then["reward"]) == ("step 1: hi", 0.5)
+        assert (await wire.ask("state"))["step_count"] == 1
+        end = await wire.ask("step", {"text": "end", "metadata": {}})
+        assert (end["done"], end["reward"]) == (True, 0.5)
+        rewards = [{"seat": "agent", "turn": 2, "value": 0.5, "parts": {}}]
+        assert end["observation"] == {"rewards": rewards}
+        assert (await wire.reset("again"))["observation"]["content"] == "again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "code"),
+    [
+        ("step", {"text": "a"}, "VALIDATION_ERROR"),  # before a reset
+        ("step", {"message": "a"}, "VALIDATION_ERROR"),
+        ("step", {"text": "a", "seat": "nobody"}, "VALIDATION_ERROR"),
+        ("step", {"text": 5}, "VALIDATION_ERROR"),
+        ("reset", {"task": {"prompt": ""}}, "VALIDATION_ERROR"),
+        ("reset", {"seed": "x"}, "VALIDATION_ERROR"),
+        ("dance", {}, "UNKNOWN_TYPE"),
+        ("batch", [{"type": "state"}], "VALIDATION_ERROR"),
+    ],
+)
+async def test_what_is_no_message_is_refused_and_changes_nothing(kind, data, code) -> None:
+    async with hosted("host_steps") as (_, address), wired(address) as wire:
+        refused = await wire.ask(kind, data)
+        assert refused["code"] == code
+        assert not refused["failure_class"]
+        await wire.reset("go")
+        refused = await wire.ask(kind, data)
+        if (kind, data) != ("step", {"text": "a"}):
+            assert refused["code"] == code
+            assert (await wire.ask("step", {"text": "a"}))["reward"] == 0.5
+
+
+@pytest.mark.parametrize("raw", ["{", "[]", '{"data": {}}', "\x00", '"reset"'])
+async def test_garbage_is_refused(raw: str) -> None:
+    async with hosted("host_steps") as (_, address), wired(address) as wire:
+        await wire.socket.send_str(raw)
+        said = await wire.said()
+        assert said["type"] == "error"
+        assert said["data"]["code"] in ("INVALID_JSON", "VALIDATION_ERROR")
+        assert (await wire.reset("go"))["done"] is False
+
+
+async def test_a_reset_without_a_task_draws_one_by_its_seed() -> None:
+    async with hosted("host_steps") as (_, address), wired(address) as wire:
+
+        async def drawn(**data: Any) -> str:
+            return (await wire.ask("reset", data))["observation"]["content"]
+
+        assert await drawn(seed=7) == await drawn(seed=7, episode_id="e") == "train 7"
+        assert await drawn(seed=7, split="eval") == "eval 7"
+        assert await drawn() != await drawn()
+    async with hosted("host_moods") as (_, address), wired(address) as wire:
+        assert "makes no tasks" in (await wire.ask("reset", {}))["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ("unlucky", "unlucky"),
+        ("check", "reward_timeout"),
+        ("key", "error:KeyError"),
+        ("timeout", "error:TimeoutError"),
+        ("nan", "error:ValueError"),
+        ("odd", "error:TypeError"),
+        ("long", "env_message_too_large"),
+        ("user", "error:UserError"),
+        ("broken", "error:InvariantError"),
+    ],
+)
+async def test_a_failure_travels_with_its_class_and_never_as_a_reward(prompt, kind) -> None:
+    async with hosted("host_moods") as (_, address), wired(address) as wire:
+        await wire.reset(prompt)
+        failed = await wire.ask("step", {"text": "a"})
+        assert (failed["code"], failed["failure_class"]) == ("EXECUTION_ERROR", kind)
+        assert "reward" not in failed
+        assert "no episode" in (await wire.ask("step", {"text": "a"}))["message"]
+        assert not Moods.open
+        assert (await wire.reset("fine"))["done"] is False
+
+
+async def test_an_episode_has_a_time_limit() -> None:
+    async with hosted("host_moods", episode_s=0.05) as (_, address), wired(address) as wire:
+        await wire.reset("hang")
+        assert (await wire.ask("step", {"text": "a"}))["failure_class"] == "episode_timeout"
+
+
+async def test_sessions_are_apart_and_listed_without_what_is_said() -> None:
+    async with (
+        hosted("host_steps") as (_, address),
+        wired(address) as one,
+        wired(address) as other,
+        aiohttp.ClientSession() as session,
+    ):
+        await one.reset("secret")
+        await other.reset("b")
+        await one.ask("step", {"text": "secret"})
+        assert (await other.ask("step", {"text": "b"}))["observation"]["content"] == "step 1: b"
+        async with session.get(f"http://{address}/sessions") as answer:
+            text = await answer.text()
+            listed = await answer.json()
+        assert "secret" not in text
+        assert {each["step_count"] for each in listed} == {1}
+        assert {each["status"] for each in listed} == {"waiting"}
+        assert len({each["id"] for each in listed}) == 2
+
+
+async def test_two_seats_wait_at_once_and_replies_tell_of_both() -> None:
+    async with hosted("host_duel") as (_, address), wired(address) as wire:
+        first = await wire.reset("go")
+        waits = first["observation"]["waiting"]
+        assert [(wait["seat"], wait["turn"]) for wait in waits] == [("first", 1), ("second", 1)]
+        then = await wire.ask("step", {"text": "abc", "seat": "first", "turn": 1})
+        assert [wait["seat"] for wait in then["observation"]["waiting"]] == ["second"]
+        late = await wire.ask("step", {"text": "late", "seat": "first", "turn": 1})
+        assert late["observation"]["waiting"] == then["observation"]["waiting"]
+        then = (await wire.ask("step", {"text": "a", "seat": "second"}))["observation"]
+        assert [(wait["seat"], wait["turn"]) for wait in then["waiting"]] == [("second", 2)]
+        assert then["waiting"][0]["content"] == "go round 0: abc"
+        values = [(given["seat"], given["value"], given["parts"]) for given in then["rewards"]]
+        assert values == [("first", 3.0, {"moved": 0.1}), ("first", 0.25, {"style": 0.3})]
+
+
+@pytest.mark.parametrize("path", ["ws", "ws/batch"])
+async def test_a_batch_plays_several_sessions_over_one_socket(path: str) -> None:
+    async with hosted("host_steps") as (server, address), wired(address, path) as wire:
+        names = ["a", "b", "c"]
+        each = [{"session": n, "type": "reset", "data": {"task": {"prompt": n}}} for n in names]
+        begun = await wire.ask("batch", each)
+        assert [item["data"]["observation"]["content"] for item in begun] == names
+        steps = [{"session": n, "type": "step", "data": {"text": n}} for n in names[:2]]
+        done = await wire.ask("batch", [*steps, {"session": "c", "type": "close"}])
+        assert [item["type"] for item in done] == ["observation", "observation", "state"]
+        assert done[1]["data"]["observation"]["content"] == "step 1: b"
+        assert len(server.sessions) == 3  # the socket's own, a and b
+        twice = [steps[0], steps[0]]
+        assert (await wire.ask("batch", twice))["code"] == "VALIDATION_ERROR"
+
+
+async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> None:
+    async with hosted("host_steps", max_sessions=2) as (server, address):
+        async with wired(address) as one, wired(address) as two:
+            await one.reset("a")
+            await two.reset("b")
+            for _ in range(20):
+                async with wired(address) as refused:
+                    said = await refused.said()
+                    assert said["data"]["code"] == "CAPACITY_REACHED"
+                    assert (await refused.socket.receive(timeout=60)).type.name == "CLOSE"
+                    assert refused.socket.close_code == 1013
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"http://{address}/reset") as answer:
+                    assert answer.status == 503
+            one_more = [{"session": "x", "type": "reset", "data": {"seed": 1}}]
+            assert (await one.ask("batch", one_more))["code"] == "CAPACITY_REACHED"
+            assert (await one.ask("step", {"text": "a"}))["reward"] == 0.5
+        await eventually(lambda: not server.sessions)
+        async with wired(address) as again:
+            assert (await again.reset("c"))["done"] is False
+
+
+async def test_an_oversized_message_ends_its_own_session_alone() -> None:
+    async with hosted("host_moods", max_message_kb=16) as (server, address):
+        async with wired(address) as other, wired(address) as wire:
+            await other.reset("fine")
+            await wire.reset("hang", "big")
+            await wire.socket.send_str("x" * 20_000)
+            await wire.socket.receive(timeout=60)
+            assert wire.socket.close_code == 1009
+            await eventually(lambda: len(server.sessions) == 1)
+            assert "big" in Moods.cut
+            assert (await other.ask("step", {"text": "a"}))["reward"] == 1.0
+
+
+async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
+    async with hosted("host_moods", idle_s=0.05) as (server, address), wired(address) as wire:
+        await wire.reset("fine", "idle")
+        message = await wire.socket.receive(timeout=60)
+        assert (wire.socket.close_code, message.extra) == (1008, "idle for too long")
+        await eventually(lambda: not server.sessions)
+        assert "idle" in Moods.cut
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "in the middle"])
+async def test_who_leaves_takes_the_episode_along(how: str) -> None:
+    async with hosted("host_moods") as (server, address):
+        async with wired(address) as wire:
+            await wire.reset("hang", how)
+            if how == "close":
+                await wire.socket.send_str('{"type": "close"}')
+            if how == "in the middle":
+                await wire.socket.send_str('{"type": "step", "data": {"text": "a"}}')
+                await eventually(lambda: [*server.sessions.values()][0].steps)
+        await eventually(lambda: not server.sessions)
+        assert how in Moods.cut
+        assert not Moods.open
+
+
+async def test_http_without_a_session_plays_one_turn() -> None:
+    async with (
+        hosted("host_moods") as (server, address),
+        aiohttp.ClientSession(f"http://{address}") as session,
+    ):
+        task = {"task": {"prompt": "fine"}}
+        async with session.post("/reset", json=task) as answer:
+            assert (await answer.json())["observation"]["content"] == "you said fine"
+        async with session.post("/step", json=task | {"action": {"text": "a"}}) as answer:
+            said = await answer.json()
+            assert (answer.status, said["reward"], said["done"]) == (200, 1.0, True)
+        async with session.post("/step", json=task) as answer:
+            assert answer.status == 422
+        async with session.post("/step", data="{") as answer:
+            assert answer.status == 422
+        task = {"task": {"prompt": "key"}, "action": {"text": "a"}}
+        async with session.post("/step", json=task) as answer:
+            said = await answer.json()
+            assert (answer.status, said["failure_class"]) == (500, "error:KeyError")
+        assert not server.sessions
+        for path, key in {
+            "/health": "status",
+            "/metadata": "seats",
+            "/schema": "action",
+            "/state": "step_count",
+        }.items():
+            async with session.get(path) as answer:
+                assert key in await answer.json()
+
+
+async def test_the_token_is_asked_for_and_pages_of_browsers_are_refused(monkeypatch) -> None:
+    with pytest.raises(UserError, match="no such variable"):
+        async with hosted("host_steps", token_env="NO_SUCH_TOKEN"):
+            pass
+    monkeypatch.setenv("HOST_TOKEN", "s3cret")
+    async with (
+        hosted("host_steps", token_env="HOST_TOKEN") as (_, address),
+        aiohttp.ClientSession(f"http://{address}") as session,
+    ):
+        for sent, status in {"": 401, "Bearer no": 401, "Bearer s3cret": 200}.items():
+            async with session.get("/health", headers={"Authorization": sent}) as answer:
+                assert answer.status == status
+        headers = {"Authorization": "Bearer s3cret", "Origin": "http://evil.example"}
+        async with session.get("/health", headers=headers) as answer:
+            assert answer.status == 403
+
+
+async def test_a_port_that_is_taken_is_a_users_error() -> None:
+    async with hosted("host_steps") as (_, address):
+        with pytest.raises(UserError, match="cannot listen"):
+            async with hosted("host_steps", port=int(address.rpartition(":")[2])):
+                pass
+
+
+async def test_many_sessions_play_side_by_side() -> None:
+    async def play(wire: Wire, name: str) -> None:
+        await wire.reset(name)
+        for turn in range(1, 4):
+            said = await wire.ask("step", {"text": name})
+            assert said["observation"]["content"] == f"step {turn}: {name}"
+
+    async with hosted("host_steps") as (server, address):
+        async with aiohttp.ClientSession() as session:
+            sockets = [await session.ws_connect(f"http://{address}/ws") for _ in range(50)]
+            wires = [Wire(socket) for socket in sockets]
+            await asyncio.gather(*(play(wire, str(n)) for n, wire in enumerate(wires)))
+            assert len(server.sessions) == 50
+        await eventually(lambda: not server.sessions)
