@@ -24,7 +24,7 @@ STEP = 1.5
 QUEUE = 0.1
 """Servers at which, all the time, more than this share of what runs waits take no more, whatever
 they tell."""
-RECOVERY = 1.02
+RECOVERY = 1.05
 """How fast that is tried again, a period."""
 FULL, EMPTY = 0.5, 0.1
 """Of what the staleness bound lets wait after a batch: above, too much; below, too little."""

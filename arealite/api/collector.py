@@ -22,6 +22,18 @@ class PartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoscaleConfig:
+    """How many episodes run at a time, by the servers' load and what the trainer takes."""
+
+    enabled: bool = opt(False, "adapt; collector.concurrency is then the most a worker runs")
+    min_concurrency: int = opt(8, "the least a worker runs", at_least=1)
+    utilisation: float = opt(
+        0.9, "share of the requests that servers can run to be running", above=0, at_most=1
+    )
+    period_s: float = opt(5.0, "between decisions; at least a fifth of a turn's time", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectorConfig:
     """How episodes are run: who sits where, how many at a time."""
 
@@ -37,6 +49,7 @@ class CollectorConfig:
     sampling: SamplingConfig = sub(SamplingConfig, "how training tokens are drawn")
     group_size: int = opt(8, "episodes a task; advantages compare them", at_least=1)
     concurrency: int = opt(256, "episodes one rollout worker has in flight", at_least=1)
+    autoscale: AutoscaleConfig = sub(AutoscaleConfig, "adapts the concurrency")
     episode_timeout_s: float = opt(600.0, "longer ones fail and are offered again", above=0)
 
     @property

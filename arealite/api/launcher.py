@@ -47,6 +47,9 @@ class LauncherConfig:
     type: str = opt("local", "name in the table of launchers")
     trainer_ranks: int = opt(1, "trainer processes", at_least=1)
     rollout_workers: int = opt(1, "rollout processes", at_least=1)
+    max_workers: int = opt(
+        0, "rollout processes at most, with collector.autoscale; 0: rollout_workers", at_least=0
+    )
     llm_servers: int = opt(
         0, "language-model servers started with the run; 0: by launch_llm_server", at_least=0
     )

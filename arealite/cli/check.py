@@ -75,6 +75,7 @@ def check_options(config: ExperimentConfig) -> None:
         check_numbers(config.trainer.ppo, config.trainer.type)
         check_shared(config)
         check_parts(config)
+        check_scaling(config)
 
 
 def required(value: str | None, key: str) -> str:
@@ -223,6 +224,22 @@ def check_parts(config: ExperimentConfig) -> None:
         seats = getattr(envs.get(part.env.type), "seats", None)
         if isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))
+
+
+def check_scaling(config: ExperimentConfig) -> None:
+    """Check the bounds of what is adapted while the run goes."""
+    collector, launcher = config.trainer.ppo.collector, config.launcher
+    scale, most = collector.autoscale, launcher.max_workers
+    if scale.enabled and scale.min_concurrency > collector.concurrency:
+        raise UserError(
+            f"collector.autoscale.min_concurrency={scale.min_concurrency} is above "
+            f"collector.concurrency={collector.concurrency}. Lower one or raise the other."
+        )
+    if most and (most < launcher.rollout_workers or not scale.enabled):
+        raise UserError(
+            f"launcher.max_workers={most} must be at least launcher.rollout_workers="
+            f"{launcher.rollout_workers}, with collector.autoscale.enabled=true. 0 keeps that many."
+        )
 
 
 def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:

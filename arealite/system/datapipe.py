@@ -29,6 +29,7 @@ from arealite.system import wire
 from arealite.system.curriculum import Curriculum
 from arealite.system.datapipe_evals import EvalBook
 from arealite.system.datapipe_groups import GroupBook
+from arealite.system.datapipe_scaling import Scaling
 from arealite.system.datapipe_trainer import OutOfStep, TrainerDesk
 from arealite.system.datapipe_workers import Held, Worker, Workers
 from arealite.system.dataset import identity
@@ -93,6 +94,9 @@ class Datapipe:
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):
             self.evals.results[eval_id] = msgspec.json.decode(metrics)
         self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
+        self.scaling = None
+        if registry is not None and ppo.collector.autoscale.enabled:
+            self.scaling = Scaling(config, registry, book=self.book, workers=self.workers)
         self._stopped_at = self._progress = self._told = time.monotonic()
         self._fatal: InvariantError | None = None
         self._done = asyncio.Event()
@@ -123,6 +127,8 @@ class Datapipe:
             async with self._registered(), asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._guard(self.writer.run), name="ledger writer")
                 self._tasks.create_task(self._tick_forever(), name="clock")
+                if self.scaling:
+                    self._tasks.create_task(self.scaling.run(self._done), name="scaling")
                 logger.info("datapipe ready", address=self.address, step=self.book.next_step)
                 self.ready.set()
                 await self._done.wait()
@@ -137,9 +143,10 @@ class Datapipe:
     def _registered(self) -> AbstractAsyncContextManager[None]:
         if self._registry is None:
             return nullcontext()
-        value = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
+        about = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
         beat = self.config.cluster.heartbeat_s
-        return self._registry.registered("datapipe", "0", lambda: value, heartbeat_s=beat)
+        wish = self.scaling.wish if self.scaling else dict[str, int]
+        return self._registry.registered("datapipe", "0", lambda: about | wish(), heartbeat_s=beat)
 
     def _restore(self) -> None:
         """Give leases from before a restart back to their workers, which may still run them."""
@@ -254,7 +261,10 @@ class Datapipe:
         if self.desk.finish is None:
             self._give_leases()
         self.desk.answer_evals()
-        for route, request in self.desk.take_ready():
+        ready = self.desk.take_ready()
+        if self.scaling:
+            self.scaling.take_batch()
+        for route, request in ready:
             self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
 
     def _give_leases(self) -> None:

@@ -7,9 +7,10 @@ with a message or a restart and is offered again, so neither loses an episode.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,6 +48,9 @@ class Worker:
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
+    limit: int = sys.maxsize
+    """Most that it may run, where that is less than its capacity."""
+
     @property
     def in_flight(self) -> int:
         """Episodes it runs."""
@@ -55,7 +59,8 @@ class Worker:
     @property
     def credit(self) -> int:
         """Episodes it wants besides."""
-        return self.capacity - self.in_flight if self.route is not None else 0
+        most = min(self.capacity, self.limit)
+        return most - self.in_flight if self.route is not None else 0
 
 
 class Workers:
@@ -64,10 +69,22 @@ class Workers:
     def __init__(self, *, ttl_s: float) -> None:
         self.ttl_s = ttl_s
         self.by_id: dict[str, Worker] = {}
+        self._limit = sys.maxsize
+        self.told: Callable[[], dict[str, float]] = dict[str, float]
+        """Further metrics, of who scales them."""
+
+    def scale(self, limit: int, *, leaving: str = "") -> None:
+        """Let each worker run `limit` episodes, one that is `leaving` none besides what it has."""
+        self._limit = limit
+        for worker in self.by_id.values():
+            worker.limit = 0 if worker.worker_id == leaving else limit
+
+    def _known(self, worker_id: str) -> Worker:
+        return self.by_id.setdefault(worker_id, Worker(worker_id, limit=self._limit))
 
     def give(self, worker_id: str, lease: Lease, due: Sequence[int]) -> Held:
         """Put a lease into a worker's hands; it is `sent` once its caller says so."""
-        worker = self.by_id.setdefault(worker_id, Worker(worker_id))
+        worker = self._known(worker_id)
         held = worker.held[lease.lease_id] = Held(lease, set(due), time.monotonic())
         return held
 
@@ -79,7 +96,7 @@ class Workers:
         it does not list; else what it does not list `UNKNOWN_S` after it was sent was lost on the
         way.
         """
-        worker = self.by_id.setdefault(state.worker_id, Worker(state.worker_id))
+        worker = self._known(state.worker_id)
         now = worker.seen = time.monotonic()
         is_new = worker.process not in ("", state.process)
         worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics
@@ -140,4 +157,5 @@ class Workers:
         total: Counter[str] = Counter()
         for worker in self.by_id.values():
             total.update({f"rollout/{k}": v for k, v in worker.metrics.items()})  # type: ignore[arg-type]
-        return {key: float(value) for key, value in total.items()}
+        total["rollout/workers"] = len(self.by_id)
+        return {key: float(value) for key, value in total.items()} | self.told()

@@ -17,7 +17,8 @@ TWO = "collector.envs.a.env.type=math collector.envs.b.env.type=duel"
 
 def configured(folder: Path, options: str) -> ExperimentConfig:
     (folder / "empty.yaml").write_text("")
-    words = [w if w.startswith("dataset.") else f"trainer.ppo.{w}" for w in options.split()]
+    roots = ("dataset.", "launcher.")
+    words = [w if w.startswith(roots) else f"trainer.ppo.{w}" for w in options.split()]
     return load(ExperimentConfig, folder / "empty.yaml", words)
 
 
@@ -28,6 +29,12 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
         (f"{TWO} collector.envs.a.weight=0.01 dataset.rows=9", "envs.a.weight=0.01 is no whole"),
         (f"{TWO} collector.envs.b.seats.thrid.type=judge", "duel: Unknown seat 'thrid'"),
         ("collector.env.type=duel collector.seats.agent.type=judge", "duel: Unknown seat 'agent'"),
+        ("collector.autoscale.enabled=true collector.concurrency=4", "min_concurrency=8 is above"),
+        ("launcher.max_workers=4", "max_workers=4 must be at least"),
+        (
+            "collector.autoscale.enabled=true launcher.rollout_workers=3 launcher.max_workers=2",
+            "launcher.rollout_workers=3, with",
+        ),
         (f"{TWO} collector.envs.c.env.type=mth", "Unknown env type 'mth'. Did you mean 'math'"),
         (f"{TWO} collector.envs.b.seats.first.type=jdge", "Unknown agent type 'jdge'"),
     ],
@@ -42,6 +49,7 @@ def test_it_is_allowed(tmp_path: Path) -> None:
     assert worlds is not None
     check_options(configured(tmp_path, f"{TWO} collector.envs.b.seats.second.type=judge"))
     check_options(configured(tmp_path, "collector.env.type=math"))
+    check_options(configured(tmp_path, "collector.autoscale.enabled=true launcher.max_workers=4"))
 
 
 def test_rows_are_said_once_where_there_are_several_environments(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ class FakeSGLang:
         self.latency_s: float | Callable[[dict[str, Any]], float] = 0.0
         """Seconds before the first token: a number, or a function of the request's body."""
         self.token_s = 0.0
+        self.capacity = 64
+        """Requests that it says it can run at a time; further ones wait, by what it says."""
         self.hold_after: int | None = None
         """Generations stand still after this many tokens until `release`."""
         self.spans = True
@@ -124,9 +126,16 @@ class FakeSGLang:
             "vocab_size": self.vocab_size,
             "context_length": self.context_length,
             "version": self.reported,
+            "load": self.load(),
             "host": "127.0.0.1",
             "pid": 0,
         }
+
+    def load(self) -> dict[str, int]:
+        """Return the load as a server's name tells it."""
+        running = min(len(self._jobs), self.capacity)
+        waiting = len(self._jobs) - running
+        return {"running": running, "waiting": waiting, "capacity": self.capacity}
 
     def recover(self) -> None:
         """Take back all that `fail_next` has ordered."""
@@ -250,7 +259,9 @@ class FakeSGLang:
         return _json(self.entry() | extra | {"tp_size": 1, "dp_size": 1, "dtype": "float32"})
 
     async def _loads(self, request: web.Request) -> web.Response:
-        load = {"dp_rank": 0, "num_running_reqs": len(self._jobs), "num_waiting_reqs": 0}
+        now = self.load()
+        load = {"num_running_reqs": now["running"], "num_waiting_reqs": now["waiting"]}
+        load |= {"dp_rank": 0, "max_running_requests": self.capacity}
         return _json({"version": "0.5.23", "loads": [load]})
 
     async def _openapi(self, request: web.Request) -> web.Response:

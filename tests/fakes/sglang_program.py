@@ -112,8 +112,9 @@ class Program:
 
     def load(self, running: int, waiting: int) -> None:
         """Say how many requests it has, as two copies of a model would."""
-        first = {"num_running_reqs": running, "num_waiting_reqs": 0}
-        second = {"num_running_reqs": 0, "num_waiting_reqs": waiting}
+        room = {"max_running_requests": 16}
+        first = {"num_running_reqs": running, "num_waiting_reqs": 0, **room}
+        second = {"num_running_reqs": 0, "num_waiting_reqs": waiting, **room}
         self.tell(answers=self.orders["answers"] | {"/v1/loads": {"loads": [first, second]}})
 
     def tell(self, **orders: Any) -> None:

@@ -12,14 +12,14 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
-from arealite.base.errors import ArealiteError, UserError
+from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
 from arealite.impl.launcher.progress import Progress
@@ -28,6 +28,7 @@ from arealite.system import vitals
 from arealite.system.audit import audit
 from arealite.system.diagnosis import Finding, examine
 from arealite.system.explain import explain
+from arealite.system.name_registry import NameRegistry
 
 TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
@@ -58,6 +59,7 @@ class LocalLauncher(Launcher):
         """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
         or a person stops the run."""
         self._stops = 0
+        self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
         """Ranks of this host, which take its first GPUs."""
 
@@ -93,14 +95,17 @@ class LocalLauncher(Launcher):
         for kind in ("datapipe", "rollout", "trainer", *servers):
             for stale in self.vitals.glob(f"{kind}-*"):
                 stale.unlink(missing_ok=True)
-        ours = {name for role in self.roles for name in role.names}
+
+        def is_ours(name: str) -> bool:
+            return any(name in role.names for role in self.roles)
+
         return Doctor(
             self.vitals,
             self.culprit,
             self.progress.say,
             self.options.silent_s,
             self.options.blocked_s,
-            lambda finding: finding.cause != "dead" or finding.culprit not in ours,
+            lambda finding: finding.cause != "dead" or not is_ours(finding.culprit),
         )
 
     def culprit(self, finding: Finding) -> int | None:
@@ -157,17 +162,20 @@ class LocalLauncher(Launcher):
             Died: it may not be started again.
         """
         again = ""
-        while True:
+        while not role.leaving:
             await self._start(role)
             if again:
                 self.progress.say(again)
             dead = await role.end(self.trained if role.leads else self.over)
             await self.clear(role)
-            if dead is None or (pause := self._judge(role, dead)) is None:
+            if role.leaving or dead is None or (pause := self._judge(role, dead)) is None:
                 break
             await asyncio.sleep(pause)
             self._check_stopping(role, dead)
             again = f"{dead.death}; started again ({role.budget.deaths} of {role.budget.limit})"
+        if role.leaving:  # its end is not that of the run
+            self.roles.remove(role)
+            return
         role.ended = True
         if role is self.trainer:
             self.over.set()
@@ -205,32 +213,62 @@ class LocalLauncher(Launcher):
             code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
             raise Died(f"{dead.death} while the run was being stopped", code)
 
+    async def _rescale(self) -> list[Role]:
+        """Return a worker to be kept besides, where the datapipe asks for one; let go of those that
+        are too many."""
+        options = self.options
+        if options.max_workers <= options.rollout_workers or self.over.is_set():
+            return []
+        with suppress(RoleError):  # the store is away
+            for entry in await asyncio.to_thread(self._names.list, "datapipe"):
+                return self._resized(entry.value.get("workers", 0))
+        return []
+
+    def _resized(self, wanted: int) -> list[Role]:
+        there = {name: role for role in self.roles for name in role.names if "rollout" in name}
+        count = min(wanted or len(there), self.options.max_workers)
+        for name, role in there.items():
+            if int(name.rpartition("-")[2]) >= count and not role.leaving:
+                role.leaving = True
+                self.progress.say(f"{name} is not needed now")
+                for child in role.children:
+                    child.send(self.stop)
+        if len(there) >= count:
+            return []
+        added = self._role(f"rollout-{len(there)}")
+        self.roles.append(added)
+        self.progress.say(f"{added.names[0]} is started: the others are full")
+        return [added]
+
     async def _watch(self) -> int:
         """Keep every role until all have ended or one may not be started again; return the exit
         code."""
-        keeping = {asyncio.ensure_future(self._keep(role)) for role in self.roles}
+        self._keeping = {asyncio.ensure_future(self._keep(role)) for role in self.roles}
         try:
-            await self._until_ended(keeping)
+            await self._until_ended()
         except ArealiteError as error:
             if error.exit_code not in (UserError.exit_code, STOPPED):
                 await self._explain()
             self.progress.say(f"error: {error}")
             return error.exit_code
         finally:
-            for task in keeping:
+            for task in self._keeping:
                 task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+            await asyncio.gather(*self._keeping, return_exceptions=True)
         return STOPPED if self._stops else 0
 
-    async def _until_ended(self, keeping: Collection[asyncio.Task[None]]) -> None:
+    async def _until_ended(self) -> None:
         """Wait for the roles' ends, which after the first of them may not take too long."""
-        loop, deadline = asyncio.get_running_loop(), None
+        loop, deadline, keeping = asyncio.get_running_loop(), None, {*self._keeping}
         while keeping and self._stops < 2:
             done, keeping = await asyncio.wait(
                 keeping, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
+            added = {asyncio.ensure_future(self._keep(role)) for role in await self._rescale()}
+            self._keeping |= added
+            keeping |= added
             self.progress.poll()
             if self.progress.trained:
                 self.trained.set()

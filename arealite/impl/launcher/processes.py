@@ -162,11 +162,13 @@ def rank_environments(count: int) -> list[dict[str, str]]:
 
 
 def counts(config: ExperimentConfig) -> dict[str, int]:
-    """Return how many processes each role has that a cluster places; the datapipe is not one."""
+    """Return how many processes each role has, at most, that a cluster places; the datapipe is not
+    one."""
     options = config.launcher
     if config.trainer.is_offline:
         return {"trainer": options.trainer_ranks}
-    workers = {"llm_server": options.llm_servers, "rollout": options.rollout_workers}
+    rollouts = max(options.rollout_workers, options.max_workers)
+    workers = {"llm_server": options.llm_servers, "rollout": rollouts}
     return workers | {"trainer": options.trainer_ranks}
 
 

@@ -70,6 +70,8 @@ class Role:
     """As they were started last."""
     ended: bool = False
     """Its work is done, or nobody needs it any longer."""
+    leaving: bool = False
+    """It was asked to end before the run does."""
 
     async def end(self, over: asyncio.Event) -> Child | None:
         """Wait until one of its processes died, and return that; None: all ended as planned.
@@ -94,7 +96,7 @@ class Role:
         finally:
             for task in exits:
                 task.cancel()
-        if not self.leads:
+        if not (self.leads or self.leaving):
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), EARLY_S)
         return None if self.leads or over.is_set() else left[0]

@@ -179,13 +179,18 @@ class App:
         }
         return as_json(self.describe() | more)
 
+    def load(self) -> dict[str, int]:
+        """Return its requests, and how many can run at a time."""
+        decoder, waiting = self.engine.decoder, len(self.engine.waiting)
+        return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
+
     async def _loads(self, request: web.Request) -> web.Response:
-        engine = self.engine
+        now = self.load()
         load = {
             "dp_rank": 0,
-            "num_running_reqs": len(engine.decoder.running),
-            "num_waiting_reqs": len(engine.waiting),
-            "max_running_requests": engine.decoder.max_rows,
+            "num_running_reqs": now["running"],
+            "num_waiting_reqs": now["waiting"],
+            "max_running_requests": now["capacity"],
         }
         version = f"arealite-{arealite.__version__}"
         return as_json({"timestamp": time.time(), "version": version, "loads": [load]})

@@ -186,6 +186,7 @@ class EmbeddedServer(LLMServer):
             "model_path": app.model.folder,  # not the last weights: their folder goes away
             **{name: about[name] for name in names},
             "version": about["weight_version"],
+            "load": app.load(),
             "host": self.config.cluster.host,
             "pid": os.getpid(),
         }

@@ -107,13 +107,20 @@ class ExternalServers:
                 answer = await self._ask(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
                 loads = answer.get("loads") or []
                 entry["load"] = {
-                    name: sum(load.get(f"num_{name}_reqs", 0) for load in loads)
-                    for name in ("running", "waiting")
+                    name: sum(load.get(key, 0) for load in loads) for name, key in LOAD.items()
                 }
 
     async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
         async with bounded(url, seconds):
             return await get(self._session, url)
+
+
+LOAD = {
+    "running": "num_running_reqs",
+    "waiting": "num_waiting_reqs",
+    "capacity": "max_running_requests",
+}
+"""What a name says of the load, and its key in an answer of /v1/loads."""
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:

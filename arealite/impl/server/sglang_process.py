@@ -82,6 +82,8 @@ class Load(msgspec.Struct):
 
     num_running_reqs: int
     num_waiting_reqs: int
+    max_running_requests: int = 0
+    """0: it does not tell."""
 
 
 class Loads(msgspec.Struct):
@@ -272,6 +274,7 @@ class SGLangProcess:
         return {
             "running": sum(load.num_running_reqs for load in answer.loads),
             "waiting": sum(load.num_waiting_reqs for load in answer.loads),
+            "capacity": sum(load.max_running_requests for load in answer.loads),
         }
 
     async def _answer(self, path: str, kind: type[T], body: Any = None) -> T:

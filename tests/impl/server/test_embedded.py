@@ -216,6 +216,7 @@ async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Pa
             "vocab_size": 64,
             "context_length": 100,
             "version": "default",
+            "load": {"running": 0, "waiting": 0, "capacity": 64},
             "host": "127.0.0.1",
             "pid": os.getpid(),
         }

@@ -1,0 +1,102 @@
+"""Workers come and go as the datapipe asks, and neither is a death nor the end of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arealite.impl.launcher import supervisor
+from tests.impl.launcher.test_local import SUICIDE, ScriptedLauncher, launched, trains
+
+DATAPIPE = """
+import os, time
+from pathlib import Path
+from arealite.system.name_registry import NameRegistry
+names, wish = NameRegistry(Path("{names}")), Path("{root}/wish")
+while not os.path.exists("{root}/done"):
+    if wish.exists(): names.put("datapipe", "0", {{"workers": int(wish.read_text())}})
+    time.sleep(0.05)
+"""
+WORKER = """
+import os, signal, sys, threading, time
+ended, stop = "{root}/ended-" + sys.argv[1], threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+open("{root}/began-" + sys.argv[1], "a").write("x")
+while not (stop.is_set() or os.path.exists("{root}/done")): time.sleep(0.02)
+if stop.is_set(): open(ended, "a").write("x")
+"""
+TRAINER = """
+import os, time
+def wish(count):
+    open("{root}/wish.new", "w").write(str(count))
+    os.replace("{root}/wish.new", "{root}/wish")
+def until(name, lives):
+    while not os.path.exists("{root}/" + name) or len(open("{root}/" + name).read()) < lives:
+        time.sleep(0.02)
+if os.environ["RANK"] == "0":
+{steps}
+    open("{root}/done", "w")
+while not os.path.exists("{root}/done"): time.sleep(0.02)
+"""
+
+
+class Elastic(ScriptedLauncher):
+    """A run of up to three workers, each of which knows its number."""
+
+    def __init__(self, root: Path, steps: list[str], *, worker: str = WORKER, restarts: int = 0):
+        about = {"root": root, "names": root / "unknown"}
+        scripts = {"datapipe": "", "rollout": worker.replace("{root}", str(root)), "trainer": ""}
+        super().__init__(root, scripts, restarts=restarts)
+        self.options = replace(self.options, max_workers=3)
+        about["names"] = self._names.root
+        scripts["datapipe"] = DATAPIPE.format(**about)
+        lines = "\n".join(f"    {step}" for step in steps)
+        scripts["trainer"] = TRAINER.format(**about, steps=lines) + trains(0)
+
+    def command(self, role: str, index: int) -> list[str]:
+        return [*super().command(role, index), str(index)]
+
+
+def lives(root: Path, what: str) -> str:
+    file = root / what
+    return file.read_text() if file.exists() else ""
+
+
+def test_workers_are_added_and_let_go_and_added_again(tmp_path: Path) -> None:
+    steps = [
+        "wish(3); until('began-1', 1); until('began-2', 1)",
+        "wish(1); until('ended-2', 1); until('ended-1', 1)",
+        "wish(2); until('began-1', 2)",
+    ]
+    code, shown, launcher = launched(Elastic(tmp_path, steps))
+    assert code == 0, shown
+    assert shown.count("is started: the others are full") == 3
+    assert shown.count("is not needed now") == 2
+    assert "died" not in shown
+    assert lives(tmp_path, "began-0") == "x" and not lives(tmp_path, "ended-0")
+    assert sorted(n for role in launcher.roles for n in role.names if "rollout" in n) == [
+        "rollout-0",
+        "rollout-1",
+    ]
+
+
+def test_more_than_the_most_are_not_started(tmp_path: Path) -> None:
+    code, shown, _ = launched(Elastic(tmp_path, ["wish(9); until('began-2', 1); time.sleep(1.2)"]))
+    assert code == 0, shown
+    assert shown.count("is started") == 2
+
+
+def test_one_that_dies_again_and_again_is_let_go_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 60.0)
+    first = "import os, signal, sys\nif sys.argv[1] == '1':\n"
+    dying = f"    open('{{root}}/began-1', 'a').write('x'); {SUICIDE}\n"
+    steps = ["wish(2); until('began-1', 2)", "wish(1); time.sleep(1.2)"]
+    worker = first + dying + WORKER
+    code, shown, _ = launched(Elastic(tmp_path, steps, worker=worker, restarts=5))
+    assert code == 0, shown
+    assert "rollout-1 died (killed by SIGKILL); started again (1 of 5)" in shown
+    assert "rollout-1 is not needed now" in shown
