@@ -1,0 +1,84 @@
+"""`arealite eval` and `collect` without a server: a scripted client answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env, envs
+from arealite.api.llm import LLMRequest, LLMResponse, clients
+from arealite.api.task import Task
+from arealite.base.errors import RewardTimeout
+from arealite.cli import sampling
+from arealite.cli.main import main
+from tests.fakes.client import ScriptedClient, response
+from tests.impl.rollout import worlds
+from tests.models import tiny_model
+
+assert worlds is not None
+
+
+@clients.register("scripted")
+class Answering(ScriptedClient):
+    """Says as many letters as the sample's number: 0 → "a", 1 → "aa", …"""
+
+    asked: list[LLMRequest] = []  # noqa: RUF012
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(self.answer)
+
+    def answer(self, request: LLMRequest) -> LLMResponse:
+        Answering.asked.append(request)
+        member = int(request.request_id.split("/")[1])
+        return response([13] * (member + 1), version=5)
+
+
+@envs.register("letters")
+class Letters(Env):
+    """A letter, a point; the prompt "check" fails."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        action = await agents["agent"].act(task.prompt)
+        if task.prompt == "check":
+            raise RewardTimeout("killed")
+        agents["agent"].reward(float(len(action.text)), length=1.0)
+
+
+class Command:
+    """A folder, and the command run in it."""
+
+    def __init__(self, folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.command, self._capsys = folder, command, capsys
+        self.model = tiny_model(folder / "model")
+        self.rows = folder / "rows.jsonl"
+        self.out = ""
+        Answering.asked.clear()
+
+    def write(self, *rows: dict[str, Any]) -> None:
+        self.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def __call__(self, *words: str, env: str = "letters") -> int:
+        split = "eval" if self.command == "eval" else "train"
+        code = main(
+            [
+                self.command,
+                *(f"model.path={self.model}", f"cluster.run_root={self.folder / 'runs'}"),
+                *(f"cluster.name_root={self.folder / 'names'}", f"dataset.{split}={self.rows}"),
+                f"trainer.ppo.collector.env.type={env}",
+                "trainer.ppo.collector.client.type=scripted",
+                *words,
+            ]
+        )
+        captured = self._capsys.readouterr()
+        self.out = captured.out + captured.err
+        return code
+
+
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run be checked without looking for a server."""
+    monkeypatch.setattr(sampling.check, "check_servers", lambda config, model: [512])
+    monkeypatch.setattr(sampling.log, "setup", lambda *_: None)  # the captured stderr is closed

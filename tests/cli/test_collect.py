@@ -1,0 +1,109 @@
+"""`arealite collect`: rows of exact tokens, the wanted ones, that sft reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import ExperimentConfig
+from arealite.system.chats import load_rows, make_encoder
+from tests.cli.sampled import Answering, Command, no_servers
+
+
+@pytest.fixture
+def collect(tmp_path: Path, monkeypatch, capsys) -> Command:
+    no_servers(monkeypatch)
+    command = Command(tmp_path, "collect", capsys)
+    chat = [{"role": "user", "content": "ok"}]
+    command.write({"prompt": "ok", "ground_truth": "1"}, {"prompt": chat})
+    return command
+
+
+def written(command: Command, name: str = "out.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (command.folder / name).read_text().splitlines()]
+
+
+def out(command: Command, name: str = "out.jsonl") -> str:
+    return f"out={command.folder / name}"
+
+
+def test_rows_are_the_exact_trajectories(collect: Command) -> None:
+    assert collect("n=2", out(collect)) == 0, collect.out
+    first, *_, last = rows = written(collect)
+    assert len(rows) == 4
+    assert "4 rows of 4 trajectories" in collect.out
+    prompt = Answering.asked[0].input_ids
+    assert first["tokens"] == [*prompt, 13]
+    assert first["loss_mask"] == [False] * len(prompt) + [True]
+    assert first["logprobs"] == [0.0] * len(prompt) + [-0.5]
+    assert first["versions"] == [-1] * len(prompt) + [5]
+    assert (first["reward"], first["reward_parts"], first["turns"]) == (1.0, {"length": 1.0}, 1)
+    assert (first["task_id"], first["sample"], first["seat"]) == ("train-0", 0, "agent")
+    assert (first["prompt"], first["messages"], first["ground_truth"]) == ("ok", None, "1")
+    assert (last["prompt"], last["messages"]) == (None, [{"role": "user", "content": "ok"}])
+    tokenizer = load_tokenizer(str(collect.model))
+    assert last["text"] == tokenizer.decode([13, 13])
+    assert Answering.asked[0].sampling.temperature == 1.0, "as training samples"
+
+
+def test_parquet_holds_the_same_and_sft_learns_from_both(collect: Command) -> None:
+    assert collect("n=2", out(collect)) == 0
+    asked = len(Answering.asked)
+    assert collect("n=2", out(collect, "out.parquet")) == 0
+    assert len(Answering.asked) == asked, "nothing is sampled again"
+    read = pq.read_table(collect.folder / "out.parquet").to_pylist()
+    for row in read:
+        row["reward_parts"] = dict(row["reward_parts"])
+    assert read == written(collect)
+    config = ExperimentConfig()
+    config = replace(config, trainer=replace(config.trainer, type="sft"))
+    encode = make_encoder(config, load_tokenizer(str(collect.model)))
+    for name in ("out.jsonl", "out.parquet"):
+        rows = load_rows(str(collect.folder / name), "train", min_reward=2.0)
+        examples = [example for row in rows for example in encode(row)]
+        assert [example.tokens.tolist() for example in examples] == [
+            row["tokens"] for row in read if row["reward"] >= 2.0
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "rewards"),
+    [
+        (["min_reward=2"], [2.0, 3.0, 2.0, 3.0]),
+        (["max_reward=1"], [1.0, 1.0]),
+        (["best_of=1"], [3.0, 3.0]),
+        (["best_of=2", "max_reward=2"], [1.0, 2.0, 1.0, 2.0]),
+        (["min_reward=9"], []),
+    ],
+)
+def test_filters(collect: Command, words: list[str], rewards: list[float]) -> None:
+    assert collect("n=3", out(collect), *words) == 0
+    assert [row["reward"] for row in written(collect)] == rewards
+
+
+def test_the_best_of_each_seat(collect: Command) -> None:
+    assert collect("n=2", "best_of=1", "tasks=1", out(collect), env="duel") == 0
+    assert [(row["seat"], row["sample"]) for row in written(collect)] == [
+        *(("first", 0), ("first", 0)),  # a segment a turn: this agent keeps no history
+        *(("second", 0), ("second", 0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "out is not set"),
+        (["out=x.csv"], "Unknown suffix '.csv'"),
+        (["out=/nowhere/x.jsonl"], "its folder does not exist"),
+        (["out=x.jsonl", "dataset.train=''"], "dataset.train is not set"),
+    ],
+)
+def test_wrong_words_are_refused(collect: Command, words: list[str], says: str) -> None:
+    assert collect(*words) == 2
+    assert says in collect.out
+    assert not Answering.asked

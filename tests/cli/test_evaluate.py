@@ -1,0 +1,118 @@
+"""`arealite eval`: what it tells is what was sampled, and it goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.sampled import Answering, Command, no_servers
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, monkeypatch, capsys) -> Command:
+    no_servers(monkeypatch)
+    command = Command(tmp_path, "eval", capsys)
+    command.write(
+        {"prompt": "ok", "extra_info": {"data_source": "easy"}},
+        {"prompt": "ok", "extra_info": {"data_source": "easy"}},
+        {"prompt": "ok", "extra_info": {"data_source": "hard"}},
+    )
+    return command
+
+
+def result(command: Command, name: str = "eval") -> dict:
+    file = command.folder / "runs" / "arealite" / "trial" / name / "eval.json"
+    return json.loads(file.read_text())
+
+
+def test_rewards_and_pass_at_k_by_source(evaluate: Command) -> None:
+    assert evaluate("n=4", "solved=4") == 0, evaluate.out  # the reward is the answer's length
+    told = result(evaluate)
+    assert (told["n"], told["versions"], told["failures"], told["failed"]) == (4, [5, 5], {}, 0)
+    easy, hard = told["results"]
+    assert (easy["source"], easy["tasks"], easy["samples"]) == ("easy", 2, 8)
+    assert (hard["source"], hard["tasks"], hard["samples"]) == ("hard", 1, 4)
+    assert easy["reward"]["mean"] == hard["reward"]["mean"] == 2.5
+    assert {k: rate["mean"] for k, rate in easy["pass"].items()} == {
+        "1": pytest.approx(0.25),
+        "2": pytest.approx(0.5),
+        "4": 1.0,
+    }
+    assert easy["pass"]["1"]["low"] < 0.25 < easy["pass"]["1"]["high"]
+    assert hard["reward"]["low"] is None, "one task has no spread"
+    assert (easy["tokens"], easy["turns"], easy["truncated"]) == (2.5, 1.0, 0.0)
+    for words in ("easy", "hard", "pass@4", "0.250", "8 samples of 2 tasks", "eval.json"):
+        assert words in evaluate.out
+
+
+def test_the_same_command_samples_nothing_again(evaluate: Command) -> None:
+    assert evaluate("n=2") == 0
+    before, asked = result(evaluate), len(Answering.asked)
+    assert evaluate("n=2") == 0
+    assert len(Answering.asked) == asked
+    assert result(evaluate) == before
+    assert evaluate("n=3", "k=[3]", f"out={evaluate.folder / 'other.json'}") == 0
+    assert len(Answering.asked) == asked + 3
+    other = json.loads((evaluate.folder / "other.json").read_text())
+    assert [list(row["pass"]) for row in other["results"]] == [["3"], ["3"]]
+    assert result(evaluate) == before
+
+
+def test_failed_samples_are_told_and_not_scored(evaluate: Command) -> None:
+    evaluate.write({"prompt": "ok"}, {"prompt": "check"})
+    assert evaluate("n=1", "trainer.ppo.max_attempts=1") == 1
+    told = result(evaluate)
+    assert [(row["source"], row["tasks"], row["samples"]) for row in told["results"]] == [
+        ("", 1, 1)
+    ]
+    assert told["failures"] == {"reward_timeout": {"attempts": 1, "first": "RewardTimeout: killed"}}
+    assert told["failed"] == 1
+    assert "the same command tries them again" in evaluate.out
+
+
+def test_seats_are_told_apart(evaluate: Command) -> None:
+    assert evaluate("n=2", env="duel") == 0
+    rewards = {
+        (row["source"], row["seat"]): row["reward"]["mean"] for row in result(evaluate)["results"]
+    }
+    assert rewards["easy", "first"] == 1.0
+    assert rewards["easy", "second"] == -1.0
+    assert "easy, second" in evaluate.out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["n=2", "k=[4]"], "pass@4 needs 1 <= k <= n=2"),
+        (["dataset.eval=null"], "dataset.eval is not set"),
+        (["out=/nowhere/x.json"], "its folder does not exist"),
+        (["m=3"], "unknown key 'm'"),
+        (["n=0"], "n=0 must be at least 1"),
+    ],
+)
+def test_wrong_words_are_refused(evaluate: Command, words: list[str], says: str) -> None:
+    assert evaluate(*words) == 2
+    assert says in evaluate.out
+    assert not Answering.asked
+
+
+def test_another_config_or_model_is_refused(evaluate: Command) -> None:
+    assert evaluate() == 0
+    asked = len(Answering.asked)
+    for words, says in [
+        (["trainer.ppo.eval.sampling.top_p=0.5"], "with sampling.top_p=1.0, now it is 0.5"),
+        (["trainer.ppo.collector.agent.type=chat"], "agent.type=math_code_single_step"),
+        (["tasks=2"], "with dataset_rows=3, now it is 2"),
+    ]:
+        assert evaluate(*words) == 2
+        assert says in evaluate.out
+        assert "choose another name=" in evaluate.out
+    weights = evaluate.model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert evaluate() == 2
+    assert "with weights=" in evaluate.out
+    assert len(Answering.asked) == asked
+    assert evaluate("name=second", "tasks=2") == 0
+    assert sum(row["tasks"] for row in result(evaluate, "second")["results"]) == 2
