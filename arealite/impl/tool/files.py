@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from arealite.api.task import Task
 from arealite.api.tool import Tool, ToolError, function
 from arealite.base.errors import EpisodeError
 
+PREFIX = "arealite-files-"
 MAX_DEPTH = 8
 TOLD = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST}
 """What the agent may have done wrong; a full disk is no fault of its."""
@@ -37,10 +39,14 @@ class FilesTool(Tool):
         content={"type": "string", "description": "for write"},
     )
 
+    async def setup(self) -> None:
+        """Make the folder of this worker, in which those of episodes are."""
+        self.base, self.lock = await asyncio.to_thread(claim)
+
     async def begin(self, task: Task, state: dict[str, Any]) -> None:
         """Make the folder, and the task's own files in it."""
         state["turn"] = asyncio.Lock()  # calls of one turn are made in their order
-        state["root"] = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="arealite-files-"))
+        state["root"] = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self.base))
         files = task.extra_info.get("files", {})
         try:
             for name, content in files.items():
@@ -67,6 +73,12 @@ class FilesTool(Tool):
         if "root" in state:
             await asyncio.to_thread(shutil.rmtree, state["root"], ignore_errors=True)
 
+    async def close(self) -> None:
+        """Remove the folder of this worker."""
+        if hasattr(self, "lock"):
+            await asyncio.to_thread(shutil.rmtree, self.base, ignore_errors=True)
+            os.close(self.lock)
+
     def _list(self, root: Path, path: str = "") -> str:
         found = [f"{each.relative_to(root)} ({each.lstat().st_size} bytes)" for each in files(root)]
         return "\n".join(found) or "(no files)"
@@ -89,6 +101,26 @@ class FilesTool(Tool):
         with parent(root, path) as (folder, name):
             os.unlink(name, dir_fd=folder)
         return f"deleted {path}"
+
+
+def claim() -> tuple[Path, int]:
+    """Make a folder, held by a lock of the kernel's, and remove those of processes that were
+    killed; return it and the lock."""
+    base = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = os.open(base, FOLDER)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for other in base.parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # its process lives, or another one removes it now
+            held = os.open(other, FOLDER)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other)
+            finally:
+                os.close(held)
+    if base.exists():
+        return base, lock
+    os.close(lock)  # another process saw it before it was locked
+    return claim()
 
 
 def files(root: Path) -> list[Path]:

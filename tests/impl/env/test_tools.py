@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import islice
 from typing import Any
 
@@ -18,11 +19,13 @@ from arealite.api.task import Task
 from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.env.tools import ToolsEnv
+from arealite.impl.rollout.collector import Collector
 from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import ToolCrash
 from tests.fakes.client import ScriptedClient, response
-from tests.fakes.experiment import tokenizer
+from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.tool import test_toolbox  # registers the tool `odd`
+from tools.make_tiny_model import PRINTABLE, make_tokenizer
 
 assert test_toolbox
 Script = list[Any]
@@ -238,3 +241,41 @@ def test_easy_tasks_are_sums_below_ten_and_need_no_tool() -> None:
     assert 400 < len(easy) < 600
     assert all(0 < int(row["ground_truth"]) < 10 for row in easy)
     assert all(row["prompt"].endswith("=") for row in rows)
+
+
+FILES = [
+    {"name": "files", "arguments": {"action": "write", "path": "a", "content": "1+1"}},
+    {"name": "files", "arguments": {"action": "list"}},
+]
+
+
+async def test_a_model_s_calls_are_answered_within_one_segment_and_again_alike() -> None:
+    """Through the agent that reads calls, and the collector."""
+    said = [
+        "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in FILES),
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>',
+        '<tool_call>{"name": "calculator"}</tool_call>',
+        "2",
+    ]
+    made, seen = make_tokenizer(PRINTABLE), list[list[list[int]]]()
+    own = ToolsEnvConfig(tools=["files", "calculator"], reward=RewardConfig(type="same"))
+    config = experiment("tools", "tool_use")
+    for _ in range(2):
+        turns = iter(said)
+        client = ScriptedClient(
+            lambda _, turns=turns: response([*made.encode(next(turns)), made.eos_token_id])
+        )
+        collector = Collector(config, client, made)
+        part = collector.parts[""]
+        collector.parts[""] = part._replace(env=ToolsEnv(config, own))
+        await collector.setup()
+        episode, _ = await collector.run(lease(prompt="1+1=", ground_truth="2"), 0)
+        await collector.close()
+        (header,) = episode.headers
+        assert (header.reward, header.turns, len(header.segment_lengths)) == (1.0, 4, 1)
+        assert header.reward_parts["tool_calls"] == 4.0
+        assert header.reward_parts["tool_errors"] == header.reward_parts["malformed_calls"] == 1.0
+        seen.append([request.input_ids for request in client.requests])
+    assert seen[0] == seen[1], "tools that are deterministic make prompts that are"
+    assert made.decode(seen[0][2]).endswith("2")
+    assert 'error: "arguments" must be an object' in made.decode(seen[0][3])

@@ -11,7 +11,7 @@ import pytest
 from arealite.api.task import Task
 from arealite.api.tool import FilesToolConfig, ToolError
 from arealite.base.errors import EpisodeError
-from arealite.impl.tool.files import FilesTool
+from arealite.impl.tool.files import PREFIX, FilesTool
 
 SECRET = "the secret"
 
@@ -21,14 +21,18 @@ async def jail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A tool, the state of an episode, and a secret beside its folder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "jails"))
     (tmp_path / "jails").mkdir()
-    (tmp_path / "jails" / "secret").write_text(SECRET)
     tool = FilesTool(FilesToolConfig(max_files=3, max_kb=1))
     state: dict[str, Any] = {}
+    await tool.setup()
     await tool.begin(Task("t", "?", "1", {"files": {"notes/a.txt": "alpha"}}), state)
+    base = state["root"].parent
+    (base / "secret").write_text(SECRET)
     yield tool, state
     await tool.end(state)
-    assert [path.name for path in (tmp_path / "jails").iterdir()] == ["secret"]
-    assert (tmp_path / "jails" / "secret").read_text() == SECRET
+    assert [path.name for path in base.iterdir()] == ["secret"]
+    assert (base / "secret").read_text() == SECRET
+    await tool.close()
+    assert not [*(tmp_path / "jails").iterdir()]
 
 
 async def do(jail, action: str, path: str = "", content: str = "") -> str:
@@ -142,3 +146,13 @@ async def test_a_task_with_bad_files_fails_its_episode(jail, files: Any) -> None
     with pytest.raises(EpisodeError, match=r"t-9: extra_info\.files"):
         await jail[0].begin(Task("t-9", "?", "1", {"files": files}), state)
     await jail[0].end(state)
+
+
+async def test_what_a_killed_worker_left_is_removed_by_the_next(jail, tmp_path: Path) -> None:
+    left = tmp_path / "jails" / f"{PREFIX}left"
+    (left / "episode").mkdir(parents=True)
+    other = FilesTool(FilesToolConfig())
+    await other.setup()
+    assert not left.exists()
+    assert jail[1]["root"].exists(), "that of a live one stays"
+    await other.close()
