@@ -38,6 +38,8 @@ END_S = 5.0
 class RemoteSeat(Agent):
     """A seat whose agent is at the other end of the wire."""
 
+    trainable = False
+
     def __init__(self, name: str, session: Session) -> None:
         nobody = cast(Any, None)
         super().__init__(None, client=nobody, tokenizer=nobody, seat=Seat(name))
