@@ -55,7 +55,7 @@ class History:
             self._tell(held, text)
             self.pieces, held = [], ""
         added = text[len(held) :]
-        self.pieces.append(Piece(encode(self.tokenizer, added), added))
+        self.pieces.append(Piece(self._encode(added), added))
         return [token for piece in self.pieces for token in piece.ids]
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
@@ -79,6 +79,16 @@ class History:
     def is_special(self, token: int) -> bool:
         """Whether a token is of no text, as those that end a turn."""
         return not self.tokenizer.decode([token], skip_special_tokens=True)
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokenise what comes next: behind the token that ended the turn, because tokenizers treat
+        the beginning of a text, and white space behind a special token, in ways of their own."""
+        last = self.pieces[-1].ids[-1:] if self.pieces else []
+        if last and self.is_special(last[0]):
+            ids = encode(self.tokenizer, self.decode(last) + text)
+            if ids[:1] == last:
+                return ids[1:]
+        return encode(self.tokenizer, text)
 
     def _tell(self, held: str, text: str) -> None:
         template = str(self.tokenizer.chat_template)

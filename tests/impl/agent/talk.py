@@ -119,6 +119,27 @@ def talker(name: str, *marks: str) -> Any:
     return tokenizer
 
 
+@cache
+def spaced(name: str) -> Any:
+    """Return a tokenizer that writes a space before a text, as some of SentencePiece's kind do."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<unk>", "\u2581", "\n", *map(chr, range(33, 127))]
+    core = Tokenizer(
+        models.BPE(
+            vocab={letter: i for i, letter in enumerate(letters)}, merges=[], unk_token="<unk>"
+        )
+    )
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    template, end = TEMPLATES[name]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, unk_token="<unk>")
+    tokenizer.add_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def said(tokenizer: Any, text: str, *, cut: bool = False) -> LLMResponse:
     """Return the answer `text`, sampled a token a character where that makes another tokenisation;
     it ends with the end token, or is cut."""

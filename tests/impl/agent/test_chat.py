@@ -20,7 +20,7 @@ from arealite.impl.rollout.collector import Collector
 from arealite.system.chats import encode, render
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
-from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, talker
+from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, spaced, talker
 
 ALWAYS = ("chatml", "no system")
 """Templates that tell every answer as it was, closed by the end token."""
@@ -88,6 +88,21 @@ async def test_the_sampled_end_token_is_not_doubled(name, ends) -> None:
     assert second.input_ids.count(tokenizer.eos_token_id) == ends
     # What was sampled is another tokenisation than the tokenizer's own.
     assert len(first.response.output_ids) > len(encode(tokenizer, "the\n\n12")) + 1
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+async def test_what_follows_an_answer_is_tokenised_in_its_place(name: str) -> None:
+    """Not as a text of its own, to which some tokenizers add a space."""
+    tokenizer = spaced(name)
+    agent = make("chat", tokenizer, [ended(tokenizer, encode(tokenizer, "the")[1:])] * 3)
+    for question in "abc":
+        await agent.act(question)
+    assert extends(agent) == [True, True]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the"}]
+    messages += [{"role": "user", "content": "b"}, {"role": "assistant", "content": "the"}]
+    messages += [{"role": "user", "content": "c"}]
+    assert prompts(agent)[2] == render(tokenizer, messages)
+    assert agent.record.turns[2].input_ids == encode(tokenizer, render(tokenizer, messages))
 
 
 async def test_an_answer_that_is_cut_is_closed_by_the_template() -> None:

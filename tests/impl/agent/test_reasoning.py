@@ -43,6 +43,12 @@ async def test_the_answer_is_what_follows_the_thought(text, answer) -> None:
     assert (await agent.act("a")).text == answer
 
 
+async def test_a_thought_that_the_template_begins_may_not_end() -> None:
+    tokenizer = talker("opening")
+    agent = make("reasoning", tokenizer, [said(tokenizer, "1 2")])
+    assert (await agent.act("a")).text == ""
+
+
 async def test_the_marks_may_be_others() -> None:
     tokenizer = talker("chatml")
     agent = make("reasoning", tokenizer, [said(tokenizer, "[1]the")], begin="[", end="]")
