@@ -1,0 +1,32 @@
+"""Presets of `config/env/`: each loads, and names environments, seats and agents that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arealite.api.agent import agents
+from arealite.api.config import ExperimentConfig
+from arealite.api.env import EnvFactory, envs
+from arealite.cli import configs
+from arealite.impl.rollout.collector import check_seats
+
+PRESETS = sorted((Path(__file__).parents[2] / "config/env").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+def test_a_preset_says_what_can_be_run(file: Path) -> None:
+    config = configs.load(ExperimentConfig, [file], [])
+    parts = config.trainer.ppo.collector.parts
+    assert file.stem in {part.env.type for part in parts.values()}
+    for part in parts.values():
+        envs.check(part.env.type)
+        for who in part.seats.values():
+            agents.check(who.type)
+        check_seats(part, EnvFactory(config).make_env(part.env).seats)
+    assert "" not in parts or config.dataset.train == "generated"
+
+
+def test_some_are_here() -> None:
+    assert {file.stem for file in PRESETS} >= {"tic_tac_toe", "debate"}
