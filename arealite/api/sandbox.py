@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import msgspec
@@ -33,6 +34,11 @@ class CodeEnvConfig:
     """Programs scored by test cases."""
 
     sandbox: SandboxConfig = sub(SandboxConfig, "where the programs run")
+    case_timeout_s: float = opt(2.0, "of one case; sandbox.timeout_s is for all", above=0)
+    tolerance: float = opt(1e-6, "relative and absolute, between numbers", at_least=0)
+    partial: bool = opt(True, "reward the share of cases passed")
+    bonus: float = opt(1.0, "added where all pass", above=-inf)
+    error_reward: float = opt(-0.5, "of a program that does not load", above=-inf)
 
 
 class Outcome(msgspec.Struct, frozen=True):
