@@ -21,7 +21,9 @@ class PythonToolConfig:
     backend: Literal["sandbox", "monty"] = opt(
         "sandbox", "monty: a subset of Python, a hundred times faster (arealite[tools])"
     )
-    sandbox: SandboxConfig = sub(SandboxConfig, "limits; monty keeps time, memory, output, number")
+    sandbox: SandboxConfig = sub(
+        SandboxConfig, "limits; of monty: time, output, number, memory (most: 64)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import RewardFactory
 from arealite.api.task import Task
 from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig
-from arealite.base.errors import EpisodeError
+from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import Answer, States, Toolbox
 
@@ -52,6 +52,7 @@ class ToolsEnv(Env):
 
     def __init__(self, args: Any, config: ToolsEnvConfig) -> None:
         super().__init__(args, config)
+        self.scorer = RewardFactory(args).make_reward(config.reward)
         self.box = Toolbox(config)
         self.resumable = self.box.deterministic
 
@@ -62,7 +63,6 @@ class ToolsEnv(Env):
 
     async def setup(self) -> None:
         """Start the reward function and the tools."""
-        self.scorer = RewardFactory(self.args).make_reward(self.config.reward)
         await self.scorer.setup()
         await self.box.setup()
 
@@ -146,7 +146,16 @@ def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, 
 
 
 def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield rows of tasks without end; no task of `train` is one of another split."""
+    """Yield rows of tasks without end; no task of `train` is one of another split.
+
+    Raises:
+        UserError: an operator is none, or the prompt has no place for the task.
+    """
+    if not config.operators or set(config.operators) - set("+-*/%") or "{}" not in config.prompt:
+        raise UserError(
+            f"env.tools.arithmetic: operators={config.operators!r} must be some of + - * / %, and "
+            f"prompt={config.prompt!r} must have {{}} where the task stands."
+        )
     rng = random.Random(f"arithmetic {split} {seed}")
     low, high = 10 ** (config.digits - 1), 10**config.digits
     while True:

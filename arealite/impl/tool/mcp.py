@@ -16,6 +16,9 @@ from arealite.system.deadlines import deadline
 
 logger = log.get(__name__)
 
+LOST = {-32000, -32600, -32001}
+"""Errors that end a session: connection closed; and, by HTTP, what servers that were started anew
+say of a session they do not know."""
 MAX_PAGES = 100
 """Of a server's list of tools."""
 
@@ -77,10 +80,15 @@ class MCPServer:
             except self._sdk.MCPError as error:
                 if error.code == self._sdk.types.INVALID_PARAMS:
                     raise ToolError(error.message) from None
-                if error.code != self._sdk.types.CONNECTION_CLOSED:
+                if error.code not in LOST:
                     raise
                 session.is_lost = True
         raise MCPUnavailable(f"MCP server '{self.name}' died twice in a call of {tool}")
+
+    def check(self) -> None:
+        """Raise MCPUnavailable while there is no session: a call then waits for it in vain."""
+        if self._session is None or self._session.is_lost:
+            raise MCPUnavailable(f"MCP server '{self.name}' died and is not back")
 
     async def close(self) -> None:
         """End the session, and with it a server that was started."""

@@ -12,6 +12,8 @@ from arealite.api.tool import PythonToolConfig, Tool, ToolError, function
 from arealite.base.errors import UserError
 
 MAX_CHARS = 20_000
+MONTY_MB = 64
+"""What a program may keep in Monty: its value is made anew here, in the event loop."""
 AS_TYPED = """import ast
 _scope = {{"__name__": "__main__"}}
 for _node in ast.parse({code!r}).body:
@@ -33,12 +35,13 @@ class PythonTool(Tool):
     def __init__(self, config: PythonToolConfig) -> None:
         super().__init__(config)
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
+        self.stack = AsyncExitStack()
         make = _Monty if config.backend == "monty" else _Sandbox
         self.runner: _Runner = make(config.sandbox)
 
     async def setup(self) -> None:
         """Start what runs programs."""
-        await self.runner.setup()
+        await self.runner.setup(self.stack)
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         """Run a program; of an error, the agent gets the last line."""
@@ -48,7 +51,7 @@ class PythonTool(Tool):
 
     async def close(self) -> None:
         """Stop it."""
-        await self.runner.close()
+        await self.stack.aclose()
 
 
 def failed(why: str, printed: str) -> ToolError:
@@ -61,19 +64,18 @@ class _Runner(ABC):
         self.config = config
 
     @abstractmethod
-    async def setup(self) -> None: ...
+    async def setup(self, stack: AsyncExitStack) -> None:
+        """Start; `stack` ends it."""
 
     @abstractmethod
     async def run(self, code: str) -> str:
         """Return what the program printed; a ToolError says how it failed."""
 
-    @abstractmethod
-    async def close(self) -> None: ...
-
 
 class _Sandbox(_Runner):
-    async def setup(self) -> None:
+    async def setup(self, stack: AsyncExitStack) -> None:
         self.sandbox = SandboxFactory(None).make_sandbox(self.config)
+        stack.push_async_callback(self.sandbox.close)
         await self.sandbox.setup()
 
     async def run(self, code: str) -> str:
@@ -87,14 +89,11 @@ class _Sandbox(_Runner):
         said = outcome.stderr.strip().rpartition("\n")[2] or f"ended with code {outcome.code}"
         raise failed(why.get(outcome.status, said), outcome.stdout)
 
-    async def close(self) -> None:
-        await self.sandbox.close()
-
 
 class _Monty(_Runner):
     """A pool of processes that interpret a subset of Python, without files, network or imports."""
 
-    async def setup(self) -> None:
+    async def setup(self, stack: AsyncExitStack) -> None:
         try:
             import pydantic_monty
         except ImportError as error:
@@ -103,25 +102,23 @@ class _Monty(_Runner):
                 "pip install 'arealite[tools]'"
             ) from error
         self.monty: Any = pydantic_monty
-        self.stack = AsyncExitStack()
         pool = pydantic_monty.AsyncMonty(max_processes=self.config.concurrency)
-        self.pool = await self.stack.enter_async_context(pool)
+        self.pool = await stack.enter_async_context(pool)
 
     async def run(self, code: str) -> str:
         printed = self.monty.CollectString(self.config.output_kb << 10)
         limits: Any = {
             "max_feed_duration_secs": self.config.timeout_s,
-            "max_memory": self.config.memory_mb << 20,
+            "max_memory": min(self.config.memory_mb, MONTY_MB) << 20,
         }
         session = self.pool.checkout(limits=limits, os_policy={"sleep": "zero"})
         try:
             async with session as shell:
                 value = await shell.feed_run(code, print_callback=printed)
+            return printed.output + ("" if value is None else f"{value!r}\n")
         except self.monty.MontyCrashedError as error:
             raise ToolError(str(error)) from error
         except self.monty.MontyError as error:
             raise failed(error.display("type-msg"), printed.output) from error
-        return printed.output + ("" if value is None else f"{value!r}\n")
-
-    async def close(self) -> None:
-        await self.stack.aclose()
+        except (ValueError, RecursionError) as error:  # of repr, of this Python's
+            raise failed(f"the value cannot be shown: {error}", printed.output) from error

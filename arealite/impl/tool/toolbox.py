@@ -12,7 +12,7 @@ from arealite.api.task import Task
 from arealite.api.tool import Tool, ToolError, ToolsEnvConfig, tools
 from arealite.base.errors import ArealiteError, DeadlineError, EpisodeError, UserError
 from arealite.base.registry import unknown
-from arealite.impl.tool.mcp import MCPServer
+from arealite.impl.tool.mcp import MCPServer, MCPTool
 from arealite.system.deadlines import deadline
 
 OWNER = "environment tools"
@@ -112,6 +112,8 @@ class Toolbox:
         except DeadlineError:
             if timer is None or not timer.expired():
                 raise
+            if isinstance(tool, MCPTool):
+                tool.server.check()
             return Answer(f"error: timed out after {seconds:g} s", "timeout")
         except ArealiteError:
             raise

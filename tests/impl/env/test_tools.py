@@ -17,7 +17,7 @@ from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import Reward, RewardConfig, rewards
 from arealite.api.task import Task
 from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
-from arealite.base.errors import EpisodeError
+from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.tools import ToolsEnv
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.tool.calculator import evaluate
@@ -225,6 +225,12 @@ def test_generated_tasks_are_the_same_for_the_same_seed_and_right() -> None:
         assert sum(map(task.count, "+-*")) == 2
         assert all(len(number) == 2 for number in task.translate({43: 32, 45: 32, 42: 32}).split())
         assert row["extra_info"] == {"data_source": "arithmetic", "tools": ["calculator"]}
+
+
+@pytest.mark.parametrize("config", [{"operators": ""}, {"operators": "+x"}, {"prompt": "What?"}])
+def test_tasks_that_cannot_be_made_are_refused(config) -> None:
+    with pytest.raises(UserError, match=r"env\.tools\.arithmetic"):
+        draw(**config)
 
 
 @pytest.mark.parametrize("config", [{"digits": 1}, {"easy": 1.0}, {"easy": 0.5, "prompt": "{}="}])

@@ -56,6 +56,8 @@ def call(name: str, arguments: dict[str, Any]) -> Any:
             return text("there is nobody") | {"isError": True}
         case "greet" if arguments["name"] == "invalid":
             raise RPCError(-32602, "a name must be valid")
+        case "greet" if arguments["name"] == "forgotten" and len([*FOLDER.iterdir()]) == 1:
+            raise RPCError(-32600, "Session terminated")
         case "greet" if arguments["name"] == "broken":
             raise RPCError(-32603, "broken")
         case "greet" if arguments["name"] == "picture":

@@ -117,6 +117,35 @@ async def test_a_call_that_kills_its_server_is_made_once_more(box, tmp_path) -> 
     assert len(pids(tmp_path / "pids")) == 4
 
 
+async def test_a_session_that_the_server_does_not_know_is_begun_anew(box, tmp_path) -> None:
+    box.config = ToolsEnvConfig(timeout_s=30.0)
+    assert await call(box, "t__greet", name="forgotten") == ("hi forgotten", "fine")
+    assert len(pids(tmp_path / "pids")) == 2
+
+
+async def test_a_server_that_hangs_as_it_is_started_again_is_not_the_agents_fault(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "server.py"
+    program.write_text(SOURCE)
+    own = MCPServerConfig(command=[sys.executable, str(program), str(tmp_path / "pids")])
+    box = toolbox(own, timeout_s=0.3)
+    await box.setup()
+    program.write_text("import time; time.sleep(100)")
+    os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
+    with pytest.raises(MCPUnavailable, match="died and is not back"):
+        await call(box, "t__add", a=2, b=3)
+    await box.close()
+
+
+async def test_without_the_sdk_it_says_what_to_install(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    box = toolbox(config(tmp_path / "pids"))
+    with pytest.raises(UserError, match=r"pip install 'arealite\[tools\]'"):
+        await box.setup()
+    await box.close()
+
+
 async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path: Path) -> None:
     program = tmp_path / "server.py"
     program.write_text(SOURCE)

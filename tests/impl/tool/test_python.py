@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,14 @@ async def test_what_the_sandbox_says_is_told(monkeypatch, outcome: Outcome, said
     assert str(raised.value) == said
 
 
+async def test_without_monty_it_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic_monty", None)
+    tool = PythonTool(PythonToolConfig(backend="monty"))
+    with pytest.raises(UserError, match=r"pip install 'arealite\[tools\]'"):
+        await tool.setup()
+    await tool.close()
+
+
 @pytest.mark.parametrize("python", ["monty"], indirect=True)
 @pytest.mark.parametrize(
     ("code", "error"),
@@ -110,6 +119,8 @@ async def test_what_the_sandbox_says_is_told(monkeypatch, outcome: Outcome, said
         ("import socket", "ModuleNotFoundError"),
         ("import subprocess", "ModuleNotFoundError"),
         ("import os\nos.environ", "not supported"),
+        ("2**100000", "cannot be shown"),
+        ("x = []\nfor _ in range(5000): x = [x]\nx", "cannot be shown"),
     ],
 )
 async def test_monty_has_limits_and_no_world(python, code: str, error: str) -> None:
