@@ -67,7 +67,7 @@ class History:
         ids = response.output_ids
         said = text = self.decode(ids)
         if ids and response.stop_reason == "stop" and self.is_special(ids[-1]):
-            said = self.decode(ids[:-1])
+            said = text.removesuffix(self.decode(ids[-1:]))
         self.pieces.append(Piece(ids, text))
         self.messages.append({"role": "assistant", "content": opening + said})
         return said

@@ -45,7 +45,8 @@ class ReasoningAgent(ChatAgent):
         answer = history.pieces[-1]
         length, (_, mark, text) = 0, said.partition(end)
         if mark:
-            length, text = after(history, answer.ids, end), text.lstrip()
+            text = text.lstrip()
+            length = before(history, answer.ids, text + answer.text.removeprefix(said))
         elif begin not in opening + said:
             text = said
         else:  # the answer ended within the thought
@@ -58,27 +59,34 @@ class ReasoningAgent(ChatAgent):
         return Action(text, response, is_last=self.is_over())
 
 
-def after(history: History, ids: list[int], mark: str) -> int:
-    """Return how many tokens there are up to the mark and the white space behind it; 0 where it
-    ends within a token."""
-    count = bisect_left(
-        range(len(ids)), True, key=lambda count: mark in history.decode(ids[:count])
-    )
-    if not history.decode(ids[:count]).rstrip().endswith(mark):
-        return 0
+def before(history: History, ids: list[int], tail: str) -> int:
+    """Return how many tokens there are before those of `tail`, white space included; 0 where it
+    begins within a token.
+
+    It is looked for from the end: thoughts are long, and what follows them is short.
+    """
+
+    def fits(count: int) -> bool:
+        return len(history.decode(ids[count:]).lstrip()) <= len(tail)
+
+    width = 16
+    while width < len(ids) and fits(len(ids) - width):
+        width *= 2
+    count = bisect_left(range(len(ids)), True, lo=max(0, len(ids) - width), key=fits)
     while history.decode(ids[count : count + 1]).isspace():
         count += 1
-    return count
+    return count if history.decode(ids[count:]).lstrip() == tail else 0
 
 
 def drop(history: History, thought: Thought) -> None:
     """Cut a thought out of the conversation; it stays where tokens or template do not let it."""
     prompt, answer, opening = thought.prompt, thought.answer, thought.opening
-    text, content = history.decode(answer.ids[: thought.length]), thought.message["content"]
+    content, rest = thought.message["content"], history.decode(answer.ids[thought.length :])
+    text = answer.text.removesuffix(rest)
     ends = (len(prompt.ids) - count for count in range(len(opening.encode()) + 1))
     end = next((end for end in ends if history.decode(prompt.ids[end:]) == opening), None)
     if not thought.length or end is None or not content.startswith(opening + text):
         return
     prompt.ids, prompt.text = prompt.ids[:end], prompt.text.removesuffix(opening)
-    answer.ids, answer.text = answer.ids[thought.length :], answer.text.removeprefix(text)
+    answer.ids, answer.text = answer.ids[thought.length :], rest
     thought.message["content"] = content[len(opening + text) :]
