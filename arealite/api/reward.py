@@ -49,7 +49,11 @@ class Reward(ABC):
 
 
 rewards: Registry[Reward] = Registry(
-    "reward", {"math_verify": "arealite.impl.reward.math_verify:MathVerifyReward"}
+    "reward",
+    {
+        "math_verify": "arealite.impl.reward.math_verify:MathVerifyReward",
+        "exact_match": "arealite.impl.reward.exact_match:ExactMatchReward",
+    },
 )
 
 

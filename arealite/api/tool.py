@@ -21,9 +21,7 @@ class PythonToolConfig:
     backend: Literal["sandbox", "monty"] = opt(
         "sandbox", "monty: a subset of Python, a hundred times faster (arealite[tools])"
     )
-    sandbox: SandboxConfig = sub(
-        SandboxConfig, "limits; of monty: time, output, number, memory (most: 64)"
-    )
+    sandbox: SandboxConfig = sub(SandboxConfig, "limits; monty's memory is 64 MB at most")
 
 
 @dataclass(frozen=True, kw_only=True)
