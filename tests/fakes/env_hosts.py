@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env, StepEnv, StepResult, envs
@@ -32,6 +32,12 @@ RAISED = {
     "user": UserError("set the option"),
     "broken": InvariantError("cannot be"),
     "timeout": TimeoutError("the database"),
+}
+BAD: dict[str, Callable[[Agent], Any]] = {
+    "block": lambda _: time.sleep(3600),
+    "die": lambda _: os._exit(7),
+    "leak": lambda _: LEAK.append(bytearray(b"x" * 60_000_000)),
+    "nan": lambda agent: agent.reward(float("nan")),
 }
 
 
@@ -59,8 +65,8 @@ class Steps(StepEnv):
 class Moods(Env):
     """Does after the first action what the prompt says; counts what it was cut in."""
 
-    open: set[str] = set()
-    cut: list[str] = []
+    open: ClassVar[set[str]] = set()
+    cut: ClassVar[list[str]] = []
 
     async def run(self, task: Task, **agents: Agent) -> None:
         agent, what = agents["agent"], str(task.prompt)
@@ -75,33 +81,23 @@ class Moods(Env):
             Moods.open.discard(task.task_id)
 
     async def _do(self, what: str, agent: Agent, action: Action) -> None:
+        if what in RAISED:
+            raise RAISED[what]
+        if what in BAD:
+            BAD[what](agent)
         match what:
             case "hang":
                 await asyncio.Event().wait()
-            case "block":
-                time.sleep(3600)
-            case "die":
-                os._exit(7)
             case "pid":
-                action = await agent.act(str(os.getpid()))
-            case "leak":
-                LEAK.append(bytearray(b"x" * 60_000_000))
-            case "nan":
-                agent.reward(float("nan"))
-            case "early":
-                agent.reward(1.0, early=1.0)
-                await agent.act("again")
+                await agent.act(str(os.getpid()))
             case "long":
                 await agent.act("x" * 3_000_000)
             case "odd":
                 await agent.act({"not": "a text"})
             case "tools":
                 action = await agent.act(Observation("call", ("a", "b"), (ADD,)))
-                agent.reward(float(len(action.calls)))
                 assert action.response is not None
                 agent.reward(float(action.response.stop_reason == "length"), cut=1.0)
-            case _ if what in RAISED:
-                raise RAISED[what]
         agent.reward(1.0)
 
 

@@ -20,6 +20,7 @@ from arealite.base.errors import EpisodeError
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, frame
 from arealite.system.limits import Limit, Limits
 
+SPOKEN = (WSMsgType.TEXT, WSMsgType.BINARY)
 CLOSING = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED)
 
 
@@ -141,7 +142,11 @@ class Channel:
                 raise EnvServerLost(f"{name} fell silent") from None
             raise
         self.pending = asyncio.ensure_future(self._socket.receive())
-        return self._read(message)
+        await asyncio.sleep(0)  # what came together with the answer is there now
+        answer = self._read(message)
+        if self.pending.done() and self.pending.result().type in SPOKEN:
+            raise EnvServerGarbage(f"{name} spoke twice")
+        return answer
 
     def check(self) -> None:
         """Raise what is wrong if the server has spoken unasked, closed or died."""
@@ -160,7 +165,7 @@ class Channel:
         await self._socket.close()
 
     def _read(self, message: WSMessage) -> msgspec.Raw:
-        if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+        if message.type not in SPOKEN:
             raise self._ended(message)
         try:
             answer = decode(message.data)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from arealite.api.runtime import RuntimeConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env.channel import Server
-from arealite.impl.env.servers import Servers
+from arealite.impl.env.servers import Servers, parse
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import Budget
 from arealite.system.deadlines import deadline
@@ -65,16 +65,14 @@ class Children:
         self.runtime: RuntimeConfig = config.runtime
         self.name = f"environment {config.type}"
         self._servers = servers
-        self._folder = tempfile.TemporaryDirectory(prefix="arealite-env-")
-        self._config = Path(self._folder.name) / "env_server.yaml"
         own = {"max_sessions": 2**20, "max_message_kb": self.runtime.max_message_kb}
         tree = {name: getattr(args, name) for name in ("seed", "experiment_name", "trial_name")}
         tree["imports"] = list(args.imports)
         tree["cluster"] = OmegaConf.structured(args.cluster)
-        tree["env"] = OmegaConf.structured(config)
-        tree["env"]["runtime"] = RuntimeConfig()
+        tree["env"] = OmegaConf.structured(replace(config, runtime=RuntimeConfig()))
         tree["server"] = {**own, "token_env": self.runtime.token_env}
-        self._config.write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
+        self._yaml = OmegaConf.to_yaml(OmegaConf.create(tree))
+        self._file: Path
         self._running = set[Running]()
         self._tasks = set[asyncio.Task[None]]()
 
@@ -84,6 +82,10 @@ class Children:
         Raises:
             UserError: one does not come to serve; its words are in this process's log.
         """
+        handle, name = tempfile.mkstemp(suffix=".yaml", prefix="arealite-env-")
+        os.close(handle)
+        self._file = Path(name)
+        self._file.write_text(self._yaml)
         starts = (self._start() for _ in range(self.runtime.processes))
         for first in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(first, BaseException):
@@ -96,7 +98,7 @@ class Children:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._remove(child) for child in [*self._running]))
-        self._folder.cleanup()
+        self._file.unlink(missing_ok=True)
 
     def _own(self, work: Any) -> None:
         task = asyncio.create_task(work, name=self.name)
@@ -104,7 +106,7 @@ class Children:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self) -> Running:
-        command = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", self._config]
+        command = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", self._file]
         process = await asyncio.create_subprocess_exec(
             *command,
             env=os.environ | {PARENT: str(os.getpid())},
@@ -123,7 +125,7 @@ class Children:
             await _kill(process)
             raise
         address = line.removeprefix(SERVING).decode().strip()
-        server = self._servers.add(address, most=self.runtime.recycle_episodes)
+        server = self._servers.add(parse(address), most=self.runtime.recycle_episodes)
         logger.info("environment process ready", name=self.name, server=address, child=process.pid)
         exit_ = asyncio.create_task(process.wait())
         child = Running(process, server, exit_, time.monotonic())

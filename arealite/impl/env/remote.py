@@ -9,6 +9,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from arealite.api.agent import Agent
@@ -23,7 +24,17 @@ from arealite.impl.env.children import Children
 from arealite.impl.env.servers import Servers
 from arealite.system.deadlines import deadline
 
+
+
+class Hosted(msgspec.Struct):
+    """What a server says of its environment."""
+
+    name: str
+    seats: tuple[str, ...]
+
+
 decode = msgspec.json.Decoder(Reply).decode
+decode_hosted = msgspec.json.Decoder(Hosted).decode
 
 
 class RemoteEnv(Env):
@@ -31,8 +42,8 @@ class RemoteEnv(Env):
 
     def __init__(self, args: Any, config: EnvConfig) -> None:
         super().__init__(args, config)
-        kind = envs.get(config.type)
-        self.seats, self.resumable = kind.seats, kind.resumable
+        hosted = envs.get(config.type)(args, getattr(config, config.type, None))
+        self.seats, self.resumable = hosted.seats, hosted.resumable
         runtime = config.runtime
         if runtime.type == "remote" and not runtime.addresses:
             raise UserError(
@@ -85,13 +96,16 @@ class RemoteEnv(Env):
         return any(server.alive for server in self.servers.known)
 
     async def _check(self) -> None:
+        expected = Hosted(self.config.type, self.seats)
         for server in [server for server in self.servers.known if server.alive]:
-            told = msgspec.json.decode(await self.servers.get(server, "metadata"))
-            theirs = told.get("name"), tuple(told.get("seats", ()))
-            if theirs != (self.config.type, self.seats):
+            try:
+                hosted = decode_hosted(await self.servers.get(server, "metadata"))
+            except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
+                raise UserError(f"{server.name} does not say what it hosts: {error}") from error
+            if hosted != expected:
                 raise UserError(
-                    f"{server.name} hosts environment {theirs[0]} with seats {theirs[1]}; this run "
-                    f"has {self.config.type} with {self.seats}."
+                    f"{server.name} hosts environment {hosted.name} with seats {hosted.seats}; "
+                    f"this run has {expected.name} with {expected.seats}."
                 )
 
 

@@ -38,8 +38,9 @@ class Servers:
     """Opens sessions for episodes; `start` it before, `close` it after."""
 
     def __init__(self, config: EnvServersConfig) -> None:
-        """Raises UserError where the token's variable is not set."""
+        """Raises UserError where an address is none, or the token's variable is not set."""
         self.config = config
+        self._urls = [parse(address) for address in config.addresses]
         self.known: list[Server] = []
         self.finished = 0
         """Episodes that came to their end."""
@@ -65,8 +66,8 @@ class Servers:
             trace_configs=[trace],
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        for address in self.config.addresses:
-            self.add(address)
+        for url in self._urls:
+            self.add(url)
 
     async def close(self) -> None:
         """Stop asking."""
@@ -75,18 +76,8 @@ class Servers:
         await asyncio.gather(*self._watching.values(), return_exceptions=True)
         await self._session.close()
 
-    def add(self, address: str, *, most: int = 0) -> Server:
-        """Use a server, as soon as it answers, for `most` episodes (0: any number).
-
-        Raises:
-            UserError: the address is none.
-        """
-        try:
-            url = URL(address if "://" in address else f"http://{address}")
-            if url.scheme not in ("http", "https") or not url.host or not url.port:
-                raise ValueError("host:port or http(s)://host[:port] is expected")
-        except ValueError as error:
-            raise UserError(f"environment server '{address}': {error}.") from error
+    def add(self, url: URL, *, most: int = 0) -> Server:
+        """Use a server, as soon as it answers, for `most` episodes (0: any number)."""
         server = Server(url, most)
         self.known.append(server)
         self._watching[server] = asyncio.create_task(self._watch(server), name=server.name)
@@ -214,6 +205,22 @@ class Servers:
                 server.full = server.lost = False
                 self.changed.set()
             await asyncio.sleep(PROBE_S)
+
+
+def parse(address: str) -> URL:
+    """Return the URL of host:port, or of http(s)://host[:port].
+
+    Raises:
+        UserError: it is neither.
+    """
+    try:
+        url = URL(address if "://" in address else f"http://{address}")
+        is_whole = url.host and ("://" in address or url.explicit_port)
+        if url.scheme in ("http", "https") and is_whole:
+            return url
+    except ValueError:
+        pass
+    raise UserError(f"environment server '{address}': host:port or http(s)://host is expected.")
 
 
 async def _refuse(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:

@@ -174,9 +174,11 @@ async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> Non
                     assert said["data"]["code"] == "CAPACITY_REACHED"
                     assert (await refused.socket.receive(timeout=60)).type.name == "CLOSE"
                     assert refused.socket.close_code == 1013
-            async with aiohttp.ClientSession() as session:
-                async with session.post(f"http://{address}/reset") as answer:
-                    assert answer.status == 503
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"http://{address}/reset") as answer,
+            ):
+                assert answer.status == 503
             one_more = [{"session": "x", "type": "reset", "data": {"seed": 1}}]
             assert (await one.ask("batch", one_more))["code"] == "CAPACITY_REACHED"
             assert (await one.ask("step", {"text": "a"}))["reward"] == 0.5
@@ -186,16 +188,18 @@ async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> Non
 
 
 async def test_an_oversized_message_ends_its_own_session_alone() -> None:
-    async with hosted("host_moods", max_message_kb=16) as (server, address):
-        async with wired(address) as other, wired(address) as wire:
-            await other.reset("fine")
-            await wire.reset("hang", "big")
-            await wire.socket.send_str("x" * 20_000)
-            await wire.socket.receive(timeout=60)
-            assert wire.socket.close_code == 1009
-            await eventually(lambda: len(server.sessions) == 1)
-            assert "big" in Moods.cut
-            assert (await other.ask("step", {"text": "a"}))["reward"] == 1.0
+    async with (
+        hosted("host_moods", max_message_kb=16) as (server, address),
+        wired(address) as other,
+        wired(address) as wire,
+    ):
+        await other.reset("fine")
+        await wire.reset("hang", "big")
+        await wire.socket.send_str("x" * 20_000)
+        await wire.socket.receive(timeout=60)
+        assert wire.socket.close_code == 1009
+        await eventually(lambda: len(server.sessions) == 1 and "big" in Moods.cut)
+        assert (await other.ask("step", {"text": "a"}))["reward"] == 1.0
 
 
 async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
@@ -203,23 +207,21 @@ async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
         await wire.reset("fine", "idle")
         message = await wire.socket.receive(timeout=60)
         assert (wire.socket.close_code, message.extra) == (1008, "idle for too long")
-        await eventually(lambda: not server.sessions)
-        assert "idle" in Moods.cut
+        await eventually(lambda: not server.sessions and "idle" in Moods.cut)
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "in the middle"])
 async def test_who_leaves_takes_the_episode_along(how: str) -> None:
     async with hosted("host_moods") as (server, address):
-        async with wired(address) as wire:
+        quick = aiohttp.ClientWSTimeout(ws_close=0.05)  # who is asked does not hear good-bye
+        async with wired(address, timeout=quick) as wire:
             await wire.reset("hang", how)
             if how == "close":
                 await wire.socket.send_str('{"type": "close"}')
             if how == "in the middle":
                 await wire.socket.send_str('{"type": "step", "data": {"text": "a"}}')
-                await eventually(lambda: [*server.sessions.values()][0].steps)
-        await eventually(lambda: not server.sessions)
-        assert how in Moods.cut
-        assert not Moods.open
+                await eventually(lambda: next(iter(server.sessions.values())).steps)
+        await eventually(lambda: not server.sessions and how in Moods.cut and not Moods.open)
 
 
 async def test_http_without_a_session_plays_one_turn() -> None:

@@ -1,0 +1,187 @@
+"""An environment in processes of its own: what it does to itself, it does to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.env import envs
+from arealite.base.errors import UserError
+from arealite.impl.env import children as children_module
+from arealite.impl.rollout.collector import Collector
+from tests.fakes.env_hosts import Steps
+from tests.fakes.env_servers import collecting, failed, played
+from tests.fakes.experiment import tokenizer
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.processes
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find this module's environments whatever folder pytest was started in."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(children_module, "CHECK_S", 0.02)
+
+
+@asynccontextmanager
+async def apart(env: str = "host_moods", **runtime: Any) -> AsyncIterator[Collector]:
+    """A collector whose environment runs in processes of its own."""
+    async with collecting(env, **{"type": "subprocess"} | runtime) as collector:
+        yield collector
+
+
+async def pid_of(collector: Collector, number: int = 0) -> int:
+    """Return which process plays an episode, as the environment tells the agent."""
+    episode = await played(collector, "pid", number)
+    assert failed(episode) is None
+    told = tokenizer().decode(collector._agents.client.requests[-1].input_ids)
+    return int(told)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_crash_takes_its_episodes_and_no_more() -> None:
+    async with apart() as collector:
+        first = await pid_of(collector)
+        assert first != os.getpid()
+        assert failed(await played(collector, "die")) == "env_server_lost"
+        second = await pid_of(collector)
+        assert second != first
+        os.kill(second, signal.SIGKILL)
+        await eventually(lambda: not is_alive(second))
+        third = await pid_of(collector)
+        assert third not in (first, second)
+    await eventually(lambda: not is_alive(third))
+
+
+async def test_kill_9_in_mid_episode_and_a_custom_environment_of_two_seats() -> None:
+    async with apart("host_duel", processes=2) as collector:
+        client = collector._agents.client
+        client.gate.clear()
+        running = [asyncio.create_task(played(collector, "go", n)) for n in range(4)]
+        await client.received(8)  # each episode waits for both of its seats
+        env = collector.parts[""].env
+        assert [server.load for server in env.servers.known] == [2, 2]
+        port = env.servers.known[0].url.port
+        os.kill(listener(port), signal.SIGKILL)
+        await eventually(lambda: sum(task.done() for task in running) == 2)
+        client.gate.set()
+        episodes = await asyncio.gather(*running)
+        assert (
+            sorted(str(failed(each)) for each in episodes) == ["None"] * 2 + ["env_server_lost"] * 2
+        )
+        whole = next(each for each in episodes if failed(each) is None)
+        assert [header.seat for header in whole.headers] == ["first", "second"]
+
+
+def listener(port: int | None) -> int:
+    """Return the process that listens on a port of loopback."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    wanted = f"0100007F:{port:04X}"
+    inode = next(line.split()[9] for line in lines if line.split()[1] == wanted)
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(entry) == f"socket:[{inode}]":
+                return int(entry.parts[2])
+        except OSError:
+            continue
+    raise AssertionError(port)
+
+
+async def test_one_that_hangs_is_killed_and_replaced() -> None:
+    async with apart(silence_s=0.3) as collector:
+        first = await pid_of(collector)
+        assert failed(await played(collector, "block")) == "env_server_lost"
+        assert await pid_of(collector) != first
+        assert not is_alive(first)
+
+
+async def test_it_is_renewed_after_episodes_and_by_memory() -> None:
+    async with apart(recycle_episodes=3) as collector:
+        pids = [await pid_of(collector, number) for number in range(7)]
+        assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
+    async with apart(max_memory_mb=150) as collector:
+        first = await pid_of(collector)
+        for number in range(3):
+            assert failed(await played(collector, "leak", number)) is None
+        await eventually(lambda: not is_alive(first))
+        assert await pid_of(collector) != first
+
+
+async def test_one_that_is_renewed_finishes_what_it_has() -> None:
+    async with apart(recycle_episodes=2) as collector:
+        client = collector._agents.client
+        client.gate.clear()
+        running = [asyncio.create_task(played(collector, "pid", n)) for n in range(4)]
+        await client.received(4)  # two in the old one, which takes no more, two in the new
+        env = collector.parts[""].env
+        assert [server.load for server in env.servers.known] == [2, 2]
+        client.gate.set()
+        assert [failed(each) for each in await asyncio.gather(*running)] == [None] * 4
+
+
+async def test_one_that_dies_again_and_again_ends_the_run() -> None:
+    async with apart(max_restarts=1) as collector:
+        fatal = None
+        for number in range(4):
+            try:
+                assert failed(await played(collector, "die", number)) == "env_server_lost"
+            except UserError as error:
+                fatal = error
+                break
+        assert fatal is not None
+        assert "died 2 times in a row, at first: exit code 7" in str(fatal)
+
+
+@envs.register("known_here_alone")
+class Alone(Steps):
+    """No module that a child imports has it."""
+
+
+async def test_one_that_cannot_start_is_a_users_error() -> None:
+    with pytest.raises(UserError, match="did not start"):
+        async with apart("known_here_alone"):
+            pass
+
+
+PARENT = """
+import asyncio, sys
+from tests.fakes.env_servers import collecting
+
+async def main():
+    async with collecting("host_moods", type="subprocess") as collector:
+        (child,) = collector.parts[""].env.servers.known
+        print(child.url.port, file=sys.stderr, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_it_dies_with_its_parent() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        while not (line := await process.stderr.readline()).strip().isdigit():
+            assert line, "it ended"
+    child = listener(int(line))
+    process.kill()
+    await process.wait()
+    await eventually(lambda: not is_alive(child))

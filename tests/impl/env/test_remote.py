@@ -1,0 +1,266 @@
+"""An environment behind a server: the same trajectories, and failures of their own class."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from aiohttp import web
+from msgspec import structs
+
+from arealite.api.env import EnvConfig
+from arealite.api.env_server import EnvServerConfig, EnvServerOptions
+from arealite.api.rollout_messages import Episode
+from arealite.base.errors import InvariantError, UserError
+from arealite.impl.env import servers as servers_module
+from arealite.impl.env.servers import parse
+from arealite.impl.env_server.app import EnvServer
+from arealite.impl.rollout.collector import Collector
+from tests.fakes.client import response
+from tests.fakes.env_hosts import Moods
+from tests.fakes.env_servers import collecting, failed, fake_openenv, hosted, played, wired
+from tests.fakes.experiment import lease
+from tests.waiting import eventually
+
+
+def spoken(request: Any) -> Any:
+    """Answer each prompt in a way of its own."""
+    dice = random.Random(f"{request.request_id}/{request.input_ids}")
+    ids = [dice.randrange(10, 40) for _ in range(dice.randrange(1, 6))]
+    return response(ids, stop_reason=dice.choice(["stop", "length"]))
+
+
+def steps(server: EnvServer) -> int:
+    """Return how many the only session was told."""
+    return next(iter(server.sessions.values())).steps
+
+
+def pure(episode: Episode) -> list[Any]:
+    """Without what it took."""
+    return [structs.replace(header, seconds=0.0, waits={}) for header in episode.headers]
+
+
+@pytest.mark.parametrize("env", ["host_steps", "host_duel", "host_apart"])
+async def test_an_episode_is_the_same_as_in_process(env: str) -> None:
+    async with hosted(env) as (_, address):
+        async with collecting(env, script=spoken) as here:
+            near = [await here.run(lease(n, prompt="go", members=1), 0) for n in range(4)]
+        async with collecting(env, address, script=spoken) as there:
+            far = [await there.run(lease(n, prompt="go", members=1), 0) for n in range(4)]
+    for (one, frames), (other, others) in zip(near, far, strict=True):
+        assert one.failure is None
+        assert pure(one) == pure(other)
+        assert frames == others
+
+
+async def test_tools_choices_and_how_a_generation_ended_cross_the_wire() -> None:
+    def script(_: Any) -> Any:
+        return response([10], stop_reason="length")
+
+    async with (
+        hosted("host_moods") as (_, address),
+        collecting("host_moods", address, script=script) as collector,
+    ):
+        (header,) = (await played(collector, "tools")).headers
+        assert header.reward == 2.0  # no calls, cut, played
+        assert header.reward_parts == {"cut": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ("unlucky", "unlucky"),
+        ("check", "reward_timeout"),
+        ("key", "error:KeyError"),
+        ("nan", "error:ValueError"),
+        ("long", "env_message_too_large"),
+    ],
+)
+async def test_a_failure_is_of_the_same_class_here(prompt: str, kind: str) -> None:
+    async with (
+        hosted("host_moods", max_message_kb=64) as (server, address),
+        collecting("host_moods", address) as collector,
+    ):
+        assert failed(await played(collector, prompt)) == kind
+        assert failed(await played(collector, "fine")) is None
+        await eventually(lambda: not server.sessions)
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [("user", UserError), ("broken", InvariantError)])
+async def test_what_is_wrong_with_the_run_stops_it_here(prompt: str, kind: Any) -> None:
+    async with (
+        hosted("host_moods") as (_, address),
+        collecting("host_moods", address) as collector,
+    ):
+        with pytest.raises(kind):
+            await played(collector, prompt)
+
+
+async def test_a_message_longer_than_the_client_takes() -> None:
+    async with hosted("host_moods", max_message_kb=2**14) as (_, address):
+        async with collecting("host_moods", address, max_message_kb=64) as collector:
+            assert failed(await played(collector, "long")) == "env_message_too_large"
+        async with collecting("host_moods", address, max_message_kb=1) as collector:
+            assert failed(await played(collector, "x" * 2000)) == "env_message_too_large"
+
+
+async def test_an_environment_that_hangs_ends_by_the_step_and_by_the_episode() -> None:
+    async with hosted("host_moods") as (server, address):
+        async with collecting("host_moods", address, answer_s=0.05) as collector:
+            assert failed(await played(collector, "hang")) == "env_step_timeout"
+        async with collecting("host_moods", address) as collector:
+            object.__setattr__(collector.config, "episode_timeout_s", 0.05)
+            assert failed(await played(collector, "hang")) == "episode_timeout"
+        await eventually(lambda: not server.sessions and not Moods.open)
+
+
+async def test_cancelling_an_episode_ends_it_there() -> None:
+    async with (
+        hosted("host_moods") as (server, address),
+        collecting("host_moods", address) as collector,
+    ):
+        task = asyncio.create_task(played(collector, "hang"))
+        await eventually(lambda: server.sessions and steps(server))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await eventually(lambda: not server.sessions and not Moods.open)
+        assert [each.load for each in collector.parts[""].env.servers.known] == [0]
+
+
+async def test_the_clients_own_failure_ends_the_episode_there() -> None:
+    def script(request: Any) -> Any:
+        return ValueError("no policy")
+
+    async with (
+        hosted("host_steps") as (server, address),
+        collecting("host_steps", address, script=script) as collector,
+    ):
+        assert failed(await played(collector, "go")) == "error:ValueError"
+        await eventually(lambda: not server.sessions)
+
+
+async def test_episodes_are_spread_by_load_and_survive_the_loss_of_a_server(monkeypatch) -> None:
+    monkeypatch.setattr(servers_module, "PROBE_S", 0.02)
+    async with AsyncExitStack() as stack:
+        _, first = await stack.enter_async_context(hosted("host_moods"))
+        second_stack = await stack.enter_async_context(AsyncExitStack())
+        _, second = await second_stack.enter_async_context(hosted("host_moods"))
+        collector = await stack.enter_async_context(collecting("host_moods", first, second))
+        known = collector.parts[""].env.servers.known
+        await eventually(lambda: all(server.alive for server in known))
+        collector._agents.client.gate.clear()
+        running = [asyncio.create_task(played(collector, "fine", n)) for n in range(8)]
+        await collector._agents.client.received(8)
+        assert [server.load for server in known] == [4, 4]
+
+        await second_stack.aclose()  # it dies while its episodes wait for a generation
+        await eventually(lambda: sum(task.done() for task in running) == 4)
+        assert {failed(task.result()) for task in running if task.done()} == {"env_server_lost"}
+        collector._agents.client.gate.set()
+        await asyncio.gather(*running)
+        assert [failed(task.result()) for task in running].count(None) == 4
+
+        await eventually(lambda: not known[1].alive)
+        begun = known[1].begun
+        assert failed(await played(collector, "fine")) is None  # goes to the other
+        assert known[1].begun == begun
+        port = int(second.rpartition(":")[2])
+        await stack.enter_async_context(hosted("host_moods", port=port))
+        await eventually(lambda: known[1].alive)
+        for number in range(4):
+            assert failed(await played(collector, "fine", number)) is None
+        assert known[1].begun > begun
+
+
+async def test_who_finds_no_room_goes_elsewhere_or_waits_or_fails() -> None:
+    async with (
+        hosted("host_moods", max_sessions=2) as (_, small),
+        hosted("host_moods", max_sessions=3) as (_, other),
+        collecting("host_moods", small, other, wait_s=0.2) as collector,
+    ):
+        known = collector.parts[""].env.servers.known
+        await eventually(lambda: all(server.alive for server in known))
+        client = collector._agents.client
+        client.gate.clear()
+        running = [asyncio.create_task(played(collector, "fine", n)) for n in range(5)]
+        await client.received(5)
+        assert sorted(server.load for server in known) == [2, 3]
+        assert failed(await played(collector, "fine")) == "env_server_full"
+        waiting = asyncio.create_task(played(collector, "fine", 9))
+        client.gate.set()
+        assert [failed(each) for each in await asyncio.gather(*running, waiting)] == [None] * 6
+
+
+async def test_a_run_needs_a_server_of_the_same_environment() -> None:
+    with pytest.raises(UserError, match=r"arealite serve env\.type=host_steps"):
+        async with collecting("host_steps", type="remote"):
+            pass
+    with pytest.raises(UserError, match=r"no server answers at 127\.0\.0\.1:9"):
+        async with collecting("host_steps", "127.0.0.1:9", wait_s=0.1):
+            pass
+    for wrong in ("nonsense", "ftp://host:1", "http://", "host:x"):
+        with pytest.raises(UserError, match="is expected"):
+            async with collecting("host_steps", wrong):
+                pass
+    async with hosted("host_duel") as (_, address):
+        with pytest.raises(UserError, match="hosts environment host_duel"):
+            async with collecting("host_steps", address):
+                pass
+
+
+async def test_a_token_is_sent(monkeypatch) -> None:
+    with pytest.raises(UserError, match="no such variable"):
+        async with collecting("host_steps", "127.0.0.1:9", token_env="NO_SUCH_TOKEN"):
+            pass
+    monkeypatch.setenv("HOST_TOKEN", "s3cret")
+    async with hosted("host_steps", token_env="HOST_TOKEN") as (_, address):
+        async with collecting("host_steps", address, token_env="HOST_TOKEN") as collector:
+            assert failed(await played(collector, "go")) is None
+        with pytest.raises(UserError, match="no server answers"):
+            async with collecting("host_steps", address, wait_s=0.1):
+                pass
+
+
+async def test_no_redirect_is_followed() -> None:
+    async with hosted("host_steps") as (server, address):
+
+        async def away(request: web.Request) -> web.StreamResponse:
+            raise web.HTTPFound(f"http://{address}{request.path}")
+
+        async with fake_openenv(lambda *_: None, ws=away) as foreign:
+            with pytest.raises(UserError, match="does not say what it hosts"):
+                async with collecting("host_steps", foreign):
+                    pass
+            async with collecting("host_steps", address) as collector:
+                env = collector.parts[""].env
+                env.servers.remove(env.servers.known[0])
+                env.servers.add(parse(foreign))
+                object.__setattr__(env.config.runtime, "wait_s", 0.2)
+                assert failed(await played(collector, "go")) == "env_server_lost"
+        assert not server.sessions
+
+
+async def test_a_hosted_environment_may_run_elsewhere_itself() -> None:
+    """`arealite serve env.runtime.type=…`: what it hosts is any Env."""
+    async with hosted("host_duel") as (_, address):
+        far = EnvConfig(type="host_duel")
+        object.__setattr__(far.runtime, "type", "remote")
+        object.__setattr__(far.runtime, "addresses", [address])
+        config = EnvServerConfig(env=far, server=EnvServerOptions())
+        async with EnvServer(config).serving() as outer, wired(outer) as wire:
+            first = await wire.reset("go")
+            assert first["observation"]["waiting"]
+
+
+def test_the_collector_takes_seats_and_resumption_from_the_class() -> None:
+    config = EnvConfig(type="host_duel")
+    object.__setattr__(config.runtime, "type", "subprocess")
+    from arealite.api.env import EnvFactory
+
+    env = EnvFactory(None).make_env(config)
+    assert (env.seats, env.resumable) == (("first", "second"), True)
+    assert Collector is not None
