@@ -23,7 +23,6 @@ class ReasoningGymConfig:
     any_scorer: bool = opt(
         False, "also datasets whose scorer is known to be wrong, or runs answers as programs"
     )
-    threads: int = opt(4, "scorers that run at a time", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-from importlib.util import find_spec
-from typing import Any
+from contextlib import AsyncExitStack
 
 import pytest
 from msgspec import structs
 
+from arealite.api.adapter_config import OpenEnvConfig
 from arealite.api.agent import Agent
 from arealite.api.env import Env, EnvConfig, EnvFactory, envs
 from arealite.api.game_config import MathEnvConfig
@@ -18,10 +18,13 @@ from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
 from arealite.api.tool import ToolsEnvConfig
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.impl.env.openenv import OpenEnvEnv
 from arealite.impl.rollout.collector import Collector
 from arealite.system.dataset import make_task
 from tests.fakes.client import ScriptedClient, response
+from tests.fakes.env_servers import hosted
 from tests.fakes.experiment import experiment, lease, tokenizer
+from tests.fakes.foreign import ADAPTERS, installed
 from tests.impl.env import (
     players,
     test_math,  # registers the reward
@@ -41,27 +44,13 @@ ENVS = {
     "gyllm": ("play", None),
     "reasoning_gym": ("play", None),
     "textarena": ("play", None),
+    "openenv": ("play", None),
     "world": ("ok", None),
     "duel": ("go", None),
     "counter": ("a", None),
 }
 ANSWERS = {"tic_tac_toe": [10]}
 """Tokens of the answer with which all seats come to act, where that is another than of the rest."""
-
-ADAPTERS = {
-    "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
-    "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
-    "reasoning_gym": {"dataset": "chain_sum"},
-    "textarena": {"env_id": "SimpleNegotiation-v0"},
-}
-"""Options of environments that play rows of their own."""
-
-
-def installed(name: str) -> Any:
-    """Leave an environment out where the package that it is of is not there."""
-    is_missing = name in ("reasoning_gym", "textarena") and find_spec(name) is None
-    skip = pytest.mark.skipif(is_missing, reason=f"{name} is not installed: the extra envs")
-    return pytest.param(name, marks=skip)
 
 
 @pytest.fixture(params=[installed(name) for name in ENVS])
@@ -82,9 +71,15 @@ async def played(request):
         env = players.make(request.param, **ADAPTERS[request.param])
         made.parts[""] = made.parts[""]._replace(env=env)
         work = structs.replace(work, task=make_task(*players.first_rows(env, 1), "train-0", "here"))
-    await made.setup()
-    yield made, work
-    await made.close()
+    async with AsyncExitStack() as stack:
+        if request.param == "openenv":  # our own server is one of OpenEnv's kind
+            _, address = await stack.enter_async_context(hosted("host_steps"))
+            action, seen = {"text": "{text}"}, ["content"]
+            own = OpenEnvConfig(addresses=[address], action=action, observation=seen, max_steps=3)
+            made.parts[""] = made.parts[""]._replace(env=OpenEnvEnv(config, own))
+        await made.setup()
+        yield made, work
+        await made.close()
 
 
 def test_every_built_in_environment_is_tested() -> None:

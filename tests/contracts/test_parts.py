@@ -12,7 +12,7 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, agents
 from arealite.api.engine import TrainEngine, engines
 from arealite.api.engine_config import TrainEngineConfig
-from arealite.api.env import Env, EnvConfig, EnvFactory, envs
+from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients
 from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
@@ -22,6 +22,8 @@ from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import Reward, RewardConfig, RewardFactory, rewards
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
+from tests.fakes.foreign import ADAPTERS, installed
+from tests.impl.env import players
 
 KINDS: list[tuple[Any, type, type | None]] = [
     (agents, Agent, AgentConfig),
@@ -86,10 +88,10 @@ def test_a_logger_takes_steps_in_order_and_closes(name: str, tmp_path: Path):
     assert all(path.stat().st_size > 0 for path in written)
 
 
-@pytest.mark.parametrize("name", built_in(envs))
+@pytest.mark.parametrize("name", [installed(name) for name in built_in(envs)])
 async def test_an_environment_starts_and_stops_more_than_once(name: str):
     for _ in range(2):
-        env = EnvFactory(args=None).make_env(EnvConfig(type=name))
+        env = players.make(name, **ADAPTERS.get(name, {}))
         await env.setup()
         await env.close()
     assert env.seats

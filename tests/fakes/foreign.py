@@ -4,7 +4,26 @@ from __future__ import annotations
 
 import random
 import threading
+from importlib.util import find_spec
 from typing import Any
+
+import pytest
+
+ADAPTERS = {
+    "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
+    "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
+    "reasoning_gym": {"dataset": "chain_sum"},
+    "textarena": {"env_id": "SimpleNegotiation-v0"},
+}
+"""Options with which adapters can be tried; they play rows of their own."""
+
+
+def installed(name: str) -> Any:
+    """Leave an environment out where the package that it is of is not there."""
+    is_missing = name in ("reasoning_gym", "textarena") and find_spec(name) is None
+    skip = pytest.mark.skipif(is_missing, reason=f"{name} is not installed: the extra envs")
+    return pytest.param(name, marks=skip)
+
 
 RELEASE = threading.Event()
 """Ends the calls that hang."""

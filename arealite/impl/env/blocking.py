@@ -104,18 +104,20 @@ class Instance:
 
 
 class Instances:
-    """The environments that `make` makes: one an episode at a time, used again by the next."""
+    """Environments that `make` makes: one an episode at a time, used again by the next."""
 
-    def __init__(self, make: Callable[[], Any], *, threads: int) -> None:
+    make: Callable[[], Any]
+    """Set before the first episode."""
+
+    def __init__(self, *, threads: int) -> None:
         self.threads = Threads(threads)
-        self._make = make
         self._idle: list[Instance] = []
 
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[Instance]:
         """Lend an environment; one whose episode failed is closed and not lent again."""
         instance = self._idle.pop() if self._idle else await self.threads.call(
-            lambda: Instance(self._make(), self.threads), drop=Instance.close
+            lambda: Instance(self.make(), self.threads), drop=Instance.close
         )  # fmt: skip
         try:
             yield instance

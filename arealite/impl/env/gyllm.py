@@ -32,6 +32,7 @@ class GyLLMEnv(Env):
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
         self.seats = tuple(config.seats)
+        self._instances = Instances(threads=config.threads)
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -41,15 +42,16 @@ class GyLLMEnv(Env):
 
     async def setup(self) -> None:
         """Make the first environment."""
-        config = self.config
-        self._instances = Instances(maker("gyllm", config), threads=config.threads)
+        self._instances.make = maker("gyllm", self.config)
         try:
             async with self._instances.one() as instance:
                 theirs = {*getattr(instance.env, "agents", self.seats)}
         except Exception as error:
             raise UserError(f"env.gyllm: it cannot be made: {error}") from error
         if theirs != {*self.seats}:
-            raise UserError(f"env.gyllm.seats={config.seats}: its actors are {sorted(theirs)}.")
+            raise UserError(
+                f"env.gyllm.seats={self.config.seats}: its actors are {sorted(theirs)}."
+            )
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then let the asked actors act until nobody is.

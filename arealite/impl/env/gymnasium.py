@@ -21,6 +21,10 @@ HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 class GymnasiumEnv(Env):
     """One seat acts until the environment, or the config, ends the episode."""
 
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self._instances = Instances(threads=config.threads)
+
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield a seed a row, with the rules as prompt."""
@@ -29,14 +33,13 @@ class GymnasiumEnv(Env):
 
     async def setup(self) -> None:
         """Make the first environment, and see that an agent can act in it."""
-        config = self.config
-        self._instances = Instances(maker("gymnasium", config), threads=config.threads)
+        self._instances.make = maker("gymnasium", self.config)
         try:
             async with self._instances.one() as instance:
                 space = getattr(instance.env, "action_space", None)
         except Exception as error:
             raise UserError(f"env.gymnasium: it cannot be made: {error}") from error
-        self._first, self.choices = actions(space, config.actions)
+        self._first, self.choices = actions(space, self.config.actions)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then step to the end; a step's reward is its turn's."""

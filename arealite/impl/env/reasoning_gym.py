@@ -73,7 +73,7 @@ class ReasoningGymEnv(Env):
 
     async def setup(self) -> None:
         """Import the package, which takes a second, and check the dataset."""
-        self._threads = Threads(self.config.threads)
+        self._threads = Threads(1)  # datasets keep what they draw from in themselves
         self._options = await self._threads.call(check, self.config)
 
     async def run(self, task: Task, **agents: Agent) -> None:

@@ -126,8 +126,10 @@ async def test_a_step_that_hangs_keeps_its_thread_and_nothing_else(opened: Gymna
     ],
 )
 async def test_what_cannot_be_made_is_refused(options: dict[str, Any], says: str) -> None:
+    env = make("gymnasium", **options)
     with pytest.raises(UserError, match=says):
-        await make("gymnasium", **options).setup()
+        await env.setup()
+    await env.close()
 
 
 async def test_a_task_without_a_seed_is_refused(opened: GymnasiumEnv) -> None:
