@@ -22,6 +22,7 @@ from arealite.api.llm import clients
 from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.task import Task
+from arealite.api.tool import tools
 from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.model_folder import other_model, vocab_size
@@ -101,6 +102,12 @@ def check_names(config: ExperimentConfig) -> None:
         (clients, collector.client.type),
         (agents, collector.agent.type),
         *((envs, part.env.type) for part in collector.parts.values()),
+        *(
+            (tools, name)
+            for part in collector.parts.values()
+            if part.env.type == "tools"
+            for name in part.env.tools.tools
+        ),
         *((agents, who.type) for part in collector.parts.values() for who in part.seats.values()),
         *((loggers, name) for name in config.logger.types),
     ]:

@@ -36,6 +36,10 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
             "launcher.rollout_workers=3, with",
         ),
         (f"{TWO} collector.envs.c.env.type=mth", "Unknown env type 'mth'. Did you mean 'math'"),
+        (
+            "collector.env.type=tools collector.env.tools.tools=[calculater]",
+            "Unknown tool type 'calculater'. Did you mean 'calculator'",
+        ),
         (f"{TWO} collector.envs.b.seats.first.type=jdge", "Unknown agent type 'jdge'"),
     ],
 )
@@ -49,6 +53,8 @@ def test_it_is_allowed(tmp_path: Path) -> None:
     assert worlds is not None
     check_options(configured(tmp_path, f"{TWO} collector.envs.b.seats.second.type=judge"))
     check_options(configured(tmp_path, "collector.env.type=math"))
+    own = "collector.env.tools.mcp.x.command=[true] collector.env.tools.mcp.x.env.A=b"
+    check_options(configured(tmp_path, f"collector.env.type=tools {own}"))
     check_options(configured(tmp_path, "collector.autoscale.enabled=true launcher.max_workers=4"))
 
 
