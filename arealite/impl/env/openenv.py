@@ -43,8 +43,6 @@ class OpenEnvEnv(Env):
 
     def __init__(self, args: Any, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
-        if not config.addresses:
-            raise UserError("env.type=openenv needs env.openenv.addresses=[host:port,…].")
         self.servers = Servers(config)
 
     @classmethod
@@ -56,7 +54,13 @@ class OpenEnvEnv(Env):
             yield {"prompt": config.instruction, "extra_info": {"reset": reset}}
 
     async def setup(self) -> None:
-        """Begin to look for the servers."""
+        """Begin to look for the servers.
+
+        Raises:
+            UserError: there are no addresses.
+        """
+        if not self.config.addresses:
+            raise UserError("env.type=openenv needs env.openenv.addresses=[host:port,…].")
         await self.servers.start()
 
     async def run(self, task: Task, **agents: Agent) -> None:

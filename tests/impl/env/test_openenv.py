@@ -201,6 +201,7 @@ def test_rows_seed_the_server_and_splits_differ() -> None:
     assert len({*seeds("train", 1), *seeds("train", 2), *seeds("eval", 1)}) == 150
 
 
-def test_it_needs_an_address() -> None:
+async def test_it_needs_an_address() -> None:
     with pytest.raises(UserError, match="addresses"):
-        OpenEnvEnv(None, OpenEnvConfig())
+        async with playing():
+            pass
