@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ class OpenEnvEnv(Env):
     def __init__(self, args: Any, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
         self.servers = Servers(config)
+        self._stack = AsyncExitStack()
 
     @classmethod
     def rows(cls, config: OpenEnvConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -62,6 +64,7 @@ class OpenEnvEnv(Env):
         if not self.config.addresses:
             raise UserError("env.type=openenv needs env.openenv.addresses=[host:port,…].")
         await self.servers.start()
+        self._stack.push_async_callback(self.servers.close)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's `extra_info.reset`, and step until done or `max_steps`. The first
@@ -90,7 +93,7 @@ class OpenEnvEnv(Env):
 
     async def close(self) -> None:
         """Leave the servers alone."""
-        await self.servers.close()
+        await self._stack.aclose()
 
     def first(self, task: Task, observation: Any) -> Any:
         """Return a task's prompt with the first observation after it."""
