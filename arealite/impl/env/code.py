@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import marshal
 import random
 import re
 import time
@@ -133,13 +134,17 @@ class CodeEnv(Env):
 
 @cache
 def harness() -> str:
-    """Return a program that defines the harness's modules one by one, and so runs the last."""
+    """Return a program that makes the harness's modules, compiled, and so runs the last."""
     named = [f"arealite.impl.env.{name}" for name in MODULES[:-1]] + ["__main__"]
-    sources = [Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES]
+    texts = [Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES]
+    codes = [
+        marshal.dumps(compile(text, name, "exec"))
+        for text, name in zip(texts, MODULES, strict=True)
+    ]
     return (
-        f"import sys\nfor name, source in {[*zip(named, sources, strict=True)]!r}:\n"
+        f"import marshal, sys\nfor name, code in {[*zip(named, codes, strict=True)]!r}:\n"
         "    module = sys.modules[name] = type(sys)(name)\n"
-        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
+        "    exec(marshal.loads(code), module.__dict__)\n"
     )
 
 

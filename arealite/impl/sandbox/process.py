@@ -7,6 +7,7 @@ late program end in the same way.
 from __future__ import annotations
 
 import asyncio
+import marshal
 import os
 import subprocess
 import sys
@@ -26,7 +27,18 @@ from arealite.system.deadlines import deadline
 
 START_S, END_S, PROBE_S = 60.0, 10.0, 30.0
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-PLACE: Any = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "cwd": "/", "env": ENVIRONMENT}
+PLACE: Any = {
+    **{"stdin": PIPE, "stdout": PIPE, "stderr": PIPE},
+    **{"cwd": "/", "env": ENVIRONMENT, "start_new_session": True},
+}
+"""A session of its own is not told of this terminal's signals, and has its share of the cores."""
+BOOT = """import marshal, os
+def receive(count):
+    text = b""
+    while len(text) < count:
+        text += os.read(0, count - len(text)) or os._exit(0)
+    return text
+exec(marshal.loads(receive(int.from_bytes(receive(4), "little"))))"""
 PROBE = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('works')"
 USERS = cycle(sorted(range(60000, 65000), key=lambda _: random()))
 """Ids for programs where this process is root's: each has one of its own, and so its own limit on
@@ -72,25 +84,27 @@ class ProcessSandbox(Sandbox):
 
 
 @cache
-def warden() -> str:
-    """Return the warden's source."""
-    return Path(__file__).with_name("warden.py").read_text()
+def warden() -> bytes:
+    """Return the warden, compiled: that takes longer than most programs."""
+    file = Path(__file__).with_name("warden.py")
+    return marshal.dumps(compile(file.read_text(), "<warden>", "exec"))
 
 
 def command(config: SandboxConfig, backend: str) -> list[str]:
-    """Return the command that starts a warden."""
+    """Return the command that starts a warden, whose code comes first on its stdin."""
     folders = [sys.base_prefix, *([config.packages] if config.packages else [])]
-    python = [os.path.realpath(sys.executable), "-I", "-S", "-c", warden()]
     sizes = config.memory_mb << 20, config.processes, config.output_kb << 10, config.disk_mb << 20
     words = [backend, config.timeout_s, *sizes, *folders]
     outside = bwrap.command(folders, config.disk_mb << 20) if backend == "bwrap" else []
+    python = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT]
     return [*outside, *python, *map(str, words)]
 
 
 def request(program: str, stdin: str) -> bytes:
-    """Return what a warden is told; what no file could hold becomes "?"."""
-    texts = program.encode(errors="replace"), stdin.encode(errors="replace")
-    return pack("<3I", next(USERS), *map(len, texts)) + b"".join(texts)
+    """Return what a warden is told, after its own code; what no file could hold becomes "?"."""
+    code, texts = warden(), (program.encode(errors="replace"), stdin.encode(errors="replace"))
+    head = pack("<I", len(code)) + code + pack("<3I", next(USERS), *map(len, texts))
+    return head + b"".join(texts)
 
 
 async def spawn(words: list[str]) -> Process:

@@ -1,8 +1,8 @@
 """The process that confines a program, watches it, ends it and tells what became of it.
 
 It runs inside the sandbox, above the program: so the same limits and the same end hold whatever
-confines, and outside nothing is left to do but to wait. `process.py` gives this file to
-`python -I -S -c`, so it imports nothing of the package and little else.
+confines, and outside nothing is left to do but to wait. `process.py` sends this file along, so it
+imports nothing of the package and little else, and has `receive` from there.
 
 On stdin come a user id, the lengths of a program and of its input, and then both; the end of stdin
 is the order to stop. On stdout goes one line, `status code seconds length`, then stdout and stderr.
@@ -14,7 +14,6 @@ import builtins
 import os
 import resource
 import select
-import signal
 import stat
 import sys
 import time
@@ -23,9 +22,11 @@ from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
 from errno import ENOSYS, EPERM
 from struct import pack, unpack
 
+TYPE_CHECKING = False
+
 LOOK_S = 0.05
 """How often memory, processes and files are counted: no rlimit holds for all processes together."""
-MAX_FILES = 4096
+MAX_FILES, SIGKILL = 4096, 9
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_DAC_READ_SEARCH, CAP_VERSION_3 = 2, 0x20080522
@@ -67,6 +68,13 @@ ALLOWED_IF = [  # system call, argument, mask, and what the masked argument must
 ]
 CLONE3 = 435
 """Its flags are in memory, where no filter looks; the C library then uses clone."""
+
+if TYPE_CHECKING:
+
+    def receive(count: int) -> bytes:
+        """Read from stdin and no further; exit at its end."""
+        ...
+
 
 libc = CDLL(None, use_errno=True)
 
@@ -177,7 +185,7 @@ class Limits:
             restrict_files([*READABLE, *self.folders])
         if self.mode != "unsafe" and os.getuid() == 0:
             be_nobody(user, self.mode == "landlock")
-        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor its forks into each other
         if self.mode != "unsafe":
             filter_calls(self.mode == "landlock")
@@ -207,30 +215,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def receive(count: int) -> bytes:
-    """Read from stdin, which is not read further: its end says something."""
-    text = b""
-    while len(text) < count:
-        piece = os.read(0, count - len(text))
-        if not piece:
-            os._exit(0)
-        text += piece
-    return text
-
-
-def start(user: int, given: bytes, limits: Limits) -> tuple[int, dict[int, bytearray]]:
+def start(user: int, size: int, limits: Limits) -> tuple[int, dict[int, bytearray]]:
     """Fork a confined process; return its id, here, and the ends of its two pipes.
 
-    In the new process return 0.
+    In the new process return 0. Its stdin is read when it exists: it holds no copy, which it could
+    search for what was not meant for it yet.
 
     Raises:
         OSError: it could not be confined.
     """
-    stdin = os.memfd_create("stdin")
-    with open(os.dup(stdin), "wb") as file:
-        file.write(given)
-    os.lseek(stdin, 0, os.SEEK_SET)
-    out, err, ready = os.pipe(), os.pipe(), os.pipe()
+    stdin, out, err, ready, go = os.memfd_create("stdin"), *(os.pipe() for _ in range(4))
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
@@ -241,14 +235,22 @@ def start(user: int, given: bytes, limits: Limits) -> tuple[int, dict[int, bytea
         except Exception as error:  # noqa: BLE001  (the parent raises it)
             os.write(ready[1], f"{type(error).__name__}: {error}".encode())
             os._exit(1)
+        os.close(ready[1])
+        os.read(go[0], 1)
         os.closerange(3, 256)
         return 0, {}
-    for file in (stdin, out[1], err[1], ready[1]):
+    for file in (out[1], err[1], ready[1], go[0]):
         os.close(file)
     with open(ready[0], "rb") as said:
         problem = said.read()
     if problem:
         raise OSError(problem.decode())
+    with open(stdin, "wb") as file:
+        while size:
+            size -= file.write(receive(min(size, 1 << 16)))
+        file.seek(0)
+    os.write(go[1], b"x")
+    os.close(go[1])
     return pid, {out[0]: bytearray(), err[0]: bytearray()}
 
 
@@ -282,13 +284,13 @@ def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
 
     The group dies at once, bombs too: none can leave it. Who could (unsafe) is killed one by one.
     """
-    os.killpg(pid, signal.SIGKILL)
+    os.killpg(pid, SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(ChildProcessError):
         while True:
             for left in children(os.getpid()):
                 with suppress(ProcessLookupError):
-                    os.kill(left, signal.SIGKILL)
+                    os.kill(left, SIGKILL)
             os.waitpid(-1, 0)
     for file, text in texts.items():
         os.set_blocking(file, False)
@@ -321,12 +323,13 @@ def main() -> None:
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program cannot look into this process
     os.stat("/proc/thread-self/children")  # without it nothing can be counted
-    user, *sizes = unpack("<3I", receive(12))
-    program, given = map(receive, sizes)
+    user, length, size = unpack("<3I", receive(12))
+    program = receive(length)
     begin = time.monotonic()
-    pid, texts = start(user, given, limits)
+    pid, texts = start(user, size, limits)
     if pid == 0:
-        return execute(program, limits.folders[1:])
+        execute(program, limits.folders[1:])
+        return
     try:
         status = watch(pid, texts, limits)
     finally:
@@ -338,8 +341,8 @@ def main() -> None:
     answer = f"{status} {code} {seconds:.6f} {len(out)}\n".encode() + out + err
     while answer:
         answer = answer[os.write(1, answer) :]
-    return None
+    os._exit(0)
 
 
-if __name__ == "__main__":
+if "receive" in globals():
     main()

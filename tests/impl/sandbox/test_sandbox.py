@@ -4,6 +4,7 @@ they are contained, and nothing of them is left."""
 from __future__ import annotations
 
 import asyncio
+import marshal
 import os
 import random
 import signal
@@ -12,14 +13,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import uvloop
 
 from arealite.api.sandbox import SandboxConfig, SandboxFactory, SandboxFailed
 from arealite.base.errors import UserError, failure_class
-from arealite.impl.sandbox import choice
-from arealite.impl.sandbox.process import ProcessSandbox, warden
+from arealite.impl.sandbox import choice, process, warden
+from arealite.impl.sandbox.process import BOOT, ProcessSandbox
 from tests.impl.sandbox.cells import BACKENDS, CONFINED, cell, left
 from tests.waiting import eventually, until
 
@@ -227,7 +229,7 @@ async def check_refusals(sandbox: ProcessSandbox, mark: str, port: int) -> None:
 
 async def check_stops(sandbox: ProcessSandbox) -> None:
     for name, (program, status) in STOPPED.items():
-        seconds = sandbox.command.index(warden()) + 2
+        seconds = sandbox.command.index(BOOT) + 2
         sandbox.command[seconds] = "0.4" if status == "timeout" else "60"
         done = await sandbox.run(program)
         assert (done.status, done.code) == (status, -signal.SIGKILL), (name, done)
@@ -351,10 +353,17 @@ async def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
         await made.run("print(1)" * 100_000)
 
 
-async def test_what_cannot_be_confined_is_not_run(tmp_path):
+def without_landlock() -> CodeType:
+    """Return a warden as on a kernel that knows no Landlock."""
+    source = Path(warden.__file__).read_text()
+    return compile(source.replace("RESTRICT = 444,", "RESTRICT = 9999,"), "warden", "exec")
+
+
+async def test_what_cannot_be_confined_is_not_run(tmp_path, monkeypatch):
     """A warden whose limits fail starts nothing."""
+    code = marshal.dumps(without_landlock())
+    monkeypatch.setattr(process, "warden", lambda: code)
     made = ProcessSandbox(SandboxConfig(), "landlock")
-    made.command = [word.replace("RESTRICT = 444,", "RESTRICT = 9999,") for word in made.command]
     with pytest.raises(SandboxFailed, match="Function not implemented"):
         await made.run(f"open({str(tmp_path / 'x')!r}, 'w')")
     assert not (tmp_path / "x").exists()
@@ -405,10 +414,8 @@ def test_a_host_is_tried_once(monkeypatch):
 
 
 def test_tables_of_system_calls_have_no_number_twice():
-    from arealite.impl.sandbox import warden as module
-
-    tables = module.FORBIDDEN | module.FORBIDDEN_UNDER_LANDLOCK
+    tables = warden.FORBIDDEN | warden.FORBIDDEN_UNDER_LANDLOCK
     for column in (0, 1):
-        numbers = [pair[column] for pair in tables.values() if pair[column] != module.NOWHERE]
+        numbers = [pair[column] for pair in tables.values() if pair[column] != warden.NOWHERE]
         assert len(set(numbers)) == len(numbers)
-    assert os.uname().machine in module.MACHINES
+    assert os.uname().machine in warden.MACHINES
