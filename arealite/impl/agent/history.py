@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from arealite.api.llm import LLMResponse
@@ -31,6 +32,17 @@ class Piece:
     text: str
 
 
+first = lru_cache(maxsize=1024)(encode)
+"""For first prompts: the episodes of a group share one."""
+
+
+@lru_cache(maxsize=1024)
+def ending(tokenizer: Any, token: int) -> str:
+    """Return how a template writes a token that may end a turn, "" for one that is text."""
+    is_text = tokenizer.decode([token], skip_special_tokens=True)
+    return "" if is_text else tokenizer.decode([token])
+
+
 class History:
     """One conversation, from its first prompt on."""
 
@@ -51,11 +63,14 @@ class History:
         self.tools = tools or self.tools
         text = render(self.tokenizer, self.messages, tools=self.tools)
         held = "".join([piece.text for piece in self.pieces])
-        if not text.startswith(held):
+        if not held:
+            ids = first(self.tokenizer, text)
+        elif text.startswith(held):
+            ids = self._encode(text[len(held) :])
+        else:
             self._tell(held, text)
-            self.pieces, held = [], ""
-        added = text[len(held) :]
-        self.pieces.append(Piece(self._encode(added), added))
+            self.pieces, held, ids = [], "", encode(self.tokenizer, text)
+        self.pieces.append(Piece(ids, text[len(held) :]))
         return [token for piece in self.pieces for token in piece.ids]
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
@@ -66,8 +81,8 @@ class History:
         """
         ids = response.output_ids
         said = text = self.decode(ids)
-        if ids and response.stop_reason == "stop" and self.is_special(ids[-1]):
-            said = text.removesuffix(self.decode(ids[-1:]))
+        if ids and response.stop_reason == "stop":
+            said = text.removesuffix(ending(self.tokenizer, ids[-1]))
         self.pieces.append(Piece(ids, text))
         self.messages.append({"role": "assistant", "content": opening + said})
         return said
@@ -76,16 +91,12 @@ class History:
         """Return the text of tokens, special ones included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    def is_special(self, token: int) -> bool:
-        """Whether a token is of no text, as those that end a turn."""
-        return not self.tokenizer.decode([token], skip_special_tokens=True)
-
     def _encode(self, text: str) -> list[int]:
         """Tokenise what comes next: behind the token that ended the turn, because tokenizers treat
         the beginning of a text, and white space behind a special token, in ways of their own."""
-        last = self.pieces[-1].ids[-1:] if self.pieces else []
-        if last and self.is_special(last[0]):
-            ids = encode(self.tokenizer, self.decode(last) + text)
+        last = self.pieces[-1].ids[-1:]
+        if last and (end := ending(self.tokenizer, last[0])):
+            ids = encode(self.tokenizer, end + text)
             if ids[:1] == last:
                 return ids[1:]
         return encode(self.tokenizer, text)
