@@ -88,6 +88,7 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         **spread("staleness/", [step - h.oldest_version for h in headers]),
         "episode/trajectories": float(count),
         "episode/turns_mean": sum(h.turns for h in headers) / count,
+        "episode/segments_mean": sum(len(h.segment_lengths) for h in headers) / count,
         "episode/truncated_frac": sum(h.truncated for h in headers) / count,
         "episode/seconds_mean": sum(h.seconds for h in headers) / count,
         "episode/seconds_max": max(h.seconds for h in headers),
