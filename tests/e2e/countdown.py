@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env, envs
+from arealite.api.fields import opt
 from arealite.api.task import Task
 
 
-@envs.register("countdown")
+@dataclass(frozen=True, kw_only=True)
+class CountdownConfig:
+    """How slow it is."""
+
+    pause_s: float = opt(0.0, "after each answer")
+
+
+@envs.register("countdown", config=CountdownConfig)
 class Countdown(Env):
     """Both seats get what share of the text is digits."""
 
@@ -26,5 +36,6 @@ class Countdown(Env):
     async def run(self, task: Task, **agents: Agent) -> None:
         said = task.prompt
         for agent in agents.values():
-            said = (await agent.act(said)).text
+            said = (await agent.act(said or "?")).text
+            await asyncio.sleep(self.config.pause_s)
             agent.reward(sum(map(str.isdigit, said)) / max(len(said), 1))
