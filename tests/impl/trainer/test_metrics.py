@@ -89,7 +89,7 @@ def test_trajectory_metrics() -> None:
     assert got["episode/truncated_frac"] == pytest.approx(1 / 3)
     assert got["episode/groups_zero_variance"] == 1
     assert got["episode/segments_mean"] == 1.0
-    split = metrics.trajectory_metrics([header("g/0/agent", parts * 2)], step=3)
+    split = metrics.trajectory_metrics([header("g/0/agent", parts * 2, reward=0.0)], step=3)
     assert split["episode/segments_mean"] == 2.0
 
 
