@@ -46,9 +46,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer: Any = load_tokenizer(config.model.path)
         count = write_rows(out, rows(tasks, samples, kept, tokenizer.decode))
     print(f"{out}: {count} rows of {len(kept)} trajectories")
-    if failed:
-        print(f"{failed} samples failed; the same command tries them again")
-    return int(failed > 0)
+    return sampling.tell_failed(failed)
 
 
 def chosen(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:

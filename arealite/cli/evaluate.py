@@ -45,15 +45,13 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"out={out}: its folder does not exist.")
     with sampling.sampled(config, "eval") as (tasks, samples, failed):
         result = report(config, tasks, samples)
-    result["failed"] = failed
+    result["failed"] = dict(failed)
     temporary = out.with_name(f".{out.name}.tmp")
     temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     temporary.replace(out)
     show(result)
     print(out)
-    if failed:
-        print(f"{failed} samples failed; the same command tries them again")
-    return int(failed > 0)
+    return sampling.tell_failed(failed)
 
 
 def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> Score:
@@ -91,6 +89,10 @@ def score(config: EvaluateConfig, by_task: Sequence[Sequence[TrajectoryHeader]])
         "samples": len(every),
         "reward": told(mean_of_tasks([fmean(h.reward for h in headers) for headers in by_task])),
         "pass": {k: told(rate) for k, rate in rates.items() if rate},
+        "parts": {
+            name: fmean(h.reward_parts.get(name, 0.0) for h in every)
+            for name in sorted({name for header in every for name in header.reward_parts})
+        },
         "tokens": fmean(header.trained_tokens for header in every),
         "turns": fmean(header.turns for header in every),
         "truncated": fmean(header.truncated for header in every),
@@ -119,6 +121,8 @@ def show(result: Score) -> None:
             between = "" if None in bounds else " … ".join(f"{bound:.3f}" for bound in bounds)
             table.add_row(first, what, f"{found['mean']:.3f}", between)
             first = ""
+        for what, mean in row["parts"].items():
+            table.add_row("", what, f"{mean:.3f}", "")
         table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
         about = f"{row['samples']} samples of {row['tasks']} tasks"
         table.add_row("", "truncated", f"{row['truncated']:.3f}", about, end_section=True)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -43,8 +44,10 @@ def load(argv: Sequence[str], schema: type[C], *, command: str, about: str) -> C
 
 
 @contextmanager
-def sampled(config: SamplingRunConfig, split: str) -> Generator[tuple[list[Task], Samples, int]]:
-    """Sample all tasks, or what is left of them; yield tasks, samples, and how many failed.
+def sampled(
+    config: SamplingRunConfig, split: str
+) -> Generator[tuple[list[Task], Samples, Counter[str]]]:
+    """Sample all tasks, or what is left of them; yield tasks, samples, and failed ones by source.
 
     Raises:
         UserError: something is wrong with the input, or the folder is of something else.
@@ -66,11 +69,13 @@ def sampled(config: SamplingRunConfig, split: str) -> Generator[tuple[list[Task]
         yield tasks, samples, sample(config, tasks, samples, split)
 
 
-def sample(config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str) -> int:
-    """Run the episodes that are not there yet; return how many failed for good."""
+def sample(
+    config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
+) -> Counter[str]:
+    """Run the episodes that are not there yet; return how many failed for good, by source."""
     there = samples.done()
     if all((row, member) in there for row in range(len(tasks)) for member in range(config.n)):
-        return 0
+        return Counter()
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -85,7 +90,7 @@ def sample(config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, s
 
 async def _sample(
     config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
-) -> int:
+) -> Counter[str]:
     collector = config.trainer.ppo.collector
     client = clients.get(collector.client.type)(config, collector.client)
     made = Collector(config, client, load_tokenizer(config.model.path))
@@ -106,6 +111,14 @@ async def _sample(
     async with own_servers(config, config.folder):
         await with_externals(config, work(), updates=False)
     return sampler.failed
+
+
+def tell_failed(failed: Counter[str]) -> int:
+    """Say what is missing; return the exit code."""
+    for source, count in failed.items():
+        where = f" of {source}" if source else ""
+        print(f"{count} samples{where} failed; the same command tries them again")
+    return int(bool(failed))
 
 
 class Progress:

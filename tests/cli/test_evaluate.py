@@ -30,7 +30,7 @@ def result(command: Command, name: str = "eval") -> dict:
 def test_rewards_and_pass_at_k_by_source(evaluate: Command) -> None:
     assert evaluate("n=4", "solved=4") == 0, evaluate.out  # the reward is the answer's length
     told = result(evaluate)
-    assert (told["n"], told["versions"], told["failures"], told["failed"]) == (4, [5, 5], {}, 0)
+    assert (told["n"], told["versions"], told["failures"], told["failed"]) == (4, [5, 5], {}, {})
     easy, hard = told["results"]
     assert (easy["source"], easy["tasks"], easy["samples"]) == ("easy", 2, 8)
     assert (hard["source"], hard["tasks"], hard["samples"]) == ("hard", 1, 4)
@@ -42,6 +42,7 @@ def test_rewards_and_pass_at_k_by_source(evaluate: Command) -> None:
     }
     assert easy["pass"]["1"]["low"] < 0.25 < easy["pass"]["1"]["high"]
     assert hard["reward"]["low"] is None, "one task has no spread"
+    assert easy["parts"] == {"length": 1.0}
     assert (easy["tokens"], easy["turns"], easy["truncated"]) == (2.5, 1.0, 0.0)
     for words in ("easy", "hard", "pass@4", "0.250", "8 samples of 2 tasks", "eval.json"):
         assert words in evaluate.out
@@ -61,15 +62,15 @@ def test_the_same_command_samples_nothing_again(evaluate: Command) -> None:
 
 
 def test_failed_samples_are_told_and_not_scored(evaluate: Command) -> None:
-    evaluate.write({"prompt": "ok"}, {"prompt": "check"})
+    evaluate.write({"prompt": "ok"}, {"prompt": "check", "extra_info": {"data_source": "hard"}})
     assert evaluate("n=1", "trainer.ppo.max_attempts=1") == 1
     told = result(evaluate)
     assert [(row["source"], row["tasks"], row["samples"]) for row in told["results"]] == [
         ("", 1, 1)
     ]
     assert told["failures"] == {"reward_timeout": {"attempts": 1, "first": "RewardTimeout: killed"}}
-    assert told["failed"] == 1
-    assert "the same command tries them again" in evaluate.out
+    assert told["failed"] == {"hard": 1}
+    assert "1 samples of hard failed; the same command tries them again" in evaluate.out
 
 
 def test_seats_are_told_apart(evaluate: Command) -> None:

@@ -7,7 +7,7 @@ finished sample is durable before its place is given to the next.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from arealite.api.config import ExperimentConfig
@@ -39,8 +39,9 @@ class Sampler:
         self.samples = samples
         self.split = split
         """"train" samples as training does, "eval-0" as its evaluations."""
-        self.failed = 0
-        """Samples that failed for good: in no result, and tried again by the next run."""
+        self.failed: Counter[str] = Counter()
+        """By source, samples that failed for good: in no result, and tried again by the next
+        run."""
         self._ppo = config.trainer.ppo
         self._share = config.datapipe.max_failed_share
         self._version = -1 if config.llm_server.addresses else 0  # others' may be of no version
@@ -78,7 +79,7 @@ class Sampler:
                     self._done += 1
                     break
             else:
-                self.failed += 1
+                self.failed[job[1].source] += 1
             self._progress(self._done, self._all)
 
     async def _attempt(self, job: Job) -> bool:

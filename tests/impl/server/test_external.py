@@ -59,7 +59,7 @@ async def refusal(config: ExperimentConfig) -> str:
 
 
 @asynccontextmanager
-async def speaking(config: ExperimentConfig) -> AsyncIterator[Callable[..., Any]]:
+async def speaking(config: ExperimentConfig, **options: Any) -> AsyncIterator[Callable[..., Any]]:
     """Speak for the config's servers; give a wait for what their only name must be like."""
     names = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
 
@@ -77,7 +77,7 @@ async def speaking(config: ExperimentConfig) -> AsyncIterator[Callable[..., Any]
                 await asyncio.sleep(0.02)
 
     named.gone = unnamed  # type: ignore[attr-defined]
-    task = asyncio.create_task(external.ExternalServers(config).run())
+    task = asyncio.create_task(external.ExternalServers(config, **options).run())
     try:
         yield named
     finally:
@@ -198,6 +198,14 @@ async def test_a_server_is_named_while_it_answers(tmp_path: Path) -> None:
             again = await named(lambda value: value["version"] != "5")
             assert again["pid"] != entry["pid"]
         assert {path for path, _ in server.calls} <= {"/update_weight_version"}
+
+
+async def test_a_server_that_is_only_asked_keeps_its_version(tmp_path: Path) -> None:
+    async with FakeSGLang(version="80") as server:
+        async with speaking(experiment(tmp_path, at(server)), updates=False) as named:
+            entry = await named(lambda value: value["type"] == "external")
+            assert entry["version"] == "80"
+        assert not server.calls
 
 
 async def test_a_silent_server_loses_its_name(tmp_path: Path) -> None:
