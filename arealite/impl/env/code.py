@@ -32,7 +32,7 @@ MODULES = "code_values", "code_program", "code_harness"
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
-class TestsBroken(EpisodeError):
+class BrokenTests(EpisodeError):
     """A row's tests are missing or cannot be run: its programs have no reward."""
 
     failure_class = "code_tests"
@@ -81,7 +81,7 @@ class CodeEnv(Env):
         """Let the agent write, and reward it: the share of cases that pass, more where all do.
 
         Raises:
-            TestsBroken: the row has no cases that can be run.
+            BrokenTests: the row has no cases that can be run.
             SandboxFailed: the program could not be run.
         """
         agent, cases = agents["agent"], read_cases(task, self.config.case_timeout_s)
@@ -105,7 +105,7 @@ class CodeEnv(Env):
         said = [json.loads(line) for line in outcome.stdout.splitlines() if line.endswith("}")]
         for each in said:
             if "broken" in each:
-                raise TestsBroken(": ".join(each["broken"]))
+                raise BrokenTests(": ".join(each["broken"]))
         results = [each for each in said if "case" in each]
         total = len(cases.expected) or max(
             sum(each.get("total", 0) for each in said), sum(each["of"] for each in results), 1
@@ -156,7 +156,7 @@ def read_cases(task: Task, seconds: float) -> Cases:
     `check(candidate)` as in HumanEval, or `test_list` of asserts as in MBPP.
 
     Raises:
-        TestsBroken: it has none of these.
+        BrokenTests: it has none of these.
     """
     info = task.extra_info
     entry, cases = info.get("entry_point") or "", list(info.get("cases") or [])
@@ -173,7 +173,7 @@ def read_cases(task: Task, seconds: float) -> Cases:
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
-        raise TestsBroken(
+        raise BrokenTests(
             f"{task.task_id} has no test cases in extra_info: cases (with entry_point, or of stdin "
             "and stdout), test (with entry_point) or test_list"
         )
