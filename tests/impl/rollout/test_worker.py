@@ -165,7 +165,9 @@ async def test_one_failing_episode_does_not_end_the_worker() -> None:
 
     async with running(script=script) as (worker, link, _, task):
         link.leases.put_nowait(lease(0, prompt="ok"))
-        link.leases.put_nowait(lease(1, prompt="crash"))
+        crash = lease(1, prompt="crash")
+        crash.task.extra_info["data_source"] = "trivia"
+        link.leases.put_nowait(crash)
         link.leases.put_nowait(lease(2, prompt="ok"))
         await link.results(3)
         link.leases.put_nowait(None)
@@ -173,6 +175,8 @@ async def test_one_failing_episode_does_not_end_the_worker() -> None:
     failures = {e.group_id: e.failure and e.failure.failure_class for e, _ in link.submitted}
     assert failures == {"g0": "episode", "g1": "error:KeyError", "g2": None}
     assert worker.metrics()["failed_error:KeyError"] == 1
+    assert worker.metrics()["failed_error:KeyError/trivia"] == 1
+    assert worker.metrics()["failed_episode"] == 1
 
 
 async def test_a_lease_sent_twice_runs_once() -> None:
