@@ -33,6 +33,7 @@ from tests.impl.rollout import worlds  # registers the environments
 
 ENVS = {
     "math": ("1+1=", "3"),
+    "code": ("play", None),
     "debate": ("Cats are cute.", None),
     "matrix_game": ("play", None),
     "iterated_prisoners_dilemma": ("play", None),

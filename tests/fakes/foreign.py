@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from arealite.api.sandbox import SandboxConfig
+
 ADAPTERS = {
+    "code": {"sandbox": SandboxConfig(backend="unsafe", concurrency=4)},
     "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
     "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
     "reasoning_gym": {"dataset": "chain_sum"},
     "textarena": {"env_id": "SimpleNegotiation-v0"},
 }
-"""Options with which adapters can be tried; they play rows of their own."""
+"""Options with which adapters, and what needs cases, can be tried; they play rows of their own."""
 
 
 def installed(name: str) -> Any:
