@@ -90,10 +90,11 @@ def shadows(file: Path) -> list[str]:
 def configs() -> list[str]:
     """Check the number of config fields, and that each key has its line of documentation."""
     from arealite.api.config import ExperimentConfig, ServerConfig
+    from arealite.api.env_server import EnvServerConfig
     from arealite.base.config import keys
 
     breaches = []
-    for root in (ExperimentConfig, ServerConfig):
+    for root in (ExperimentConfig, ServerConfig, EnvServerConfig):
         every = list(keys(root))
         if len(every) > TREE_KEYS:
             breaches.append(f"{root.__name__}: {len(every)} keys, limit {TREE_KEYS}")

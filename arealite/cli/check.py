@@ -16,7 +16,7 @@ from typing import Any, cast
 from arealite.api.agent import agents, load_tokenizer
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.engine import engines
-from arealite.api.env import Env, envs
+from arealite.api.env import Env, EnvFactory, envs
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.logger import loggers
@@ -228,6 +228,8 @@ def check_parts(config: ExperimentConfig) -> None:
             f"of dataset.rows={rows}. Raise one of them."
         )
     for part in collector.parts.values():
+        if part.env.runtime.type != "in_process":
+            EnvFactory(config).make_env(part.env)  # knows what its addresses must be
         seats = getattr(envs.get(part.env.type), "seats", None)
         if isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))

@@ -40,6 +40,11 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
             "collector.env.type=tools collector.env.tools.tools=[calculater]",
             "Unknown tool type 'calculater'. Did you mean 'calculator'",
         ),
+        ("collector.env.runtime.type=remote", "needs env.runtime.addresses"),
+        (
+            "collector.env.runtime.type=remote collector.env.runtime.addresses=[nowhere]",
+            "host:port",
+        ),
         (f"{TWO} collector.envs.b.seats.first.type=jdge", "Unknown agent type 'jdge'"),
     ],
 )

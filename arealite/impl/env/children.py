@@ -72,7 +72,6 @@ class Children:
         tree["env"] = OmegaConf.structured(replace(config, runtime=RuntimeConfig()))
         tree["server"] = {**own, "token_env": self.runtime.token_env}
         self._yaml = OmegaConf.to_yaml(OmegaConf.create(tree))
-        self._file: Path
         self._running = set[Running]()
         self._tasks = set[asyncio.Task[None]]()
 
@@ -82,10 +81,6 @@ class Children:
         Raises:
             UserError: one does not come to serve; its words are in this process's log.
         """
-        handle, name = tempfile.mkstemp(suffix=".yaml", prefix="arealite-env-")
-        os.close(handle)
-        self._file = Path(name)
-        self._file.write_text(self._yaml)
         starts = (self._start() for _ in range(self.runtime.processes))
         for first in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(first, BaseException):
@@ -98,7 +93,6 @@ class Children:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._remove(child) for child in [*self._running]))
-        self._file.unlink(missing_ok=True)
 
     def _own(self, work: Any) -> None:
         task = asyncio.create_task(work, name=self.name)
@@ -106,31 +100,36 @@ class Children:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self) -> Running:
-        command = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", self._file]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env=os.environ | {PARENT: str(os.getpid())},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        try:
-            async with deadline("its port", owner="collector", on=self.name, seconds=START_S):
-                line = await process.stdout.readline()
-                if not line.startswith(SERVING):
-                    ended = how_ended(await process.wait())
-                    raise UserError(f"a process of {self.name} did not start ({ended}); see above.")
-        except BaseException:
-            await _kill(process)
-            raise
-        address = line.removeprefix(SERVING).decode().strip()
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
+            config.write(self._yaml)
+            config.flush()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name),
+                env=os.environ | {PARENT: str(os.getpid())},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            try:
+                address = await self._address(process)
+            except BaseException:
+                await _kill(process)
+                raise
         server = self._servers.add(parse(address), most=self.runtime.recycle_episodes)
         logger.info("environment process ready", name=self.name, server=address, child=process.pid)
         exit_ = asyncio.create_task(process.wait())
         child = Running(process, server, exit_, time.monotonic())
         self._running.add(child)
         return child
+
+    async def _address(self, process: asyncio.subprocess.Process) -> str:
+        assert process.stdout is not None
+        async with deadline("its port", owner="collector", on=self.name, seconds=START_S):
+            line = await process.stdout.readline()
+            if line.startswith(SERVING):
+                return line.removeprefix(SERVING).decode().strip()
+            ended = how_ended(await process.wait())
+        raise UserError(f"a process of {self.name} did not start ({ended}); see above.")
 
     async def _keep(self, child: Running) -> None:
         """Replace a child whenever it is over, until it dies too often."""
