@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def config(folder: Path, **more: Any) -> MCPServerConfig:
 
 
 def toolbox(server: MCPServerConfig, **more: Any) -> Toolbox:
-    return Toolbox(ToolsEnvConfig(mcp={"t": server}, **more))
+    return Toolbox(ToolsEnvConfig(mcp={"t": server}, **{"timeout_s": 60.0} | more))
 
 
 async def call(box: Toolbox, tool: str, /, **arguments: Any) -> Answer:
@@ -56,7 +57,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 async def box(tmp_path: Path):
-    made = toolbox(config(tmp_path / "pids", env={"GREETING": "hi"}), timeout_s=0.5)
+    made = toolbox(config(tmp_path / "pids", env={"GREETING": "hi"}))
     await made.setup()
     yield made
     await made.close()
@@ -81,7 +82,9 @@ async def test_errors_are_told_to_the_agent(box) -> None:
     assert answer.content == "error: there is nobody"
     assert (await call(box, "t__greet", name="invalid")).content == "error: a name must be valid"
     assert (await call(box, "t__add", a="x", b=3)).kind == "malformed"
-    assert (await call(box, "t__hang")) == ("error: timed out after 0.5 s", "timeout")
+    box.config = replace(box.config, timeout_s=0.1)
+    assert (await call(box, "t__hang")) == ("error: timed out after 0.1 s", "timeout")
+    box.config = replace(box.config, timeout_s=60.0)
     assert await call(box, "t__add", a=2, b=3) == ("5", "fine")
 
 
@@ -101,14 +104,12 @@ async def test_many_call_at_once(box) -> None:
 
 async def test_a_server_that_dies_is_started_again(box, tmp_path) -> None:
     os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
-    box.config = ToolsEnvConfig(timeout_s=30.0)
     answers = await asyncio.gather(*(call(box, "t__add", a=n, b=1) for n in range(5)))
     assert [answer.content for answer in answers] == ["1", "2", "3", "4", "5"]
     assert len(pids(tmp_path / "pids")) == 2
 
 
 async def test_a_call_that_kills_its_server_is_made_once_more(box, tmp_path) -> None:
-    box.config = ToolsEnvConfig(timeout_s=30.0)
     assert await call(box, "t__die", times=1) == ("alive", "fine")
     with pytest.raises(MCPUnavailable, match="died twice") as raised:
         await call(box, "t__die", times=99)
@@ -118,7 +119,6 @@ async def test_a_call_that_kills_its_server_is_made_once_more(box, tmp_path) -> 
 
 
 async def test_a_session_that_the_server_does_not_know_is_begun_anew(box, tmp_path) -> None:
-    box.config = ToolsEnvConfig(timeout_s=30.0)
     assert await call(box, "t__greet", name="forgotten") == ("hi forgotten", "fine")
     assert len(pids(tmp_path / "pids")) == 2
 
@@ -150,7 +150,7 @@ async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path:
     program = tmp_path / "server.py"
     program.write_text(SOURCE)
     own = MCPServerConfig(command=[sys.executable, str(program), str(tmp_path / "pids")])
-    box = toolbox(own, timeout_s=30.0)
+    box = toolbox(own)
     await box.setup()
     program.write_text("raise SystemExit(1)")
     for _ in range(2):
@@ -171,7 +171,6 @@ async def test_a_call_that_is_cancelled_while_its_server_starts_leaves_it_usable
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    box.config = ToolsEnvConfig(timeout_s=30.0)
     assert (await call(box, "t__add", a=2, b=3)).content == "5"
 
 
@@ -225,7 +224,7 @@ async def test_a_server_by_http_that_is_gone_and_back() -> None:
         port = held.getsockname()[1]
 
     process = start(port)
-    box = toolbox(MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp"), timeout_s=30.0)
+    box = toolbox(MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp"))
     try:
         await box.setup()
         assert (await call(box, "t__add", a=2, b=3)).content == "5"

@@ -28,7 +28,7 @@ async def python(request: pytest.FixtureRequest):
     limits = SandboxConfig(output_kb=8, concurrency=2)
     if request.param == "monty":
         pytest.importorskip("pydantic_monty", reason="arealite[tools] is not installed")
-        limits = replace(limits, timeout_s=0.3, memory_mb=64)
+        limits = replace(limits, memory_mb=32)
     tool = PythonTool(PythonToolConfig(backend=request.param, sandbox=limits))
     try:
         await tool.setup()
@@ -109,11 +109,9 @@ async def test_without_monty_it_says_what_to_install(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("while True: pass", "TimeoutError"),
         ("'a' * 10**9", "MemoryError"),
         ("9**9**9", "MemoryError"),
         ("x = []\nwhile True: x.append('a' * 1000)", "MemoryError"),
-        ("while True: print('x' * 100)", "MemoryError"),
         ("def f(): return f()\nf()", "RecursionError"),
         ("open('/etc/passwd').read()", "PermissionError"),
         ("import socket", "ModuleNotFoundError"),
@@ -130,12 +128,14 @@ async def test_monty_has_limits_and_no_world(python, code: str, error: str) -> N
 
 
 @pytest.mark.parametrize("python", ["monty"], indirect=True)
-async def test_monty_sleeps_for_nobody_and_is_cancelled_at_once(python) -> None:
-    loop = asyncio.get_running_loop()
-    begin = loop.time()
-    await python.call({"code": "import time\ntime.sleep(100)"}, {})
+async def test_monty_sleeps_for_nobody_and_ends_in_time_or_when_cancelled(python) -> None:
+    await python.call({"code": "import time\ntime.sleep(1000)"}, {})
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await python.call({"code": "while True: pass"}, {})
-    assert loop.time() - begin < 5
+    python.runner.config = replace(python.runner.config, timeout_s=0.1)
+    for code, error in (("pass", "TimeoutError"), ("print('x' * 100)", "MemoryError")):
+        with pytest.raises(ToolError, match=error) as raised:
+            await python.call({"code": f"while True: {code}"}, {})
+        assert len(str(raised.value)) < 9_000
     assert await python.call({"code": "1"}, {}) == "1"
