@@ -56,9 +56,8 @@ class SearchTool(Tool):
             raise ToolError("name the words to look for in `query`")
         asked = (self.config.excerpt_words, " OR ".join(f'"{word}"' for word in words))
         found = self.index.execute(FIND, (*asked, self.config.top_k)).fetchall()
-        if not found:
-            raise ToolError(f"no document has any of these words: {' '.join(words)}")
-        return "\n\n".join(f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found)
+        texts = [f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found]
+        return "\n\n".join(texts) or f"no document has any of these words: {' '.join(words)}"
 
     def _read(self, name: str) -> str:
         asked = "SELECT title, text FROM texts WHERE id = ?"
