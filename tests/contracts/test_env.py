@@ -25,6 +25,7 @@ from tests.fakes.client import ScriptedClient, response
 from tests.fakes.env_servers import hosted
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.fakes.foreign import ADAPTERS, installed
+from tests.impl.browser.sites import one_task
 from tests.impl.env import (
     players,
     test_math,  # registers the reward
@@ -46,6 +47,8 @@ ENVS = {
     "reasoning_gym": ("play", None),
     "textarena": ("play", None),
     "openenv": ("play", None),
+    "browser": ("play", None),
+    "webarena": ("play", None),
     "world": ("ok", None),
     "duel": ("go", None),
     "counter": ("a", None),
@@ -55,7 +58,7 @@ ANSWERS = {"tic_tac_toe": [10]}
 
 
 @pytest.fixture(params=[installed(name) for name in ENVS])
-async def played(request):
+async def played(request, tmp_path):
     """A collector around the environment, and the lease to play."""
     prompt, truth = ENVS[request.param]
     config = experiment(request.param)
@@ -67,12 +70,17 @@ async def played(request):
         math, tools = MathEnvConfig(reward=score), ToolsEnvConfig(reward=score)
         own = EnvConfig(type=request.param, math=math, tools=tools)
         made.parts[""] = made.parts[""]._replace(env=EnvFactory(config).make_env(own))
-    work = lease(prompt=prompt, ground_truth=truth, members=32)
-    if request.param in ADAPTERS:
-        env = players.make(request.param, **ADAPTERS[request.param])
-        made.parts[""] = made.parts[""]._replace(env=env)
-        work = structs.replace(work, task=make_task(*players.first_rows(env, 1), "train-0", "here"))
+    members = 4 if request.param in ("browser", "webarena") else 32
+    work = lease(prompt=prompt, ground_truth=truth, members=members)
     async with AsyncExitStack() as stack:
+        options = ADAPTERS.get(request.param)
+        if request.param == "webarena":
+            options = await stack.enter_async_context(one_task(tmp_path))
+        if options is not None:
+            env = players.make(request.param, **options)
+            made.parts[""] = made.parts[""]._replace(env=env)
+            row = make_task(*players.first_rows(env, 1), "train-0", "here")
+            work = structs.replace(work, task=row)
         if request.param == "openenv":  # our own server is one of OpenEnv's kind
             _, address = await stack.enter_async_context(hosted("host_steps"))
             action, seen = {"text": "{text}"}, ["content"]

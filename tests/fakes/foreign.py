@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from arealite.api.browser_config import BrowserConfig
 from arealite.api.sandbox import SandboxConfig
+from tests.impl.browser.sites import needs_chromium
 
 ADAPTERS = {
+    "browser": {"tasks": ["click-test"], "max_steps": 2, "browser": BrowserConfig(contexts=4)},
     "code": {"sandbox": SandboxConfig(backend="unsafe", concurrency=4)},
     "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
     "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
@@ -23,6 +26,8 @@ ADAPTERS = {
 
 def installed(name: str) -> Any:
     """Leave an environment out where the package that it is of is not there."""
+    if name in ("browser", "webarena"):
+        return pytest.param(name, marks=[needs_chromium, pytest.mark.processes])
     is_missing = name in ("reasoning_gym", "textarena") and find_spec(name) is None
     skip = pytest.mark.skipif(is_missing, reason=f"{name} is not installed: the extra envs")
     return pytest.param(name, marks=skip)

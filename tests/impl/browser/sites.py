@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
+
+from arealite.api.browser_config import BrowserConfig
 
 LACKING = [
     name
@@ -56,3 +61,15 @@ async def serving(pages: dict[str, Answer]) -> AsyncGenerator[Site, None]:
         yield site
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def one_task(folder: Path) -> AsyncGenerator[dict[str, Any], None]:
+    """Serve a site for WebArena, and give the options with which an environment plays on it."""
+    checks = {"eval_types": ["string_match"], "reference_answers": {"exact_match": "blue"}}
+    task = {"sites": ["shopping"], "task_id": 0, "start_url": "__SHOPPING__", "intent": "Which?"}
+    file = folder / "tasks.json"
+    file.write_text(json.dumps([{**task, "eval": checks}]))
+    async with serving({"/": "<title>Shop</title><p>blue"}) as site:
+        options: dict[str, Any] = {"tasks": str(file), "sites": {"shopping": site.address}}
+        yield {**options, "held_out": 0, "max_steps": 2, "browser": BrowserConfig(contexts=4)}

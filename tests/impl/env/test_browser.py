@@ -91,7 +91,7 @@ async def test_a_task_of_several_steps_tells_the_goal_each_time(env) -> None:
         wanted = str(observation.content).split('Goal: Enter "')[1].split('"')[0]
         return f"type [{number(observation, 'textbox')}] [{wanted}]"
 
-    player = await play(env, "enter-text", fill, lambda o: f"click [{number(o, '"Submit"')}]")
+    player = await play(env, "enter-text", fill, lambda o: f"click [{number(o, 'button')}]")
     assert player.reward_total == 1.0
     assert len(player.seen) == 2
     assert all("Goal: Enter " in seen for seen in player.seen)
