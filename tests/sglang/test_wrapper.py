@@ -116,8 +116,8 @@ def running(address: str) -> int:
 
 
 def load(wrapper: Wrapper) -> int:
-    name = wrapper.name() or {}
-    return sum(name.get("load", {}).values())
+    told = (wrapper.name() or {}).get("load", {})
+    return told.get("running", 0) + told.get("waiting", 0)
 
 
 def test_a_broken_model_ends_the_command_with_the_servers_words(tmp_path: Path, model: Path):
@@ -166,7 +166,7 @@ def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Pa
         "version": "default",
         "host": "127.0.0.1",
         "pid": wrapper.family()[0].pid,
-        "load": {"running": 0, "waiting": 0},
+        "load": {"running": 0, "waiting": 0, "capacity": 128},
     }
     address = name["address"]
     body = {"model_path": str(model), "weight_version": "7"}
