@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.api.env_server import EnvServerConfig
+from arealite.api.sampling import CollectConfig, EvaluateConfig
 from arealite.base import config as base_config
 from arealite.base.registry import import_plugins
 from arealite.cli import configs
@@ -20,6 +21,8 @@ ROOTS = {
     ExperimentConfig: ("train", "check", "launch"),
     ServerConfig: ("serve-llm", "info"),
     EnvServerConfig: ("serve",),
+    EvaluateConfig: ("eval",),
+    CollectConfig: ("collect",),
 }
 """Which commands take overrides, and of which config."""
 WORDS = {

@@ -16,7 +16,7 @@ from arealite.system.samples import Samples
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, strays
 from tests.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 class Run:
