@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from structlog.testing import capture_logs
 
 from arealite.api.agent import Agent
+from arealite.api.agent_config import ChatConfig
 from arealite.api.env import Env, envs
 from arealite.api.observation import Observation
 from arealite.api.task import Task
@@ -21,7 +24,9 @@ from arealite.system.chats import encode, render
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
 from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, spaced, talker
+from tests.impl.rollout import worlds  # registers the counter
 
+assert worlds is not None
 ALWAYS = ("chatml", "no system")
 """Templates that tell every answer as it was, closed by the end token."""
 
@@ -275,3 +280,38 @@ async def test_it_is_one_segment_where_the_template_extends_itself(name, segment
     assert sum(map(sum, rewards)) == 1.0
     last = rewards[1] if segments > 1 else rewards[0][: rewards[0].index(1.0) + 1]
     assert last[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", ["chatml", "thoughtless"])
+async def test_a_cut_episode_goes_on_with_its_recorded_turns(name: str) -> None:
+    tokenizer, told = talker(name), []
+    client = ScriptedClient(lambda _: said(tokenizer, "<think>1</think>\n\nthe"))
+    collector = Collector(experiment("three questions", agent="chat"), client, tokenizer)
+    rewards = Agent.reward
+
+    def listen(agent: Agent, value: float) -> None:
+        told.extend(collector.progress(True))
+        rewards(agent, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agent, "reward", listen)
+        _, whole = await collector.run(lease(prompt="what"), 0)
+    ((_, headers, payloads),) = told
+    again = structs.replace(lease(prompt="what"), lease_id="again", turns=headers)
+    assert (len(headers), len(client.requests)) == (2, 3)
+    _, replayed = await collector.run(again, 0, payloads)
+    assert len(client.requests) == 4
+    assert replayed == whole
+
+
+async def test_a_step_environment_ends_with_its_agent() -> None:
+    tokenizer = talker("chatml")
+    config = experiment("counter", "chat")
+    chat = ChatConfig(max_turns=2)
+    ppo = config.trainer.ppo
+    own = replace(ppo.collector, agent=replace(ppo.collector.agent, chat=chat))
+    config = replace(config, trainer=replace(config.trainer, ppo=replace(ppo, collector=own)))
+    client = ScriptedClient(lambda _: said(tokenizer, "1"))
+    episode, _ = await Collector(config, client, tokenizer).run(lease(prompt="a"), 0)
+    (header,) = episode.headers
+    assert (header.turns, header.reward) == (2, 1.0)
