@@ -66,6 +66,8 @@ class Reset(msgspec.Struct):
     """Which row to draw; None: the next one."""
     split: str = "train"
     episode_id: str | None = None
+    untrained: tuple[str, ...] = ()
+    """Seats whose agents are not trained."""
 
 
 class Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

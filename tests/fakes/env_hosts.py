@@ -134,3 +134,21 @@ class Apart(Env):
             action = await agent.act(f"{agent.seat.name} {turn}")
             await asyncio.sleep(0.001)
             agent.reward(float(len(action.text)) + turn)
+
+
+@envs.register("host_judged")
+class Judged(Env):
+    """Its seats depend on its config; it looks at what its agents are, and have done."""
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self.seats = ("player", "idle", "judge")
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        if agents["judge"].trainable or not agents["player"].trainable:
+            raise UserError("the judge is trained")
+        await agents["player"].act(task.prompt)
+        await agents["judge"].act("judge")
+        for name in ("player", "idle"):
+            if agents[name].record.turns:
+                agents[name].reward(1.0)

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from arealite.api.agent import AgentConfig
 from arealite.api.env import EnvConfig
 from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.rollout_messages import Episode
@@ -65,13 +66,17 @@ async def wired(address: str, path: str = "ws", **options: Any) -> AsyncIterator
 
 @asynccontextmanager
 async def collecting(
-    env: str, *addresses: str, script: Callable[..., Any] | None = None, **runtime: Any
+    env: str,
+    *addresses: str,
+    script: Callable[..., Any] | None = None,
+    seats: dict[str, AgentConfig] | None = None,
+    **runtime: Any,
 ) -> AsyncIterator[Collector]:
     """A collector whose environment runs at these addresses, or in this process without any."""
     kind = "remote" if addresses else "in_process"
     where = RuntimeConfig(**{"type": kind, "addresses": list(addresses), "wait_s": 60.0} | runtime)
     client = ScriptedClient(script or (lambda _: response([10, 11, 12])))
-    config = experiment(env)
+    config = experiment(env, seats=seats or {})
     object.__setattr__(config, "imports", [MODULE])
     own = config.trainer.ppo.collector
     object.__setattr__(own, "env", EnvConfig(type=env, runtime=where))

@@ -47,7 +47,6 @@ class Running:
     process: asyncio.subprocess.Process
     server: Server
     exit: asyncio.Task[int]
-    started: float
 
     def rss_mb(self) -> float:
         """Return the memory that it holds; 0 where this system does not tell."""
@@ -65,7 +64,9 @@ class Children:
         self.runtime: RuntimeConfig = config.runtime
         self.name = f"environment {config.type}"
         self._servers = servers
-        own = {"max_sessions": 2**20, "max_message_kb": self.runtime.max_message_kb}
+        # Its episodes end with the worker's sockets, and by the collector's deadline.
+        own = {"max_sessions": 2**20, "idle_s": 1e6, "episode_s": 1e6}
+        own["max_message_kb"] = self.runtime.max_message_kb
         tree = {name: getattr(args, name) for name in ("seed", "experiment_name", "trial_name")}
         tree["imports"] = list(args.imports)
         tree["cluster"] = OmegaConf.structured(args.cluster)
@@ -118,7 +119,7 @@ class Children:
         server = self._servers.add(parse(address), most=self.runtime.recycle_episodes)
         logger.info("environment process ready", name=self.name, server=address, child=process.pid)
         exit_ = asyncio.create_task(process.wait())
-        child = Running(process, server, exit_, time.monotonic())
+        child = Running(process, server, exit_)
         self._running.add(child)
         return child
 
@@ -131,27 +132,29 @@ class Children:
             ended = how_ended(await process.wait())
         raise UserError(f"a process of {self.name} did not start ({ended}); see above.")
 
-    async def _keep(self, child: Running) -> None:
+    async def _keep(self, child: Running | None) -> None:
         """Replace a child whenever it is over, until it dies too often."""
         budget = Budget(self.runtime.max_restarts)
         while True:
-            why, grace_s = await self._over(child)
-            if grace_s:
+            begin = time.monotonic()
+            try:
+                child = child or await self._start()
+                why, grace_s = await self._over(child)
+            except (UserError, DeadlineError) as error:
+                why, grace_s = str(error), 0.0
+            if child and grace_s:
                 logger.info("environment process renewed", name=self.name, why=why)
                 self._own(self._retire(child, grace_s))
             else:
-                await self._remove(child)
-                lived_s = time.monotonic() - child.started
+                if child:
+                    await self._remove(child)
+                lived_s = time.monotonic() - begin
                 pause_s = budget.spend(why, mark=self._servers.finished, lived_s=lived_s)
                 logger.warning("environment process died", name=self.name, why=why, wait=pause_s)
                 if pause_s is None:
                     break
                 await asyncio.sleep(pause_s)
-            try:
-                child = await self._start()
-            except (UserError, DeadlineError) as error:
-                budget.first = str(error)
-                break
+            child = None
         self._servers.verdict = UserError(
             f"the processes of {self.name} died {budget.deaths} times in a row, at first: "
             f"{budget.first}. Its words are in the log of the rollout worker."

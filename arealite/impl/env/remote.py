@@ -25,12 +25,12 @@ from arealite.impl.env.servers import Servers
 from arealite.system.deadlines import deadline
 
 
-
 class Hosted(msgspec.Struct):
     """What a server says of its environment."""
 
     name: str
     seats: tuple[str, ...]
+    resumable: bool
 
 
 decode = msgspec.json.Decoder(Reply).decode
@@ -52,6 +52,7 @@ class RemoteEnv(Env):
             )
         self.servers = Servers(runtime)
         self._stack = AsyncExitStack()
+        self._hosted: Hosted | None = None
 
     async def setup(self) -> None:
         """Start the processes, or find the servers.
@@ -78,12 +79,14 @@ class RemoteEnv(Env):
                     f"wait_s={runtime.wait_s}. Start them with `arealite serve`, or check "
                     "env.runtime.addresses."
                 ) from error
-            await self._check()
+            await self._ask()
             self._stack = stack.pop_all()
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play an episode: the seats that wait act, side by side, until it is over."""
-        async with self.servers.episode({"task": task}) as (channel, first):
+        untrained = [name for name, agent in agents.items() if not agent.trainable]
+        reset = {"task": task, "untrained": untrained}
+        async with self.servers.episode(reset) as (channel, first):
             await _Episode(channel, agents).play(first)
 
     async def close(self) -> None:
@@ -95,18 +98,20 @@ class RemoteEnv(Env):
             raise self.servers.verdict
         return any(server.alive for server in self.servers.known)
 
-    async def _check(self) -> None:
-        expected = Hosted(self.config.type, self.seats)
+    async def _ask(self) -> None:
+        """Learn from the servers what they host: seats may depend on their config."""
         for server in [server for server in self.servers.known if server.alive]:
             try:
                 hosted = decode_hosted(await self.servers.get(server, "metadata"))
             except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
                 raise UserError(f"{server.name} does not say what it hosts: {error}") from error
-            if hosted != expected:
+            self._hosted = self._hosted or hosted
+            if hosted != self._hosted or hosted.name != self.config.type:
                 raise UserError(
                     f"{server.name} hosts environment {hosted.name} with seats {hosted.seats}; "
-                    f"this run has {expected.name} with {expected.seats}."
+                    f"this run needs {self.config.type}, the same in all servers."
                 )
+            self.seats, self.resumable = hosted.seats, hosted.resumable
 
 
 class _Episode:

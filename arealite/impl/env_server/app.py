@@ -215,7 +215,7 @@ class EnvServer:
                 case "reset":
                     reset = decode_reset(message.data)
                     task = await self._draw.task(reset)
-                    return "observation", await session.reset(task, reset.episode_id)
+                    return "observation", await session.reset(task, reset)
                 case "state" | "close":
                     return "state", session.about()
             raise Refused(f"no message of type '{message.type}'", "UNKNOWN_TYPE")
@@ -256,6 +256,7 @@ class EnvServer:
             "description": (type(self.env).__doc__ or "").strip().partition("\n")[0],
             "version": arealite.__version__,
             "seats": list(self.env.seats),
+            "resumable": self.env.resumable,
         }
 
     def _schema(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import msgspec
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.env_server import Given, Reply, Step, View, Wait
-from arealite.api.episode import Action, Seat
+from arealite.api.env_server import Given, Reply, Reset, Step, View, Wait
+from arealite.api.episode import Action, Seat, Turn
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import observe
 from arealite.api.task import Task
@@ -40,9 +40,10 @@ class RemoteSeat(Agent):
 
     trainable = False
 
-    def __init__(self, name: str, session: Session) -> None:
+    def __init__(self, name: str, session: Session, *, trainable: bool) -> None:
         nobody = cast(Any, None)
         super().__init__(None, client=nobody, tokenizer=nobody, seat=Seat(name))
+        self.trainable = trainable
         self._session = session
         self._finished = 0
 
@@ -50,8 +51,10 @@ class RemoteSeat(Agent):
         """Tell what the seat sees, and wait for its step."""
         turn, step = await self._session.wait_for(self.seat.name, observation)
         self._finished = turn
-        response = LLMResponse([], [], [], step.stop_reason) if step.stop_reason else None
-        return Action(step.text, response, step.calls, step.is_last)
+        response = LLMResponse([], [], [], step.stop_reason)
+        if step.stop_reason:  # it was generated
+            self.record.turns.append(Turn([], response, 0.0))
+        return Action(step.text, response if step.stop_reason else None, step.calls, step.is_last)
 
     def reward(self, value: float, **parts: float) -> None:
         """Keep the reward for the next answer."""
@@ -92,18 +95,22 @@ class Session:
             "step_count": self.steps,
         }
 
-    async def reset(self, task: Task, episode_id: str | None = None) -> Reply:
-        """Begin an episode; what was left of the one before is cancelled.
+    async def reset(self, task: Task, reset: Reset) -> Reply:
+        """Begin an episode of a task; what was left of the one before is cancelled.
 
         Raises:
             BaseException: what `run` raised.
         """
         await self.end()
-        self.episode_id = episode_id or str(uuid.uuid4())
+        self.episode_id = reset.episode_id or str(uuid.uuid4())
         self.steps, self.rewards, self._failure = 0, [], None
         self.episodes += 1
         self._turns.clear()
-        self._run = asyncio.create_task(self._play(task), name=f"episode {self.episode_id}")
+        seats = {
+            name: RemoteSeat(name, self, trainable=name not in reset.untrained)
+            for name in self.env.seats
+        }
+        self._run = asyncio.create_task(self._play(task, seats), name=f"episode {self.episode_id}")
         return await self._reply()
 
     async def step(self, step: Step) -> Reply:
@@ -155,8 +162,7 @@ class Session:
         finally:
             self._waits.pop(key, None)
 
-    async def _play(self, task: Task) -> None:
-        seats = {name: RemoteSeat(name, self) for name in self.env.seats}
+    async def _play(self, task: Task, seats: dict[str, RemoteSeat]) -> None:
         limit = asyncio.timeout(self._episode_s)
         try:
             async with limit:

@@ -11,18 +11,19 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 
-from arealite.api.env import EnvConfig
+from arealite.api.agent import AgentConfig
+from arealite.api.env import EnvConfig, envs
 from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.rollout_messages import Episode
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.env import servers as servers_module
 from arealite.impl.env.servers import parse
 from arealite.impl.env_server.app import EnvServer
-from arealite.impl.rollout.collector import Collector
 from tests.fakes.client import response
 from tests.fakes.env_hosts import Moods
 from tests.fakes.env_servers import collecting, failed, fake_openenv, hosted, played, wired
 from tests.fakes.experiment import lease
+from tests.impl.rollout import worlds
 from tests.waiting import eventually
 
 
@@ -256,11 +257,25 @@ async def test_a_hosted_environment_may_run_elsewhere_itself() -> None:
             assert first["observation"]["waiting"]
 
 
-def test_the_collector_takes_seats_and_resumption_from_the_class() -> None:
-    config = EnvConfig(type="host_duel")
-    object.__setattr__(config.runtime, "type", "subprocess")
-    from arealite.api.env import EnvFactory
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_seats_are_the_servers_and_it_knows_whom_is_trained(is_remote: bool) -> None:
+    assert worlds is not None
+    seats = {"judge": AgentConfig(type="judge")}
+    async with hosted("host_judged") as (_, address):
+        where = [address] if is_remote else []
+        async with collecting("host_judged", *where, seats=seats) as collector:
+            episode = await played(collector, "go")
+            assert failed(episode) is None
+            assert [(header.seat, header.reward) for header in episode.headers] == [("player", 1.0)]
+        if is_remote:
+            async with collecting("host_judged", address) as collector:
+                with pytest.raises(UserError, match="the judge is trained"):
+                    await played(collector, "go")
 
-    env = EnvFactory(None).make_env(config)
-    assert (env.seats, env.resumable) == (("first", "second"), True)
-    assert Collector is not None
+
+async def test_whether_episodes_resume_is_the_environments_word() -> None:
+    for name, resumes in {"host_duel": True, "host_moods": False}.items():
+        async with hosted(name) as (_, address), collecting(name, address) as collector:
+            env = collector.parts[""].env
+            assert env.resumable == resumes
+            assert env.seats == envs.get(name).seats
