@@ -75,6 +75,8 @@ class Page:
         self.notes: list[str] = []
         """What happened that the page does not show; whoever tells the agent empties it."""
         self.crashed = False
+        self.uses = 0
+        """Episodes that are over."""
         tab.on("crash", self._crash)
         tab.on("dialog", self._dismiss)
         tab.on("download", self._refuse)

@@ -35,6 +35,7 @@ async def play(
         page.notes.clear()
         action = await agent.act(Observation(said, (*view.choices,)))
         rules = RULES["none" if page.config.rules == "none" else "short"]
+        is_bad = 0.0
         try:
             command = parse(action.text)
             if command.verb == "stop":
@@ -42,7 +43,9 @@ async def play(
             await page.perform(command)
         except BadAction as error:
             page.notes.append(f"error: {error}")
-            agent.reward(0.0, bad_actions=1.0)
+            is_bad = 1.0
+        finally:
+            agent.reward(0.0, bad_actions=is_bad)
         view = await look()
         if is_over(view) or action.is_last:
             break

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 START_S, STOP_S = 60.0, 10.0
+MAX_USES = 500
+"""Episodes of a context, which is replaced then: what pages leave behind adds up."""
 ARGUMENTS = (
     "--no-proxy-server",  # a proxy would resolve the names that we do not
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
@@ -92,7 +94,8 @@ class Browser:
             is_whole = False
             try:
                 yield page
-                is_whole = storage_state is None and page.is_alive
+                page.uses += 1
+                is_whole = storage_state is None and page.is_alive and page.uses < MAX_USES
             finally:
                 if is_whole:
                     self._idle.append(page)

@@ -91,6 +91,18 @@ async def test_pages_are_lent_again_and_never_more_than_asked_for(world) -> None
 
 
 @needs_chromium
+async def test_a_page_is_replaced_after_so_many_episodes(world, monkeypatch) -> None:
+    _, browser = world
+    monkeypatch.setattr("arealite.impl.browser.process.MAX_USES", 2)
+    lent: list[object] = []
+    for _ in range(4):
+        async with browser.page() as page:
+            lent.append(page)
+    assert lent[0] is lent[1] is not lent[2]
+    assert lent[0].tab.is_closed()  # type: ignore[attr-defined]
+
+
+@needs_chromium
 async def test_a_cancelled_episode_frees_its_page(world) -> None:
     site, browser = world
     begun = asyncio.Event()

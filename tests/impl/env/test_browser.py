@@ -73,7 +73,7 @@ def number(observation: Observation, words: str) -> str:
 
 async def test_a_solved_task_is_rewarded(env) -> None:
     player = await play(env, "click-test", "click [1]")
-    assert (player.reward_total, player.parts) == (1.0, {"success": 1.0})
+    assert (player.reward_total, player.parts) == (1.0, {"success": 1.0, "bad_actions": 0.0})
     assert player.seen[0].endswith('Goal: Click the button.\n[1] button "Click Me!"')
     assert SHORT in player.seen[0]
     assert "http" not in player.seen[0]  # the port is another one in every worker
@@ -81,9 +81,9 @@ async def test_a_solved_task_is_rewarded(env) -> None:
 
 async def test_a_failed_task_costs_and_one_left_undone_does_not(env) -> None:
     player = await play(env, "click-test-2", lambda o: f"click [{number(o, 'TWO')}]")
-    assert (player.reward_total, player.parts) == (-1.0, {"success": 0.0})
+    assert (player.reward_total, player.parts) == (-1.0, {"success": 0.0, "bad_actions": 0.0})
     player = await play(env, "click-test-2", "stop")
-    assert (player.reward_total, player.parts) == (0.0, {"success": 0.0})
+    assert (player.reward_total, player.parts) == (0.0, {"success": 0.0, "bad_actions": 0.0})
 
 
 async def test_a_task_of_several_steps_tells_the_goal_each_time(env) -> None:
@@ -115,7 +115,7 @@ async def test_another_tasks_page_scores_nothing(env) -> None:
     address = env.files.address
     for url in (f"{address}/miniwob/click-test.html", "click-test.html", "enter-text.html"):
         player = await play(env, "enter-text", f"goto [{url}]", "click [1]")
-        assert (player.reward_total, player.parts) == (-1.0, {"success": 0.0})
+        assert (player.reward_total, player.parts) == (-1.0, {"success": 0.0, "bad_actions": 0.0})
         assert len(player.seen) == 1
 
 
@@ -156,7 +156,7 @@ async def test_every_task_resets_is_told_and_scores(env) -> None:
         first = player.seen[0]
         if not math.isfinite(player.reward_total) or not -1 <= player.reward_total <= 1:
             failed[name] = f"reward {player.reward_total}"
-        elif "bad_actions" in player.parts:
+        elif player.parts["bad_actions"]:
             failed[name] = f"a choice that cannot be made: {player.seen}"
         elif "Goal: \n" in first or "(an empty page)" in first or "[1]" not in first:
             failed[name] = first

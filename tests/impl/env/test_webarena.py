@@ -147,33 +147,33 @@ class TestInBrowser:
 
     async def test_a_question_is_answered(self, world) -> None:
         player = await play(world, 0, "click [2]", "stop [It is 12 EUR]")
-        assert player.got == [(1.0, {"success": 1.0, "stopped": 1.0})]
+        assert player.got[-1] == (1.0, {"success": 1.0, "stopped": 1.0})
         assert "Goal: What does the watch cost?\nPage: Shop (" in player.seen[0]
         assert '[2] p "12 EUR"' in player.seen[1]
-        assert (await play(world, 0, "stop [13 EUR]")).got[0][0] == 0.0
+        assert (await play(world, 0, "stop [13 EUR]")).got[-1][0] == 0.0
 
     async def test_a_page_is_found(self, world) -> None:
-        assert (await play(world, 1, "click [2]", "stop")).got[0][0] == 1.0
-        assert (await play(world, 1, "stop")).got[0][0] == 0.0
+        assert (await play(world, 1, "click [2]", "stop")).got[-1][0] == 1.0
+        assert (await play(world, 1, "stop")).got[-1][0] == 0.0
 
     async def test_what_was_done_is_looked_up(self, world) -> None:
         world.cart.clear()
-        assert (await play(world, 2, "stop")).got[0][0] == 0.0
-        assert (await play(world, 2, "click [2]", "click [3]", "stop")).got[0][0] == 1.0
+        assert (await play(world, 2, "stop")).got[-1][0] == 0.0
+        assert (await play(world, 2, "click [2]", "click [3]", "stop")).got[-1][0] == 1.0
         assert world.cart == ["Watch"]
 
     async def test_all_checks_of_a_task_must_pass_on_two_sites(self, world) -> None:
         forum = world.config.sites["reddit"] + "/f/watches"
         good = await play(world, 3, f"goto [{forum}]", "stop [It is good!]")
-        assert good.got[0][0] == 1.0
+        assert good.got[-1][0] == 1.0
         assert f"Another page of this task: {forum}" in good.seen[0]
-        assert (await play(world, 3, "stop [it is good]")).got[0][0] == 0.0
-        assert (await play(world, 3, f"goto [{forum}]", "stop [bad]")).got[0][0] == 0.0
+        assert (await play(world, 3, "stop [it is good]")).got[-1][0] == 0.0
+        assert (await play(world, 3, f"goto [{forum}]", "stop [bad]")).got[-1][0] == 0.0
 
     async def test_a_login_is_the_tasks_own(self, world) -> None:
         player = await play(world, 4, "stop [Emma]")
         assert 'h1 "Hello Emma"' in player.seen[0]
-        assert player.got[0][0] == 1.0
+        assert player.got[-1][0] == 1.0
         about = {**TASKS[4], "start_url": world.config.sites["shopping"] + "me"}
         stranger: Any = Player("stop")
         await world.run(Task("t", "?", None, {"task": about}), agent=stranger)
@@ -184,7 +184,7 @@ class TestInBrowser:
         for verdict, score in (("Yes.", 1.0), ("No, it says more.", 0.0), ("hm", 0.0)):
             judge = Player(verdict)
             answers = (f"goto [{forum}]", "stop [People like it]")
-            assert (await play(world, 3, *answers, judge=judge)).got[0][0] == score
+            assert (await play(world, 3, *answers, judge=judge)).got[-1][0] == score
             assert "Given answer: People like it" in judge.seen[0]
 
     async def test_an_agent_that_never_stops_is_scored_all_the_same(self, world) -> None:
