@@ -26,7 +26,7 @@ logger = log.get(__name__)
 PATIENCE = 6
 """Periods in a row that could do with one worker less before it is let go."""
 SPARE = 0.8
-"""How full the others may be then."""
+"""How full the others may be then, and how full all are when one more is asked for."""
 
 
 class Scaling:
@@ -101,9 +101,13 @@ class Scaling:
                 sum(load["running"] for load in told),
                 sum(load["waiting"] for load in told),
                 sum(capacities) if all(capacities) else 0,
-                sum(worker.in_flight for worker in self._workers.by_id.values()),
+                self._in_flight,
             )
         )
+
+    @property
+    def _in_flight(self) -> int:
+        return sum(worker.in_flight for worker in self._workers.by_id.values())
 
     def _decide(self) -> None:
         readings, self._readings = self._readings, []
@@ -132,7 +136,10 @@ class Scaling:
                 self._leaving = ""
         elif not is_spare:
             self._leaving = ""
-            if target > self.most * self.count and len(names) >= self.count < self.highest:
+            most, are_here = self.most * self.count, len(names) >= self.count
+            # Else not workers but the staleness bound holds more episodes back.
+            are_full = self._in_flight >= SPARE * most
+            if target > most and are_full and are_here and self.count < self.highest:
                 self.count += 1
         elif self._leaving:
             leaver = self._workers.by_id.get(self._leaving)

@@ -152,6 +152,18 @@ def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site
     assert it.workers.by_id["rollout-1@host"].limit > 0, "another of that number"
 
 
+def test_no_worker_is_asked_for_where_staleness_and_not_workers_hold_episodes_back(
+    site: Any,
+) -> None:
+    it = site()
+    it.hear(0)
+    it.fill()
+    for _ in range(12):  # nothing more is leased
+        it.pass_period(running=1)
+    assert it.workers.metrics()["rollout/target_concurrency"] == 3 * MOST
+    assert it.scaling.count == 1
+
+
 def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
     it = site()
     it.hear(0, 1)
