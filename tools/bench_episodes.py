@@ -38,7 +38,7 @@ from arealite.api.trainer import PPOConfig, TrainerConfig  # noqa: E402
 from arealite.impl.rollout.collector import Collector  # noqa: E402
 from tools.make_tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
 
-LANES, GROUP = 64, 8
+LANES, GROUP, WARM = 64, 8, 4000
 BOARD = 18
 """Characters of a tic-tac-toe board, at the end of a prompt."""
 TOKENIZER = make_tokenizer(PRINTABLE, context=2048)
@@ -81,8 +81,11 @@ def collector(name: str) -> Collector:
     return Collector(config, InstantClient(), TOKENIZER)
 
 
-async def play(made: Collector, task: Callable[[int], Task], seconds: float) -> dict[str, float]:
-    """Play for some seconds; return episodes a second of the clock, and of the processor."""
+async def play(
+    made: Collector, task: Callable[[int], Task], seconds: float, *, least: int = 0
+) -> dict[str, float]:
+    """Play for some seconds, and at least so many episodes; return episodes a second of the clock,
+    and of the processor."""
     numbers, client, done = iter(range(sys.maxsize)), made._agents.client, 0
     assert isinstance(client, InstantClient)
     begin, cpu, turns = time.perf_counter(), time.process_time(), client.turns
@@ -96,7 +99,7 @@ async def play(made: Collector, task: Callable[[int], Task], seconds: float) -> 
             assert episode.failure is None, episode.failure
             assert payloads
             done += 1
-            if time.perf_counter() - begin > seconds:
+            if done >= least and time.perf_counter() - begin > seconds:
                 return
             await asyncio.sleep(0)
 
@@ -132,7 +135,8 @@ async def bench(options: argparse.Namespace) -> dict[str, float]:
         for name, task in made.items():
             if options.profile == name and number:
                 profiler.enable()
-            result = await play(collectors[name], task, options.seconds if number else 0.5)
+            seconds, least = (options.seconds, 0) if number else (0.0, WARM)
+            result = await play(collectors[name], task, seconds, least=least)
             profiler.disable()
             for key, value in result.items() if number else ():
                 found.setdefault(f"{name}_{key}", []).append(value)
