@@ -20,6 +20,7 @@ from arealite.api.llm import SamplingConfig, clients
 from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
 from arealite.base import log
+from arealite.base.errors import UserError
 from arealite.cli import check, configs, options
 from arealite.cli.role import with_externals
 from arealite.impl.launcher.beside import own_servers
@@ -136,6 +137,8 @@ class Progress:
 
 def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> None:
     """Check names, model, folder, servers and prompts, cheap ones first."""
+    if not tasks:
+        raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
     NameRegistry.of(config).check()
     check.check_names(config)
     model = check.check_model(config.model.path)

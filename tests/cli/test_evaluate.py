@@ -90,6 +90,7 @@ def test_seats_are_told_apart(evaluate: Command) -> None:
         (["dataset.eval=null"], "dataset.eval is not set"),
         (["out=/nowhere/x.json"], "its folder does not exist"),
         (["m=3"], "unknown key 'm'"),
+        (["trainer.ppo.collector.envs.a.weight=1"], "no environment of collector.envs has tasks"),
         (["n=0"], "n=0 must be at least 1"),
     ],
 )
