@@ -315,3 +315,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)

@@ -1,0 +1,91 @@
+"""Programs a second through each sandbox of this host, sixteen at once, and scored ones.
+
+Here because a coding run is as fast as its programs: each starts Python anew, and is confined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from arealite.api.sandbox import CodeEnvConfig, SandboxConfig  # noqa: E402
+from arealite.api.task import Task  # noqa: E402
+from arealite.impl.env.code import CodeEnv, read_cases  # noqa: E402
+from arealite.impl.sandbox.choice import check  # noqa: E402
+from tools.bench_reward import measure  # noqa: E402
+
+RUNS, REPEATS, AT_ONCE = 128, 5, 16
+CASES = {"entry_point": "f", "cases": [{"args": [x], "expected": x + 1} for x in range(5)]}
+
+
+async def bench() -> dict[str, float]:
+    """Measure each sandbox, interleaved; return medians."""
+    envs: dict[str, CodeEnv] = {}
+    for backend in ("bwrap", "landlock", "unsafe"):
+        if backend == "unsafe" or not check(backend):
+            sandbox = SandboxConfig(backend=backend, concurrency=AT_ONCE, timeout_s=60.0)
+            envs[backend] = CodeEnv(None, CodeEnvConfig(sandbox=sandbox, case_timeout_s=30.0))
+            await envs[backend].setup()
+    cases = read_cases(Task("bench", "", None, CASES), 30.0)
+    rates: dict[str, list[float]] = {}
+    stalls: list[float] = []
+
+    async def many(run: Callable[[], Awaitable[object]]) -> None:
+        await asyncio.gather(*(run() for _ in range(RUNS)))
+
+    def bare() -> Awaitable[object]:
+        return interpreter(slots)
+
+    slots = asyncio.Semaphore(AT_ONCE)
+    for _ in range(REPEATS):
+        kinds: dict[str, Callable[[], Awaitable[object]]] = {"bare python": bare}
+        for name, env in envs.items():
+            kinds[name] = lambda env=env: env.sandbox.run("print(1)")
+            kinds[f"{name}, 5 cases"] = lambda env=env: env.judge("def f(x): return x + 1", cases)
+        for name, run in kinds.items():
+            seconds, stall = await measure(lambda run=run: many(run))
+            rates.setdefault(f"{name} per s", []).append(RUNS / seconds)
+            stalls.append(stall)
+    one: list[float] = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        await next(iter(envs.values())).sandbox.run("")
+        one.append(time.perf_counter() - begin)
+    return {
+        **{name: statistics.median(values) for name, values in rates.items()},
+        "one alone ms": 1000 * statistics.median(one),
+        "loop stall max ms": 1000 * max(stalls),
+    }
+
+
+async def interpreter(slots: asyncio.Semaphore) -> None:
+    """Start Python as a shell would, to compare with."""
+    async with slots:
+        words = sys.executable, "-I", "-c", "print(1)"
+        process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+        await process.communicate()
+
+
+def main() -> int:
+    """Print the table and write out/bench/sandbox.json."""
+    metrics = asyncio.run(bench())
+    print(f"sandboxes, {RUNS} programs x {REPEATS}, {AT_ONCE} at once:")
+    for name, value in metrics.items():
+        print(f"  {name:32} {value:10.1f}")
+    out = ROOT / "out" / "bench" / "sandbox.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(metrics, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
