@@ -18,6 +18,7 @@ from itertools import cycle
 from pathlib import Path
 from random import random
 from struct import pack
+from threading import Timer
 from typing import Any
 
 from arealite.api.sandbox import Outcome, Sandbox, SandboxConfig, SandboxFailed
@@ -74,10 +75,14 @@ class ProcessSandbox(Sandbox):
         try:
             with subprocess.Popen(self.command, **PLACE) as process:
                 assert process.stdin and process.stdout and process.stderr
+                patience = Timer(PROBE_S, process.kill)
+                patience.start()
                 with suppress(BrokenPipeError):
                     process.stdin.write(request(PROBE, ""))
                     process.stdin.flush()
-                done = outcome(process.stdout.read(), process.stderr.read())
+                answer, problem = process.stdout.read(), process.stderr.read()
+                patience.cancel()
+            done = outcome(answer, problem)
         except (SandboxFailed, OSError) as error:
             return str(error)
         return "" if done.stdout == "works\n" else f"a program cannot fork: {done.stderr[-300:]}"
@@ -113,7 +118,8 @@ async def spawn(words: list[str]) -> Process:
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        await end(await starting)
+        with suppress(OSError):
+            await end(await starting)
         raise
 
 
