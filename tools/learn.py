@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--curve", type=Path, help="where to draw it; default: the run's folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more of train.py's")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     os.chdir(ROOT)
     lesson: Lesson = importlib.import_module(f"tools.lessons.{options.lesson}").LESSON
     begin, trial = time.perf_counter(), f"{options.lesson}-seed{options.seed}"

@@ -58,7 +58,7 @@ class PPOConfig:
         "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
     )
     filter_zero_variance: bool = opt(
-        False, "leave out groups whose rewards are all equal, and refill"
+        False, "leave out groups whose rewards are all equal in each seat, and refill"
     )
     partial_group: Literal["retry", "min_size", "drop"] = opt(
         "retry", "what becomes of a group with failed episodes"

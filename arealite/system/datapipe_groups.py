@@ -228,10 +228,11 @@ class GroupBook:
             classes = [name for member, _, name in group.failures if member in given_up]
             self._filter(group, f"failed:{classes[-1]}")
         elif len(group.finished) + len(given_up) == group.size:
-            rewards = {h.reward for h in group.headers}
+            seats = {h.seat for h in group.headers}
+            rewards = {(h.seat, h.reward) for h in group.headers}
             if not group.headers:
                 self._filter(group, "empty")
-            elif self.ppo.filter_zero_variance and len(rewards) == 1:
+            elif self.ppo.filter_zero_variance and len(rewards) == len(seats):
                 self._filter(group, "zero_variance")
             else:
                 self._move(group, "complete")

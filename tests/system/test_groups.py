@@ -132,6 +132,21 @@ def test_equal_rewards_are_filtered_and_refilled(make: Make) -> None:
     assert book.next_offer() is not None, "filtered groups do not count against admission"
 
 
+@pytest.mark.parametrize("won", [1.0, 0.5])
+def test_each_seat_s_rewards_are_compared_with_its_own(make: Make, won: float) -> None:
+    """A game that x wins every time teaches nobody anything, though the seats' rewards differ."""
+    book = make(filter_zero_variance=True, max_staleness=0)
+    lease = lease_next(book)
+    for member in lease.members:
+        reward = won if member == 0 else 1.0
+        seats = [
+            header(lease.group_id, member, version=lease.version, reward=r, seat=seat)
+            for seat, r in (("x", reward), ("o", -1.0))
+        ]
+        book.add(replace_headers(episode(lease, member), seats), [b"", b""])
+    assert book.counts["filtered:zero_variance"] == (won == 1.0)
+
+
 def test_stale_groups_are_dropped_with_their_lengths(make: Make) -> None:
     book = make(staleness_policy="drop", max_staleness=0, group_size=1)
     book.ppo = replace(book.ppo, batch_size=1)
