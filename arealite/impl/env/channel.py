@@ -6,6 +6,7 @@ OpenEnv's wire has no ids: what comes unasked cannot be told from an answer, so 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,14 @@ from arealite.base.errors import EpisodeError
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, frame
 from arealite.system.limits import Limit, Limits
 
+CLOSE_S = 1.0
+"""A server that is told good-bye has this long to say it, too."""
 SPOKEN = (WSMsgType.TEXT, WSMsgType.BINARY)
 CLOSING = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED)
 
 
 class EnvServerLost(EpisodeError):
-    """The server of an episode died, fell silent or closed the session; or there is none."""
+    """The server of an episode died, is gone or silent or closed the session; or there is none."""
 
     failure_class = "env_server_lost"
 
@@ -139,7 +142,7 @@ class Channel:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
-                raise EnvServerLost(f"{name} fell silent") from None
+                raise EnvServerLost(f"{name} is gone or silent") from None
             raise
         self.pending = asyncio.ensure_future(self._socket.receive())
         await asyncio.sleep(0)  # what came together with the answer is there now
@@ -153,7 +156,7 @@ class Channel:
         if not self.pending.done():
             return
         if self.pending.cancelled():
-            raise EnvServerLost(f"{self.server.name} fell silent")
+            raise EnvServerLost(f"{self.server.name} is gone or silent")
         self._read(self.pending.result())
         raise EnvServerGarbage(f"{self.server.name} spoke without being asked")
 
@@ -162,7 +165,9 @@ class Channel:
         self.server.channels.discard(self)
         self.pending.cancel()
         await asyncio.gather(self.pending, return_exceptions=True)
-        await self._socket.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._socket.close()
 
     def _read(self, message: WSMessage) -> msgspec.Raw:
         if message.type not in SPOKEN:

@@ -117,6 +117,8 @@ class Children:
                 await _kill(process)
                 raise
         server = self._servers.add(parse(address), most=self.runtime.recycle_episodes)
+        server.alive = True  # it has just told that it listens
+        self._servers.changed.set()
         logger.info("environment process ready", name=self.name, server=address, child=process.pid)
         exit_ = asyncio.create_task(process.wait())
         child = Running(process, server, exit_)

@@ -30,8 +30,6 @@ PROBE_S = 0.5
 """How often each server is asked for its health."""
 CONNECT_S = 10.0
 MAX_BODY = 2**16
-CLOSE_S = 1.0
-"""A server that is told good-bye has this long to say it, too."""
 
 
 class Servers:
@@ -174,9 +172,7 @@ class Servers:
         try:
             async with asyncio.timeout(CONNECT_S):
                 socket = await self._session.ws_connect(
-                    server.url / "ws",
-                    max_msg_size=self.config.max_message_kb * 1024,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),  # pyright: ignore
+                    server.url / "ws", max_msg_size=self.config.max_message_kb * 1024
                 )
         except (aiohttp.ClientError, OSError) as error:
             logger.warning("environment server refuses", server=server.name, error=repr(error))
