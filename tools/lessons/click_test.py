@@ -86,5 +86,5 @@ LESSON = Lesson(
         "trainer.ppo.loss.eps_high=0.28",
         "trainer.ppo.publisher.pause_mode=retract",
     ],
-    curves=("reward/parts/success", "eval/accuracy/click-button", "eval/accuracy/click-test-2"),
+    curves=("reward/click-test/mean", "reward/click-test-2/mean", "reward/click-button/mean"),
 )

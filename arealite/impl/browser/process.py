@@ -36,6 +36,8 @@ ARGUMENTS = (
     "--no-proxy-server",  # a proxy would resolve the names that we do not
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--disable-gpu",
+    "--disable-threaded-compositing",  # nobody looks: a third less to compute for each step
+    "--num-raster-threads=1",
 )
 VIEWPORT: Any = {"width": 1024, "height": 768}
 
