@@ -1,0 +1,60 @@
+"""`make learn LESSON=code`: functions of one line, run in the sandbox.
+
+Shown expressions that are often slightly wrong (another sign, another number), the model writes
+such ones; only running them on test cases says which are right.
+"""
+
+from __future__ import annotations
+
+import random
+
+from arealite.impl.env.code_tasks import one_line
+from tools.lesson import Example, Lesson
+from tools.make_tiny_model import TinyModel
+
+SIGNS = "+-*%"
+WORDS = [" plus ", " minus ", " times ", " by ", " and "]
+WORDS += [f"the {word} of " for word in ("rest", "larger", "smaller", "square")]
+
+
+def examples(rng: random.Random) -> Example:
+    """Draw a task; show its answer, or more often one with a sign or a number changed."""
+    row = one_line(rng)
+    prompt, answer = row["prompt"], row["ground_truth"]
+    if rng.random() < 0.6:
+        places = [n for n, letter in enumerate(answer) if letter in SIGNS or letter.isdigit()]
+        place = rng.choice(places)
+        others = SIGNS if answer[place] in SIGNS else "123456789"
+        answer = answer[:place] + rng.choice(others) + answer[place + 1 :]
+    return prompt, answer
+
+
+ENV = "trainer.ppo.collector.env"
+LESSON = Lesson(
+    about="a tiny model learns to write functions of one line",
+    shape=TinyModel(
+        hidden=64,
+        layers=2,
+        alphabet="0123456789+-*%(),x",
+        words=("# ", "\ndef f(x): return ", "max(", "min(", *WORDS),
+        context=64,
+    ),
+    examples=examples,
+    warm_up=0.3,
+    overrides=[
+        f"{ENV}.type=code",
+        f"{ENV}.code.sandbox.concurrency=8",
+        "dataset.train=generated",
+        "trainer.ppo.collector.sampling.max_new_tokens=12",
+        "trainer.ppo.total_steps=40",
+        "trainer.ppo.batch_size=64",
+        "trainer.ppo.optimizer.schedule=linear",
+        "trainer.ppo.updates=2",
+        "trainer.ppo.max_staleness=2",
+        "trainer.ppo.lr=5e-4",
+        "trainer.ppo.advantage.type=dr_grpo",
+        "trainer.ppo.loss.eps_high=0.28",
+        "trainer.ppo.publisher.pause_mode=retract",
+    ],
+    curves=("reward/parts/solved", "reward/parts/passed", "reward/parts/loaded"),
+)
