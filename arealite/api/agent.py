@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent_config import AgentConfig
@@ -53,10 +54,11 @@ class Agent(ABC):
 
         Raises:
             RuntimeError: the agent is trained, and has not generated anything yet.
-            ValueError: the reward is not a finite number.
+            ValueError: the reward or a part is not a finite number.
         """
-        if value - value != 0.0:
-            raise ValueError(f"reward must be finite, got {value}")
+        value, parts = float(value), {name: float(part) for name, part in parts.items()}
+        if not isfinite(sum(parts.values(), value)):
+            raise ValueError(f"reward and parts must be finite, got {value}, {parts}")
         if self.record.turns:
             self.record.turns[-1].reward += value
         elif self.trainable:

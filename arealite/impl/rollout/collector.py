@@ -126,7 +126,7 @@ class Collector:
         failure = None
         try:
             made = await self._play(lease, member, turns)
-        except (Exception, asyncio.CancelledError) as raised:
+        except (Exception, SystemExit, asyncio.CancelledError) as raised:
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and task and task.cancelling():
                 raise  # the episode is cancelled, and not something that it waited for

@@ -54,6 +54,13 @@ async def test_header_and_payload_of_an_episode() -> None:
     assert (request.group_id, request.min_version) == ("g7", 3)
 
 
+async def test_rewards_of_numpy_are_numbers_like_others() -> None:
+    episode, _ = await collector().run(lease(prompt="numpy"), 0)
+    (header,) = episode.headers
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(header))
+    assert (header.reward, header.reward_parts) == (3.5, {"length": 2.0})
+
+
 async def test_evaluation_has_its_own_sampling() -> None:
     made = collector()
     await made.run(lease(split="eval-10"), 0)
@@ -79,6 +86,8 @@ async def test_request_ids_differ_between_episodes_turns_and_seats() -> None:
         ("check", "reward_timeout", "killed"),
         ("group", "reward_timeout", "in a group"),
         ("nan", "error:ValueError", "finite"),
+        ("nan part", "error:ValueError", "finite"),
+        ("exit", "error:SystemExit", "0"),
         ("infinite", "reward_not_finite", "inf"),
         ("cancelled wait", "error:CancelledError", ""),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+
 from arealite.api.agent import Agent, agents
 from arealite.api.env import Env, StepEnv, StepResult, envs
 from arealite.api.episode import Action
@@ -17,6 +19,7 @@ RAISED = {
     "own timeout": TimeoutError("the database"),
     "check": RewardTimeout("killed"),
     "broken": InvariantError("cannot be"),
+    "exit": SystemExit(0),
 }
 
 
@@ -45,6 +48,10 @@ class World(Env):
             await wait
         if what == "nan":
             agent.reward(float("nan"))
+        if what == "nan part":
+            agent.reward(1.0, length=float("nan"))
+        if what == "numpy":
+            agent.reward(np.float32(0.5), length=np.float64(1.0))
         if what == "infinite":
             agent.record.turns[-1].reward = float("inf")
         if what in RAISED:
