@@ -17,8 +17,8 @@ from statistics import fmean
 BAND = 0.1
 """Changes of less than this share are not made."""
 SMOOTHING = 0.2
-"""Weight of a period in the average of g: new episodes all generate at first, so it is misread where
-a turn takes longer than five periods."""
+"""Weight of a period in the average of g: new episodes all generate at first, so it is misread
+where a turn takes longer than five periods."""
 STEP = 1.5
 """Most by which one period multiplies or divides."""
 QUEUE = 0.1

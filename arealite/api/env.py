@@ -126,5 +126,5 @@ class EnvFactory:
         if config.runtime.type != "in_process":
             from importlib import import_module
 
-            return import_module("arealite.impl.env.remote").RemoteEnv(self.args, config)
+            return import_module("arealite.impl.env_client.remote").RemoteEnv(self.args, config)
         return envs.get(config.type)(self.args, getattr(config, config.type, None))

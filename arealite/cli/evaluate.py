@@ -41,8 +41,9 @@ def main(argv: Sequence[str]) -> int:
     if not config.trainer.ppo.collector.envs:
         check.required(config.dataset.eval, "dataset.eval")
     out = Path(config.out).expanduser() if config.out else config.folder / "eval.json"
-    if not out.parent.is_dir() and config.out:
-        raise UserError(f"out={out}: its folder does not exist.")
+    if config.out and (out.is_dir() or not out.parent.is_dir()):
+        why = "is a folder, name a file" if out.is_dir() else "its folder does not exist"
+        raise UserError(f"out={out}: {why}.")
     with sampling.sampled(config, "eval") as (tasks, samples, failed):
         result = report(config, tasks, samples)
     result["failed"] = dict(failed)
@@ -126,7 +127,7 @@ def show(result: Score) -> None:
         table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
         about = f"{row['samples']} samples of {row['tasks']} tasks"
         table.add_row("", "truncated", f"{row['truncated']:.3f}", about, end_section=True)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     for name, failure in result["failures"].items():
-        console.print(f"{failure['attempts']} × {name}: {failure['first']}", markup=False)
+        console.print(f"{failure['attempts']} × {name}: {failure['first']}")

@@ -63,6 +63,7 @@ def read(text: str, at: int, key: str) -> tuple[Call, int]:
     at = len(text) - len(text[at:].lstrip())
     try:
         value, end = _decoder.raw_decode(text, at)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a character is in no text
     except (ValueError, RecursionError) as error:
         return Call(error=f"not JSON: {error}"), at
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:

@@ -100,7 +100,10 @@ class Completions:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=config.connections)
         async with aiohttp.ClientSession(
-            connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
+            connector=connector,
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(),  # each try has a deadline
         ) as session:
             yield cls(config, session, key)
 
@@ -161,7 +164,7 @@ class Completions:
     def _read(self, raw: bytes) -> str:
         try:
             return decode(raw).choices[0].message.content
-        except (msgspec.DecodeError, IndexError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
             raise TryAgain(f"its answer is no chat completion: {error}") from error
 
 

@@ -15,8 +15,8 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.impl.env.channel import EnvServerGarbage
-from arealite.impl.env.servers import Servers
+from arealite.impl.env_client.channel import EnvServerGarbage
+from arealite.impl.env_client.servers import Servers
 from arealite.impl.env_server.wire import INVALID_ACTION, RemoteFailure
 
 TEXTS = ("text", "message", "prompt", "content", "observation", "echoed_message", "output")

@@ -21,6 +21,6 @@ class ExactMatchReward(Reward):
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, without case, punctuation and articles."""
+    """Return the words of a text, without case, punctuation and articles, if that leaves any."""
     found = re.findall(r"(?<!\w)-\d+|\w+", re.sub(r"['’]", "", text.casefold()))
-    return [word for word in found if word not in ("a", "an", "the")]
+    return [word for word in found if word not in ("a", "an", "the")] or found or text.split()

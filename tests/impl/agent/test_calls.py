@@ -52,6 +52,7 @@ def test_a_mark_within_an_argument_ends_nothing() -> None:
         ('{"name": "add", "arguments": {"a": -1e999}}', "", "-1e999 is not a finite number"),
         ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "", "not JSON"),
         ('{"name": "add", "arguments": ' + "[" * 99999, "", "not JSON"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "", "not JSON: 'utf-8'"),
         (ADD + " and more", "add", "does not end with </tool_call>"),
     ],
 )

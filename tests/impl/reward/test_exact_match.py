@@ -24,6 +24,11 @@ from arealite.api.reward import RewardConfig, RewardFactory
         ("", "Paris", 0.0),
         ("answer:", "Paris", 0.0),
         ("Ägypten", "ägypten", 1.0),
+        ("The answer is A.", "A", 1.0),
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("...", "+", 0.0),
+        ("answer: +", "+", 1.0),
     ],
 )
 async def test_an_answer_is_the_truth_or_not(completion: str, truth: str, score: float) -> None:

@@ -19,9 +19,9 @@ from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
 from arealite.base.errors import DeadlineError, UserError
-from arealite.impl.env.channel import Channel, EnvServerGarbage
-from arealite.impl.env.children import Children
-from arealite.impl.env.servers import Servers
+from arealite.impl.env_client.channel import Channel, EnvServerGarbage
+from arealite.impl.env_client.children import Children
+from arealite.impl.env_client.servers import Servers
 from arealite.system.deadlines import deadline
 
 

@@ -16,8 +16,8 @@ from arealite.api.env import EnvConfig, envs
 from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.rollout_messages import Episode
 from arealite.base.errors import InvariantError, UserError
-from arealite.impl.env import servers as servers_module
-from arealite.impl.env.servers import parse
+from arealite.impl.env_client import servers as servers_module
+from arealite.impl.env_client.servers import parse
 from arealite.impl.env_server.app import EnvServer
 from tests.fakes.client import response
 from tests.fakes.env_hosts import Moods

@@ -15,7 +15,7 @@ import pytest
 
 from arealite.api.env import envs
 from arealite.base.errors import UserError
-from arealite.impl.env import children as children_module
+from arealite.impl.env_client import children as children_module
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.env_hosts import Steps
 from tests.fakes.env_servers import collecting, failed, played

@@ -20,7 +20,7 @@ from yarl import URL
 from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.impl.env.channel import Channel, EnvServerFull, EnvServerLost, Server
+from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server
 from arealite.system.deadlines import deadline
 from arealite.system.limits import Limits
 

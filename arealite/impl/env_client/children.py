@@ -22,8 +22,8 @@ from arealite.api.env import EnvConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
-from arealite.impl.env.channel import Server
-from arealite.impl.env.servers import Servers, parse
+from arealite.impl.env_client.channel import Server
+from arealite.impl.env_client.servers import Servers, parse
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import Budget
 from arealite.system.deadlines import deadline

@@ -1,0 +1,1 @@
+"""An environment somewhere else, as a worker uses it: servers, sessions, children."""
