@@ -57,7 +57,7 @@ def read_rows(
     if not file.is_file():
         hint = f"Set dataset.{split} to an existing file."
         raise UserError(f"dataset file {file} does not exist. {hint}")
-    yield from _jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
+    yield from jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
 
 
 def identity(config: ExperimentConfig, tasks: Sequence[Task]) -> dict[str, str]:
@@ -74,8 +74,12 @@ def identity(config: ExperimentConfig, tasks: Sequence[Task]) -> dict[str, str]:
     }
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row); blank lines are skipped."""
+def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row); blank lines are skipped.
+
+    Raises:
+        UserError: a line is not a JSON object.
+    """
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():

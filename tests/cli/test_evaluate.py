@@ -83,12 +83,19 @@ def test_seats_are_told_apart(evaluate: Command) -> None:
     assert "easy, second" in evaluate.out
 
 
+def test_sources_are_shown_as_they_are_written(evaluate: Command) -> None:
+    evaluate.write({"prompt": "ok", "extra_info": {"data_source": "[/bold]"}})
+    assert evaluate() == 0
+    assert "[/bold]" in evaluate.out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["n=2", "k=[4]"], "pass@4 needs 1 <= k <= n=2"),
         (["dataset.eval=null"], "dataset.eval is not set"),
         (["out=/nowhere/x.json"], "its folder does not exist"),
+        (["out=/tmp"], "out=/tmp: is a folder"),
         (["m=3"], "unknown key 'm'"),
         (["trainer.ppo.collector.envs.a.weight=1"], "no environment of collector.envs has tasks"),
         (["n=0"], "n=0 must be at least 1"),

@@ -77,7 +77,8 @@ class FakeCompletions:
                 {"error": {"message": about}}, status=int(fault), headers=headers
             )
         if fault:
-            return web.Response(text=fault, content_type="application/json")
+            body = fault.encode(errors="surrogateescape")
+            return web.Response(body=body, content_type="application/json")
         text = f"{len(body['messages'])}: {body['messages'][-1]['content']}"
         message = {"role": "assistant", "content": text}
         return web.json_response({"id": "1", "choices": [{"index": 0, "message": message}]})

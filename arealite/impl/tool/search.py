@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from arealite.api.tool import SearchToolConfig, Tool, ToolError, function
 from arealite.base.errors import UserError
+from arealite.system.dataset import jsonl_rows
 
 MAX_WORDS = 32
 """Of a query; more are left out."""
@@ -73,6 +73,8 @@ def build(source: str) -> sqlite3.Connection:
     Raises:
         UserError: there is nothing, or a document is not as it should be.
     """
+    if not source:
+        raise UserError("env.tools.search.path is not set. Name what the tool search looks in.")
     path = Path(source).expanduser()
     index = sqlite3.connect(":memory:", check_same_thread=False)
     columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
@@ -97,12 +99,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, str, str]]:
             f"env.tools.search.path={path}: neither a file nor a folder. Name a JSONL file of "
             '{"id": …, "title": …, "text": …}, or a folder of .txt and .md files.'
         )
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            yield str(row.get("id", number)), str(row.get("title", "")), str(row["text"])
-        except (ValueError, KeyError, AttributeError) as error:
-            what = 'each line must be an object with "text", and perhaps "id" and "title"'
-            raise UserError(f"{path}, line {number}: {what}.") from error
+    for number, (where, row) in enumerate(jsonl_rows(path), start=1):
+        if "text" not in row:
+            raise UserError(f'{where}: a document needs "text", and perhaps "id" and "title".')
+        yield str(row.get("id", number)), str(row.get("title", "")), str(row["text"])

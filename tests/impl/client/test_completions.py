@@ -58,6 +58,7 @@ async def test_it_sends_the_conversation_and_the_sampling() -> None:
     [
         *("500", "503", "429", "408", "reset", "hang", "nonsense", "{}", '{"choices": []}'),
         '{"choices": [{"message": {"content": null}}]}',
+        '{"choices": [{"message": {"content": "\udcff"}}]}',
         '{"choices": [{"message": {"content": "' + "x" * (8 << 20) + '"}}]}',
     ],
     ids=lambda fault: fault[:12],

@@ -16,7 +16,7 @@ NONE = "no document has any of these words: zebra"
 TEXTS = [
     {"id": "paris", "title": "Paris", "text": "Paris is the capital of France. " + "river " * 200},
     {"id": "berlin", "title": "Berlin", "text": "Berlin is the capital of Germany, on the Spree."},
-    {"id": "spree", "title": "Spree", "text": "A river of 400 km that runs through Berlin."},
+    {"id": "spree", "title": "Spree", "text": "A river of 400 km that\u2028runs through Berlin."},
     {"title": "Nameless", "text": 'O\'Neill said: "capitals" AND (cheese)'},
 ]
 
@@ -24,7 +24,7 @@ TEXTS = [
 @pytest.fixture
 async def search(tmp_path: Path):
     file = tmp_path / "kb.jsonl"
-    file.write_text("\n".join(json.dumps(text) for text in TEXTS) + "\n\n")
+    file.write_text("\n".join(json.dumps(text, ensure_ascii=False) for text in TEXTS) + "\n\n")
     tool = SearchTool(SearchToolConfig(path=str(file), top_k=2, excerpt_words=8))
     await tool.setup()
     yield tool
@@ -48,7 +48,7 @@ async def test_excerpts_are_short_and_documents_can_be_read(search) -> None:
     assert len(found.split()) < 15
     whole = await search.call({"read": "paris"}, {})
     assert whole.startswith("Paris\nParis is") and whole.count("river") == 200
-    assert (await search.call({"read": "4"}, {})).startswith("Nameless\n"), "id is the line"
+    assert (await search.call({"read": "4"}, {})).startswith("Nameless\n"), "id is its number"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,11 @@ async def test_many_search_at_once(search) -> None:
     assert all(each == found[0] for each in found)
 
 
+async def test_a_path_that_is_not_set_is_not_the_working_directory() -> None:
+    with pytest.raises(UserError, match="path is not set"):
+        await SearchTool(SearchToolConfig()).setup()
+
+
 async def test_a_folder_of_texts(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.md").write_text("apples and pears")
@@ -97,7 +102,7 @@ async def test_a_folder_of_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"text": "a"}\n{"title": "b"}', 'line 2: each line must be an object with "text"'),
+        ('{"text": "a"}\n{"title": "b"}', 'line 2: a document needs "text"'),
         ("[1]", "line 1"),
         ("{", "line 1"),
         ("", "no documents"),
