@@ -23,7 +23,7 @@ from arealite.impl.env.code import CodeEnv, read_cases  # noqa: E402
 from arealite.impl.sandbox.choice import check  # noqa: E402
 from tools.bench_reward import measure  # noqa: E402
 
-RUNS, REPEATS, AT_ONCE = 128, 5, 16
+RUNS, REPEATS, AT_ONCE = 128, 3, 16
 CASES = {"entry_point": "f", "cases": [{"args": [x], "expected": x + 1} for x in range(5)]}
 
 
