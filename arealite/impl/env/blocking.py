@@ -129,7 +129,11 @@ class Instances:
     async def close(self) -> None:
         """Close what is not lent."""
         while self._idle:
-            await self.threads.call(self._idle.pop().close)
+            close = self._idle.pop().close
+            try:
+                await self.threads.call(close)
+            except EnvStuck:
+                start(close)
 
 
 def start(function: Callable[..., object], *args: Any) -> None:

@@ -72,20 +72,22 @@ class ToolsEnv(Env):
         Raises:
             EpisodeError: the task has no ground truth, or a tool is broken.
         """
-        agent, tally = agents["agent"], Tally()
+        agent, tally, wanted = agents["agent"], Tally(), task.extra_info.get("tools")
         if task.ground_truth is None:
             raise EpisodeError(
                 f"{task.task_id} has no ground_truth; env.type=tools needs one a row"
             )
+        if not isinstance(wanted, list | None):
+            raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of names")
         async with self.box.episode(task) as states:
             action = await self._converse(task, agent, states, tally)
         correct, begin = 0.0, time.perf_counter()
         if not action.calls:
             correct = await self.scorer.score(action.text, task.ground_truth)
         agent.record.seconds_scoring += time.perf_counter() - begin
-        parts = scores(correct, tally, task.extra_info.get("tools"))
+        parts = scores(correct, tally, wanted)
         value = sum(getattr(self.config.weights, name) * part for name, part in parts.items())
-        parts["unanswered"] = float(bool(action.calls))
+        parts["unanswered"] = float(bool(action.calls) or not action.text)
         parts["tool_calls"] = float(tally.kinds.total())
         parts["tool_errors"] = parts["tool_calls"] - tally.kinds["fine"]
         agent.reward(value, **parts, tool_timeouts=float(tally.kinds["timeout"]))
@@ -139,7 +141,7 @@ def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, 
     needed = 1
     if wanted is not None:
         needed = len(wanted)
-        used = len(tally.used.intersection(wanted)) / max(needed, 1)
+        used = len(tally.used.intersection(wanted)) / max(len({*wanted}), 1)
         parts["tool"] = used if wanted else float(calls == 0)
     parts["efficiency"] = correct * (needed + 1) / (max(calls, needed) + 1)
     return parts

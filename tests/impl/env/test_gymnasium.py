@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import UserError
+from arealite.impl.env.blocking import Instance
 from arealite.impl.env.gymnasium import GymnasiumEnv, actions
 from tests.fakes import foreign
 from tests.fakes.foreign import Discrete, Guess
@@ -109,6 +110,8 @@ async def test_a_step_that_hangs_keeps_its_thread_and_nothing_else(opened: Gymna
     with pytest.raises(Exception, match="all 2 threads hang") as raised:
         await opened.run(task(seed=1), agent=Player(["1"]))
     assert raised.value.failure_class == "env_stuck"  # type: ignore[attr-defined]
+    opened._instances._idle.append(Instance(Guess(), opened._instances.threads))
+    await opened.close()
     foreign.RELEASE.set()
     await eventually(lambda: all(guess.is_closed for guess in Guess.made))
     Guess.made.clear()

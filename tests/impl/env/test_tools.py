@@ -157,6 +157,7 @@ WEIGHTS = ToolsRewardConfig(correct=1.0, tool=0.5, format=0.25, efficiency=0.125
     [
         ([[calc("6*7")], "42"], ["calculator"], 1.0 + 0.5 + 0.25 + 0.125),
         ([[calc("6*7")], "42"], ["calculator", "odd"], 1.0 + 0.25 + 0.25 + 0.125),
+        ([[calc("6*1"), calc("6*7")], "42"], ["calculator"] * 2, 1.0 + 0.5 + 0.25 + 0.125),
         ([[calc("6*7")], "42"], [], 1.0 + 0.0 + 0.25 + 0.125 / 2),
         ([[calc("6*7")], "42"], None, 1.0 + 0.25 + 0.125),
         (["42"], [], 1.0 + 0.5 + 0.25 + 0.125),
@@ -208,7 +209,13 @@ async def test_a_task_without_ground_truth_fails_before_generating(play) -> None
     agent = actor("42")
     with pytest.raises(EpisodeError, match="ground_truth"):
         await play(agent, truth=None)
+    with pytest.raises(EpisodeError, match="must be a list of names"):
+        await play(agent, info={"tools": "calculator"})
     assert not agent.record.turns
+
+
+async def test_an_agent_without_room_for_an_answer_has_not_answered(play) -> None:
+    assert (await play(actor([calc("6*7")], ""))).record.reward_parts["unanswered"] == 1.0
 
 
 def draw(count: int = 200, split: str = "train", seed: int = 1, **config: Any) -> list[Any]:
