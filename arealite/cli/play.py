@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
@@ -159,14 +159,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def whole(word: str, env: str) -> str:
     """Return an option with its whole key, as train.py takes it."""
-    head = word.split("=", 1)[0].split(".", 1)[0]
-    if head in (item.name for item in fields(ExperimentConfig)):
-        return word
-    if head == "seats":
-        return f"{COLLECTOR}{word}"
-    if head == env or head in (item.name for item in fields(EnvConfig)):
+    head, dot, _ = word.split("=", 1)[0].partition(".")
+    if dot and head in (env, *names_of(EnvConfig)):
         return f"{COLLECTOR}env.{word}"
+    if dot and head == "seats":
+        return f"{COLLECTOR}{word}"
+    is_own = head in names_of(getattr(EnvConfig(), env, None) or envs.configs.get(env))
+    if head in names_of(ExperimentConfig) and not is_own:
+        return word
     return f"{COLLECTOR}env.{env}.{word}"
+
+
+def names_of(schema: Any) -> list[str]:
+    """Return the names of a config's options."""
+    return [item.name for item in fields(schema)] if is_dataclass(schema) else []
 
 
 async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:

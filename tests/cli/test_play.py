@@ -155,3 +155,14 @@ def test_short_options_are_of_the_environment() -> None:
         ("model.path=m", "model.path=m"),
     ):
         assert whole(word, "debate") == key
+
+
+def test_an_option_of_the_environment_is_not_the_run_s_of_that_name() -> None:
+    for env, word in (
+        ("reasoning_gym", "dataset=x"),
+        ("tools", "tools=[x]"),
+        ("gyllm", "seats=[x]"),
+    ):
+        assert whole(word, env) == f"trainer.ppo.collector.env.{env}.{word}"
+    assert whole("tools.tools=[x]", "tools") == "trainer.ppo.collector.env.tools.tools=[x]"
+    assert whole("dataset.train=x", "math") == "dataset.train=x"

@@ -46,7 +46,13 @@ def maker(module: str, config: Any) -> Callable[[], Any]:
 
 
 def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a row a seed, without end."""
+    """Yield a row a seed, without end.
+
+    Raises:
+        UserError: there is no `name`.
+    """
+    if not name:
+        raise UserError("which environment? Its env_id is not set.")
     for number in count():
         own = Random(f"{name}/{split}/{seed}/{number}").getrandbits(31)
         yield {"prompt": prompt, "extra_info": {"data_source": name, "seed": own}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from arealite.base.errors import UserError
-from tests.impl.env.players import Player, make, task
+from tests.impl.env.players import Player, first_rows, make, task
 
 HERE = "tests.fakes.foreign:Sum"
 
@@ -52,3 +52,8 @@ async def test_seats_must_be_the_actors() -> None:
         await make("gyllm", factory=HERE).setup()
     with pytest.raises(UserError, match="gyllm is not installed: pip install gyllm"):
         await make("gyllm", env_id="simple/tic_tac_toe").setup()
+
+
+def test_rows_of_no_environment_are_refused() -> None:
+    with pytest.raises(UserError, match="env_id is not set"):
+        first_rows(make("gyllm"), 1)
