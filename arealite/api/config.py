@@ -65,8 +65,8 @@ class DatasetConfig:
     eval: str | None = opt(
         None, "path of the held-out rows, or `generated`; null trains without evaluation"
     )
-    rows: int = opt(4096, "training rows to generate, or to draw for several environments")
-    eval_rows: int = opt(256, "held-out rows to generate, or to draw")
+    rows: int = opt(4096, "training rows to generate, or to draw for several parts", at_least=1)
+    eval_rows: int = opt(256, "held-out rows to generate, or to draw", at_least=1)
     shuffle: bool = opt(True, "a new seeded order each epoch")
 
 

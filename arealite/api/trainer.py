@@ -28,7 +28,7 @@ class EvalConfig:
     """Held-out evaluation, run beside training through the same servers."""
 
     every_steps: int = opt(0, "0: only before the first and after the last step", at_least=0)
-    num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all")
+    num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all", at_least=0)
     samples: int = opt(1, "completions a prompt", at_least=1)
     sampling: SamplingConfig = sub(SamplingConfig, "how held-out tokens are drawn")
 

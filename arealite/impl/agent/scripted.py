@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 from arealite.api.agent import Agent
+from arealite.api.agent_config import ScriptedConfig
 from arealite.api.episode import Action
 from arealite.api.observation import observe
 from arealite.base.errors import UserError
@@ -19,6 +20,18 @@ class ScriptedAgent(Agent):
 
     trainable = False
     turn = 0
+
+    @classmethod
+    def share(cls, args: Any, config: ScriptedConfig) -> None:
+        """Share nothing.
+
+        Raises:
+            UserError: it is to answer, and has no answers.
+        """
+        if config.policy == "answers" and not config.answers:
+            raise UserError(
+                "agent.type=scripted: set scripted.answers, or another scripted.policy."
+            )
 
     async def act(self, observation: Any) -> Action:
         """Return the turn's answer, or a choice.
@@ -31,12 +44,8 @@ class ScriptedAgent(Agent):
         options = config.answers if config.policy == "answers" else observe(observation).choices
         if not options:
             raise UserError(
-                f"seat '{seat.name}', agent.type=scripted: "
-                + (
-                    "set scripted.answers, or another scripted.policy."
-                    if config.policy == "answers"
-                    else f"policy={config.policy} needs an environment that offers choices."
-                )
+                f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an "
+                "environment that offers choices."
             )
         if config.policy == "random":
             member = seat.episode_id.rpartition("/")[2]  # what is before it is of the attempt

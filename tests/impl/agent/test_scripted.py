@@ -10,6 +10,7 @@ from arealite.api.episode import Seat
 from arealite.api.llm import LLMClientConfig
 from arealite.api.observation import Observation
 from arealite.base.errors import UserError
+from arealite.impl.agent.scripted import ScriptedAgent
 from tests.fakes.client import ScriptedClient
 from tests.fakes.experiment import tokenizer
 
@@ -60,9 +61,8 @@ async def test_it_samples_nothing_and_may_be_rewarded() -> None:
         agent.reward(float("nan"))
 
 
-@pytest.mark.parametrize(
-    ("options", "hint"), [({}, "set scripted.answers"), ({"policy": "random"}, "offers choices")]
-)
-async def test_nothing_to_say_is_the_users_error(options, hint) -> None:
-    with pytest.raises(UserError, match=hint):
-        await scripted(**options).act("a")
+async def test_nothing_to_say_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="another scripted"):
+        ScriptedAgent.share(None, ScriptedConfig())
+    with pytest.raises(UserError, match="offers choices"):
+        await scripted(policy="random").act("a")
