@@ -5,9 +5,9 @@ missing=()
 command -v bwrap > /dev/null || missing+=(bubblewrap)
 command -v chromium-headless-shell > /dev/null || missing+=(chromium-headless-shell)
 [ ${#missing[@]} -eq 0 ] && exit 0
-if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" > /dev/null
+export DEBIAN_FRONTEND=noninteractive
+if [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq "${missing[@]}" > /dev/null; then
+    echo "installed: ${missing[*]}"
 else
     echo "not installed: ${missing[*]}; tests that need them are left out (apt install ${missing[*]})"
 fi
