@@ -72,7 +72,8 @@ def length(text: str, words: int) -> float:
 def marks(text: str, known: Sequence[str], *, numbers: bool = False) -> float:
     """Score how many different marks of a kind a speech has."""
     lower = text.lower()
-    found = sum(bool(re.search(rf"(?<!\w){re.escape(mark)}(?!\w)", lower)) for mark in known)
+    here = [mark for mark in known if mark in lower]  # a pattern is ten times as slow
+    found = sum(bool(re.search(rf"(?<!\w){re.escape(mark)}(?!\w)", lower)) for mark in here)
     return min(1.0, (found + (numbers and bool(re.search(r"\d", text)))) / ENOUGH)
 
 
