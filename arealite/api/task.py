@@ -20,6 +20,11 @@ class Task(msgspec.Struct, frozen=True):
     """The row's `extra_info`, {} where absent."""
 
     @property
+    def text(self) -> str:
+        """The prompt as a text: of chat messages, what the last one says."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+    @property
     def source(self) -> str:
         """Its environment, where a run has several, else the row's `data_source`; "" where it has
         neither. Metrics are told by it."""

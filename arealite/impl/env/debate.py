@@ -65,8 +65,7 @@ class DebateEnv(Env):
             JudgeUnreadable: the seat judge gave no verdict.
             UserError: the seat judge is one that is trained.
         """
-        claim = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
-        config, speeches = self.config, dict[str, list[str]](pro=[], con=[])
+        config, claim, speeches = self.config, task.text, dict[str, list[str]](pro=[], con=[])
         rules = RULES.format(rounds=config.rounds, words=config.words, claim=claim)
         said = ""
         for number in range(config.rounds):

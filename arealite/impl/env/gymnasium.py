@@ -44,7 +44,7 @@ class GymnasiumEnv(Env):
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then step to the end; a step's reward is its turn's."""
         agent, config, illegal = agents["agent"], self.config, 0
-        rules = str(task.prompt)
+        rules = task.text
         if self.choices and not config.rules:
             rules += f" Answer with one of: {', '.join(self.choices)}."
         async with self._instances.one() as instance:

@@ -105,7 +105,7 @@ class ReasoningGymEnv(Env):
             raise UserError(f"{task.task_id}: reasoning_gym needs rows of its own: `generated`.")
         try:
             entry = entry_of(self.config.dataset, self._options, seed, number)
-            if not str(task.prompt).startswith(entry["question"]):
+            if not task.text.startswith(entry["question"]):
                 raise ScorerFailed(f"{task.task_id}: its seed gives another question here")
             score = dataset(self.config.dataset, self._options, seed).score_answer(answer, entry)
             value = float(score)

@@ -36,7 +36,7 @@ class ReverseEnv(Env):
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Ask for the task's prompt backwards."""
-        await self.ask(agents["agent"], [("reverse", str(task.prompt))])
+        await self.ask(agents["agent"], [("reverse", task.text)])
 
     async def ask(self, agent: Agent, orders: Sequence[tuple[str, ...]]) -> None:
         """Give one order after the other; each answer is rewarded with its part of 1."""
@@ -67,7 +67,7 @@ class ReverseEchoEnv(ReverseEnv):
         Raises:
             UserError: a line is none.
         """
-        orders = [line.partition(" ")[::2] for line in str(task.prompt).splitlines()]
+        orders = [line.partition(" ")[::2] for line in task.text.splitlines()]
         if not all(order in ASK and text for order, text in orders):
             hint = "Write lines `reverse TEXT` and `echo TEXT`."
             raise UserError(f"{task.task_id}: `prompt` has a line that is no order. {hint}")

@@ -21,6 +21,12 @@ async def test_the_share_of_letters_in_their_place(answer, score, partial_credit
     assert seat.seen[0].content.endswith(": abc")
 
 
+async def test_a_task_in_messages_is_what_the_last_one_says() -> None:
+    seat = Player(["cba"])
+    await make("reverse").run(task([{"role": "user", "content": "abc"}]), agent=seat)
+    assert seat.rewards == [1.0]
+
+
 async def test_each_turn_says_whether_to_reverse_or_to_echo() -> None:
     seat = Player(["cba", "def", "gxi"])
     await make("reverse_echo").run(task("reverse abc\necho def\necho ghi"), agent=seat)
