@@ -74,7 +74,7 @@ $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
 	touch $@
 
 test-envs: $(VENV)/.envs
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/impl/env tests/impl/browser tests/impl/sandbox tests/impl/tool tests/impl/env_server tests/contracts/test_env.py
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/impl/env tests/impl/browser tests/impl/sandbox tests/impl/tool tests/impl/env_server tests/impl/env_client tests/contracts/test_env.py
 
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done

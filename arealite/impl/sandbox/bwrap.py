@@ -32,6 +32,7 @@ def command(readable: list[str], disk: int) -> list[str]:
     return [
         *("bwrap", *spaces, "--cap-drop", "ALL", *user, "--hostname", "sandbox"),
         *("--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
+        *("--ro-bind", "/dev/null", "/dev/zero"),  # shared, it is memory that nobody counts
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *(*binds, "--remount-ro", "/", "--"),

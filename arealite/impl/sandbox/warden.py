@@ -32,7 +32,7 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_DAC_READ_SEARCH, CAP_VERSION_3 = 2, 0x20080522
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE, READ, READ_DIR = 1, 2, 4, 8
-READABLE = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/zero", "/dev/urandom"
+READABLE = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/urandom"
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH, and the column in the tables of system calls below."""
@@ -41,30 +41,35 @@ FORBIDDEN = {  # what reaches other processes, holds memory that nobody counts, 
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "setsockopt": (54, 208), "io_setup": (206, 0),
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "move_mount": (429, 429),
     "open_tree": (428, 428), "fsopen": (430, 430), "pivot_root": (155, 41), "chroot": (161, 51),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgctl": (71, 187),
+    "msgrcv": (70, 188), "msgsnd": (69, 189), "semget": (64, 190), "semctl": (66, 191),
+    "semop": (65, 193), "semtimedop": (220, 192), "mq_open": (240, 180), "mq_unlink": (241, 181),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "open_by_handle_at": (304, 265), "personality": (135, 92),
-    "setsid": (112, 157), "setpgid": (109, 154),
+    "setsid": (112, 157), "setpgid": (109, 154), "syslog": (103, 116),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238), "move_pages": (279, 239),
 }  # fmt: skip
-FORBIDDEN_UNDER_LANDLOCK = {  # what it does not see: owners, modes, times, and others' scheduling
+FORBIDDEN_UNDER_LANDLOCK = {  # what it does not see: owners, modes, times, and who watches files
     "chmod": (90, NOWHERE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, NOWHERE), "fchown": (93, 55), "lchown": (94, NOWHERE), "fchownat": (260, 54),
     "utime": (132, NOWHERE), "utimes": (235, NOWHERE), "futimesat": (261, NOWHERE),
     "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "inotify_init": (253, NOWHERE), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
-ALLOWED_IF = [  # system call, argument, mask, and what the masked argument must be
-    ((56, 220), 0, 0x7E020000, 0),  # clone: without new namespaces
-    ((53, 199), 1, 0xF, 1),  # socketpair: a stream, which can be sent nowhere else
-    ((302, 261), 0, 0xFFFFFFFF, 0),  # prlimit64: one's own
+ALLOWED_IF = [  # system call, argument, mask, and what the masked argument must be, or not be
+    ((56, 220), 0, 0x7E020000, 0, True),  # clone: without new namespaces
+    ((53, 199), 1, 0xF, 1, True),  # socketpair: a stream, which can be sent nowhere else
+    ((302, 261), 0, 0xFFFFFFFF, 0, True),  # prlimit64: one's own
+    ((9, 222), 3, 0x23, 0x21, False),  # mmap: not shared without a file, as no process has that
 ]
 CLONE3 = 435
 """Its flags are in memory, where no filter looks; the C library then uses clone."""
@@ -137,10 +142,9 @@ def filter_calls(under_landlock: bool) -> None:
     code += [(0x15, 0, 1, CLONE3), (0x06, 0, 0, 0x50000 | ENOSYS)]
     for numbers in (FORBIDDEN | FORBIDDEN_UNDER_LANDLOCK if under_landlock else FORBIDDEN).values():
         code += [(0x15, 0, 1, numbers[column]), refuse]
-    for numbers, argument, mask, value in ALLOWED_IF:
-        load = (0x20, 0, 0, 16 + 8 * argument)
-        code += [(0x15, 0, 5, numbers[column]), load, (0x54, 0, 0, mask), (0x15, 1, 0, value)]
-        code += [refuse, allow]
+    for numbers, argument, mask, value, must in ALLOWED_IF:
+        load, compare = (0x20, 0, 0, 16 + 8 * argument), (0x15, must, not must, value)
+        code += [(0x15, 0, 5, numbers[column]), load, (0x54, 0, 0, mask), compare, refuse, allow]
     text = b"".join(pack("HBBI", *line) for line in [*code, allow])
     buffer = create_string_buffer(text, len(text))
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -201,8 +205,8 @@ class Limits:
                 pages += resident - shared
             if len(pids) > self.processes + 2:
                 return True
-        disk = os.statvfs("/tmp") if self.mode == "bwrap" else None
-        used = disk.f_files - disk.f_ffree if disk else 0
+        disks = map(os.statvfs, ["/tmp", "/dev/shm"] if self.mode == "bwrap" else [])
+        used = sum(disk.f_files - disk.f_ffree for disk in disks)
         return pages * resource.getpagesize() > self.memory or used > MAX_FILES
 
 
@@ -320,6 +324,7 @@ def execute(program: bytes, folders: list[str]) -> None:
 def main() -> None:
     """Run one program."""
     limits = Limits(sys.argv[1:])
+    libc.signal(2, None)  # by its handler, SIGINT would reach even process 1
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program cannot look into this process
     os.stat("/proc/thread-self/children")  # without it nothing can be counted

@@ -64,6 +64,18 @@ REFUSED = {
     + "if libc.prlimit(os.getppid(), 9, limit, 0) == 0: print('escaped')",
     "memory of no process": TRY.format("__import__('os').memfd_create('x')"),
     "shared memory": LIBC + "if libc.shmget(0, 1 << 20, 0o1600) >= 0: print('escaped')",
+    "others' shared memory": LIBC
+    + "if libc.shmat(0, None, 0) == -1 and ctypes.get_errno() != 1: print('escaped')",
+    "shared memory of no file": TRY.format("__import__('mmap').mmap(-1, 1 << 20)"),
+    "shared zeros": TRY.format(
+        "m = __import__('mmap'); m.mmap(open('/dev/zero').fileno(), 1 << 20, m.MAP_SHARED, 1)"
+    ),
+    "large buffers": TRY.format(
+        "s = __import__('socket').socketpair(); s[0].setsockopt(1, 7, 10 << 20)"
+    ),
+    "the warden's pace": TRY.format("import os; os.sched_setaffinity(os.getppid(), [0])"),
+    "a signal to the warden": "import os, time\nfor number in range(1, 65):\n"
+    "    try: os.kill(os.getppid(), number)\n    except OSError: pass\ntime.sleep(0.1)",
     "a core dump": "import resource\nif resource.getrlimit(4)[1]: print('escaped')",
     "more of a limit": TRY.format("__import__('resource').setrlimit(9, (1 << 40, 1 << 40))"),
     "the environment": "import os\nif set(os.environ) - {{'PATH', 'HOME', 'PWD', 'LC_CTYPE'}}: "
@@ -247,8 +259,10 @@ async def test_ended(sandbox):
         assert error in done.stderr
 
 
-async def test_files_without_content_are_counted(sandbox):
-    done = await sandbox.run("n = 0\nwhile True:\n    open(f'/tmp/{n}', 'w').close()\n    n += 1")
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+async def test_files_without_content_are_counted(sandbox, folder):
+    make = f"open(f'{folder}/{{n}}', 'w').close()"
+    done = await sandbox.run(f"n = 0\nwhile True:\n    {make}\n    n += 1")
     assert done.status == ("killed" if sandbox.backend == "bwrap" else "exited")
 
 
