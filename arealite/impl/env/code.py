@@ -15,6 +15,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ class CodeEnv(Env):
         outcome = await self.sandbox.run(harness(), stdin=stdin)
         if outcome.status == "exited" and outcome.code != 0:
             raise SandboxFailed(f"the harness failed: {outcome.stderr[-500:]}")
-        said = [json.loads(line) for line in outcome.stdout.splitlines() if line.endswith("}")]
+        said = [*heard(outcome.stdout)]
         for each in said:
             if "broken" in each:
                 raise BrokenTests(": ".join(each["broken"]))
@@ -132,6 +133,13 @@ class CodeEnv(Env):
         await self.sandbox.close()
 
 
+def heard(text: str) -> Iterator[dict[str, Any]]:
+    """Yield what a harness said, without a line that was cut off."""
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError):
+            yield json.loads(line)
+
+
 @cache
 def harness() -> str:
     """Return a program that makes the harness's modules, compiled, and so runs the last."""
@@ -155,6 +163,9 @@ def read_cases(task: Task, seconds: float) -> Cases:
     """Return a row's cases: `cases` [{args, kwargs, expected}] or [{stdin, stdout}], `test` with a
     `check(candidate)` as in HumanEval, or `test_list` of asserts as in MBPP.
 
+    Functions that a prompt gives before the one it asks for are the tests' own, whatever the
+    program makes of them. Classes are the program's, as its functions get their objects.
+
     Raises:
         BrokenTests: it has none of these.
     """
@@ -169,7 +180,7 @@ def read_cases(task: Task, seconds: float) -> Cases:
         return Cases(
             "calls", entry, {**work, "seconds": seconds}, [case["expected"] for case in cases]
         )
-    tests = list(info.get("test_list") or [])
+    tests, (given, _) = list(info.get("test_list") or []), head_of(prompt_text(task), entry)
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
@@ -178,6 +189,8 @@ def read_cases(task: Task, seconds: float) -> Cases:
             "and stdout), test (with entry_point) or test_list"
         )
     setup = info.get("setup") or info.get("test_setup_code") or ""
+    if is_python(given) and not re.search(r"^class ", given, re.MULTILINE):
+        setup = f"{given}\n{setup}"
     return Cases("tests", entry, {"setup": setup, "tests": tests, "seconds": seconds}, [])
 
 
@@ -192,14 +205,23 @@ def program(text: str, prompt: str, entry: str) -> str:
     Where the prompt is the head of a function, as HumanEval's, what stands before that function
     belongs to the program, and a completion without it is its body.
     """
-    code, head = ([each, *FENCE.findall(each)][-1] for each in (text, prompt))
-    begin = head.find(f"def {entry}(") if entry else -1
-    if begin < 0:
-        return code
+    code, (before, head) = fenced(text), head_of(prompt, entry)
     name = re.escape(entry)
     if not re.search(rf"^(?:(?:async )?def|class) {name}\b|^{name} *=", code, re.MULTILINE):
         return head + code
-    return f"{head[:begin]}\n{code}" if is_python(head[:begin]) else code
+    return f"{before}\n{code}" if before and is_python(before) else code
+
+
+def fenced(text: str) -> str:
+    """Return the last fenced block of a text, or all of it."""
+    return [text, *FENCE.findall(text)][-1]
+
+
+def head_of(prompt: str, entry: str) -> tuple[str, str]:
+    """Return what a prompt that is code has before the function, and all of it; else ""."""
+    head = fenced(prompt)
+    begin = head.find(f"def {entry}(") if entry else -1
+    return (head[:begin], head) if begin >= 0 else ("", "")
 
 
 @lru_cache(1024)

@@ -43,11 +43,11 @@ class Program:
         self.pid, self.starts, self.printed = 0, 0, b""
         self.names: dict[str, Any] = {}
 
-    def start(self, stdin: str | None = None) -> dict[str, Any]:
-        """Start the program, with an input or to be asked; return its global values.
+    def start(self, stdin: str | None = None) -> None:
+        """Start the program, with an input or to be asked, and learn its global values.
 
         Raises:
-            ProgramError: it cannot be loaded.
+            Exception: it cannot be loaded, or its values are none.
         """
         self.line.send("start")
         answer: dict[str, Any] = {}
@@ -56,8 +56,8 @@ class Program:
         self.pid = int(answer["pid"])
         self.starts, self.printed = self.starts + 1, b""
         self.line.send(stdin)
-        self.names = self._answer()["loaded"]
-        return self.names
+        loaded = self._answer()["loaded"].items()
+        self.names = {name: self.value(data, name) for name, data in loaded}
 
     def ask(self, operation: str, *parts: Any) -> Any:
         """Return what an operation on the program's values gives.
@@ -146,10 +146,10 @@ class Remote:
         if not program.pid:
             program.start()
         if self._start != program.starts:
-            data = program.names.get(self._name)
-            if not isinstance(data, dict) or "handle" not in data:
+            again = program.names.get(self._name)
+            if not isinstance(again, Remote):
                 raise ProgramError("the program that had this value has ended")
-            self.__dict__.update(_number=int(data["handle"]), _start=program.starts)
+            self.__dict__.update(_number=again.number(), _start=program.starts)
         return self._number
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -219,7 +219,7 @@ def run_inputs(program: Program, texts: list[str], report: Callable[..., None]) 
 
 def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..., None]) -> None:
     """Call one function with the arguments of each case."""
-    function = program.value(program.names[name], name)
+    function = program.names.get(name)
     for case, (args, options) in enumerate(calls):
         try:
             if not isinstance(function, Remote):
@@ -255,9 +255,7 @@ def run_tests(program: Program, work: dict[str, Any], report: Callable[..., None
         trees.append(compile(tree, "<test>", "exec"))
         counts.append(max(1, counter.asserts))
     report(total=sum(counts[1:]))
-    names = {name: program.value(data, name) for name, data in program.names.items()}
-    if work["entry"]:
-        names["candidate"] = names[work["entry"]]
+    names = {**program.names, "candidate": program.names.get(work["entry"])}
     names |= {"_failed": failed, "_passed": lambda: verdicts.append(True)}
     for case, (tree, count) in enumerate(zip(trees, counts, strict=True), start=-1):
         verdicts: list[bool] = []

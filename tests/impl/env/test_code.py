@@ -189,6 +189,15 @@ async def test_helpers_of_the_prompt_can_be_used_by_tests(env):
     info = {"entry_point": "root", "test": check}
     assert await verdict(env, "    return -xs[0] / xs[1]", info, prompt=prompt) == (1, 1, True)
     assert await verdict(env, "def root(xs): return -0.5", info, prompt=prompt) == (1, 1, True)
+    forged = "def poly(xs, x): return 0\ndef root(xs): return 1"
+    assert await verdict(env, forged, info, prompt=prompt) == (0, 1, True)
+
+
+async def test_classes_of_the_prompt_are_the_programs(env):
+    prompt = "class Node:\n    def __init__(self, x): self.x = x\n\ndef value(node):\n"
+    check = "def check(candidate):\n    assert candidate(Node(3)) == 3\n"
+    info = {"entry_point": "value", "test": check}
+    assert await verdict(env, "    return node.x", info, prompt=prompt) == (1, 1, True)
 
 
 # ---------------------------------------------------------------- cheating
@@ -212,6 +221,15 @@ CHEATS = {
     "say that it ended": "import os\nfor n in range(64):\n"
     '    try: os.write(n, b\'{{"ended": 0}}\\n{{"pid": 1}}\\n\')\n'
     "    except OSError: pass\ndef {f}(x): pass\n",
+    "load as no value": "import os\nfor n in range(3, 64):\n"
+    '    try: os.write(n, b\'{{"loaded": {{"{f}": {{"eval": 0}}}}}}\\n\')\n'
+    "    except OSError: pass\ndef {f}(x): return 77\n",
+    "load as nothing": "import os\nfor n in range(3, 64):\n"
+    "    try: os.write(n, b'{{\"loaded\": {{}}}}\\n')\n"
+    "    except OSError: pass\ndef {f}(x): return 77\n",
+    "answers that are cut off": "def {f}(x): return '}}' * 200_000\n",
+    "interrupt its parents": "import os, signal\nfor pid in range(os.getpid() - 1, 1, -1):\n"
+    "    try: os.kill(pid, signal.SIGINT)\n    except OSError: pass\ndef {f}(x): return 77\n",
     "equal to all": ANYTHING + "def {f}(x): return Any()\n",
     "equal to all, and no number": ANYTHING.replace("(int)", "") + "def {f}(x): return Any()\n",
     "leave": "import sys\ndef {f}(x): sys.exit(0)\n",
