@@ -47,7 +47,7 @@ class MCPServerConfig:
 
     command: list[str] = sub(list, "starts it, speaking on stdin and stdout")
     url: str = opt("", "of one that runs, by streamable HTTP, instead of `command`")
-    env: dict[str, str] = sub(dict, "environment variables of `command`")
+    env: dict[str, str] = sub(dict, "variables of `command`; $NAME in them is the worker's")
     tools: list[str] = sub(list, "those of its tools that agents are offered; []: all")
     start_timeout_s: float = opt(30.0, "until it has told its tools", above=0)
     concurrency: int = opt(16, "calls of one rollout worker at a time", at_least=1)

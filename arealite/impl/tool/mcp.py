@@ -7,6 +7,7 @@ has a task of its own; when a server dies, its session is begun anew, once for a
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from arealite.api.tool import MCPServerConfig, Tool, ToolError
@@ -108,7 +109,8 @@ class MCPServer:
         config, target = self.config, self.config.url
         if config.command:
             program, *rest = config.command
-            target = self._sdk.StdioServerParameters(command=program, args=rest, env=config.env)
+            env = {name: os.path.expandvars(value) for name, value in config.env.items()}
+            target = self._sdk.StdioServerParameters(command=program, args=rest, env=env)
         session = _Session(self._sdk.Client(target), f"session with MCP server {self.name}")
         what, owner = f"the tools of MCP server {self.name}", "environment tools"
         try:

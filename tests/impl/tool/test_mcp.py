@@ -56,8 +56,9 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-async def box(tmp_path: Path):
-    made = toolbox(config(tmp_path / "pids", env={"GREETING": "hi"}))
+async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORKERS_GREETING", "hi")
+    made = toolbox(config(tmp_path / "pids", env={"GREETING": "$WORKERS_GREETING"}))
     await made.setup()
     yield made
     await made.close()
