@@ -169,3 +169,17 @@ def test_a_synchronous_trainer_is_never_held_back() -> None:
     for _ in range(10):
         scaler.take_batch(0, allowed=0)
     assert scaler.thrift == 1.0
+
+
+def test_a_long_surplus_is_soon_forgotten() -> None:
+    world = World(capacity=100, generate_s=2.0, think_s=2.0)
+    scaler = Autoscaler(utilisation=0.9, target=100)
+    full = play(scaler, world, 20)[-1]
+    for _ in range(200):
+        scaler.take_batch(100, allowed=100)
+        play(scaler, world, 1, least=20)
+    assert scaler.target == 20
+    for _ in range(20):
+        scaler.take_batch(0, allowed=100)
+        play(scaler, world, 1, least=20)
+    assert scaler.target > 0.7 * full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,6 @@ def test_each_start_leaves_its_config_by_its_first_step(used: ExperimentConfig) 
     left = {path.stem: path.read_text() == "old" for path in paths.configs.iterdir()}
     assert left == {"000000": True, "000002": True, "000004": False}
     again = configs.load(ExperimentConfig, paths.configs / "000004.yaml", [])
-    assert again == configs.load(ExperimentConfig, paths.config, [])
+    assert asdict(again) == asdict(configs.load(ExperimentConfig, paths.config, []))
     assert again.resume == "auto"
     assert json.loads((paths.checkpoints / "step-000004" / "manifest.json").read_text())
