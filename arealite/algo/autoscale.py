@@ -67,6 +67,8 @@ class Autoscaler:
         if told:
             self._learn(told)
             self._busy = min(max(self._busy, least), most)
+        # No less than has an effect, or it would take as long to come back.
+        self.thrift = max(self.thrift, least / max(self._busy, least))
         wanted = min(max(self._busy * self.thrift, least), most)
         if abs(wanted - self.target) > BAND * self.target or wanted in (least, most):
             self.target = round(wanted)
