@@ -10,21 +10,7 @@ from random import Random
 from typing import Any
 
 from arealite.base.errors import UserError
-
-
-def extra(module: str) -> Any:
-    """Import a package of the extra `envs`.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        hint = "pip install 'arealite[envs]'" if module != "gyllm" else "pip install gyllm"
-        raise UserError(f"{module} is not installed: {hint}") from error
+from arealite.base.extras import extra
 
 
 def maker(module: str, config: Any) -> Callable[[], Any]:
@@ -36,7 +22,8 @@ def maker(module: str, config: Any) -> Callable[[], Any]:
     if not config.factory:
         if not config.env_id:
             raise UserError(f"env.{module} needs env_id, or factory=module:callable.")
-        return partial(extra(module).make, config.env_id, **config.kwargs)
+        fix = "gyllm" if module == "gyllm" else "'arealite[envs]'"
+        return partial(extra(module, fix).make, config.env_id, **config.kwargs)
     path, _, name = config.factory.partition(":")
     try:
         return partial(getattr(importlib.import_module(path), name), **config.kwargs)

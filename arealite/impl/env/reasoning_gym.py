@@ -21,8 +21,8 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
+from arealite.base.extras import extra
 from arealite.impl.env.blocking import Threads
-from arealite.impl.env.foreign import extra
 
 FLAWED = {
     "game_of_life_halting": "gives any answer 1.0",
@@ -131,7 +131,7 @@ def check(config: Any) -> str:
             f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another, or set any_scorer=true "
             "where a wrong reward, or programs that the model writes, do no harm."
         )
-    extra("reasoning_gym")
+    extra("reasoning_gym", "'arealite[envs]'")
     try:
         entry_of(name, options, 0, 0)
     except Exception as error:
@@ -143,7 +143,7 @@ def check(config: Any) -> str:
 def dataset(name: str, options: str, seed: int) -> Any:
     """Make a dataset."""
     own = {"size": PER_SEED, **msgspec.json.decode(options), "seed": seed}
-    return extra("reasoning_gym").create_dataset(name, **own)
+    return extra("reasoning_gym", "'arealite[envs]'").create_dataset(name, **own)
 
 
 @lru_cache(maxsize=4096)

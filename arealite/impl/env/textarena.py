@@ -15,8 +15,9 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import UserError
+from arealite.base.extras import extra
 from arealite.impl.env.blocking import Threads
-from arealite.impl.env.foreign import extra, seed_of, seeded_rows
+from arealite.impl.env.foreign import seed_of, seeded_rows
 
 drawing = threading.Lock()
 
@@ -48,7 +49,7 @@ class TextArenaEnv(Env):
 
     def begin(self, seed: int) -> Game:
         """Make a game and deal. Blocks."""
-        make = extra("textarena").make
+        make = extra("textarena", "'arealite[envs]'").make
         return Game(lambda: make(self.config.env_id, **self.config.kwargs), len(self.seats), seed)
 
     async def run(self, task: Task, **agents: Agent) -> None:

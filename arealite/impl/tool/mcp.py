@@ -13,6 +13,7 @@ from typing import Any
 from arealite.api.tool import MCPServerConfig, Tool, ToolError
 from arealite.base import log
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
+from arealite.base.extras import extra
 from arealite.system.deadlines import deadline
 
 logger = log.get(__name__)
@@ -49,13 +50,7 @@ class MCPServer:
         Raises:
             UserError: it does not answer, lacks a tool of `config.tools`, or the SDK is missing.
         """
-        try:
-            import mcp
-        except ImportError as error:
-            raise UserError(
-                "env.tools.mcp needs the SDK of MCP. Install it: pip install 'arealite[tools]'"
-            ) from error
-        self._sdk: Any = mcp
+        self._sdk = extra("mcp", "'arealite[tools]'")
         try:
             self._session = await self._begin()
         except MCPUnavailable as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from arealite.api.sandbox import SandboxConfig, SandboxFactory
 from arealite.api.tool import PythonToolConfig, Tool, ToolError, function
-from arealite.base.errors import UserError
+from arealite.base.extras import extra
 
 MAX_CHARS = 20_000
 MONTY_MB = 64
@@ -94,15 +94,8 @@ class _Monty(_Runner):
     """A pool of processes that interpret a subset of Python, without files, network or imports."""
 
     async def setup(self, stack: AsyncExitStack) -> None:
-        try:
-            import pydantic_monty
-        except ImportError as error:
-            raise UserError(
-                "The tool python with backend=monty needs Monty. Install it: "
-                "pip install 'arealite[tools]'"
-            ) from error
-        self.monty: Any = pydantic_monty
-        pool = pydantic_monty.AsyncMonty(max_processes=self.config.concurrency)
+        self.monty = extra("pydantic_monty", "'arealite[tools]'")
+        pool = self.monty.AsyncMonty(max_processes=self.config.concurrency)
         self.pool = await stack.enter_async_context(pool)
 
     async def run(self, code: str) -> str:
