@@ -106,7 +106,9 @@ class EnvServer:
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Let in who has the token, and no page of a browser: that may reach loopback, too."""
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._token and not hmac.compare_digest(sent.encode(), self._token.encode()):
+        if self._token and not hmac.compare_digest(
+            sent.encode(errors="surrogateescape"), self._token.encode()
+        ):
             return web.Response(status=401, text="a bearer token is needed\n")
         if "Origin" in request.headers:
             return web.Response(status=403, text="not for pages of a browser\n")
@@ -150,6 +152,9 @@ class EnvServer:
         except Refused as refused:
             await socket.send_str(frame("error", refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
+        except TimeoutError:  # it does not read what it is told
+            if request.transport is not None:
+                request.transport.abort()
         finally:
             for session in own.values():
                 self._shut(session)
@@ -182,7 +187,8 @@ class EnvServer:
                 for session in own.values():  # what cannot be told ends the episode
                     await session.end()
                 text = frame("error", refusal(error), self._max_bytes)
-            await socket.send_str(text)
+            with Limit(self._limits, loop.time() + idle_s):
+                await socket.send_str(text)
 
     async def _only(self, message: Message, own: dict[str, Session]) -> tuple[str, Any]:
         return await self._one(message, own[""])

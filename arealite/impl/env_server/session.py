@@ -125,7 +125,9 @@ class Session:
         key = self._find(step)
         if key is not None:
             self.steps += 1
-            self._waits.pop(key)[1].set_result(step)
+            future = self._waits.pop(key)[1]
+            if not future.done():  # else the environment has just given up to wait
+                future.set_result(step)
             for _ in range(SETTLE_TURNS if self._waits else 0):
                 await asyncio.sleep(0)
         return await self._reply()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
 import pytest
 
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.env_server import Reset, Step
+from arealite.api.task import Task
 from arealite.base.errors import UserError
+from arealite.impl.env_server.session import Session
 from tests.fakes.env_hosts import Moods
 from tests.fakes.env_servers import Wire, hosted, wired
 from tests.waiting import eventually
@@ -202,6 +208,25 @@ async def test_an_oversized_message_ends_its_own_session_alone() -> None:
         assert (await other.ask("step", {"text": "a"}))["reward"] == 1.0
 
 
+async def test_who_does_not_read_the_answers_is_let_go() -> None:
+    async with (
+        hosted("host_moods", idle_s=0.2) as (server, address),
+        aiohttp.ClientSession() as session,
+    ):
+        reader, writer = await asyncio.open_connection(*address.split(":"), limit=1024)
+        writer.write(
+            b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
+        )
+        await reader.readuntil(b"\r\n\r\n")
+        reset = json.dumps({"type": "reset", "data": {"task": {"prompt": "x" * 60_000}}}).encode()
+        frame = b"\x81\xfe" + len(reset).to_bytes(2, "big") + bytes(4) + reset  # masked by zeros
+        writer.writelines([frame] * 500)
+        await eventually(lambda: not server.sessions, "its session to be closed")
+        writer.transport.abort()
+        assert (await session.get(f"http://{address}/health")).status == 200
+
+
 async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
     async with hosted("host_moods", idle_s=0.05) as (server, address), wired(address) as wire:
         await wire.reset("fine", "idle")
@@ -263,7 +288,7 @@ async def test_the_token_is_asked_for_and_pages_of_browsers_are_refused(monkeypa
         hosted("host_steps", token_env="HOST_TOKEN") as (_, address),
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
-        for sent, status in {"": 401, "Bearer no": 401, "Bearer s3cret": 200}.items():
+        for sent, status in {"": 401, "Bearer nö": 401, "Bearer s3cret": 200}.items():
             async with session.get("/health", headers={"Authorization": sent}) as answer:
                 assert answer.status == status
         headers = {"Authorization": "Bearer s3cret", "Origin": "http://evil.example"}
@@ -292,3 +317,21 @@ async def test_many_sessions_play_side_by_side() -> None:
             await asyncio.gather(*(play(wire, str(n)) for n, wire in enumerate(wires)))
             assert len(server.sessions) == 50
         await eventually(lambda: not server.sessions)
+
+
+class GivesUp(Env):
+    """Waits for a first action until it is told not to, then for a second."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        self.first = asyncio.ensure_future(agents["agent"].act("first"))
+        await asyncio.wait([self.first])
+        await agents["agent"].act("second")
+
+
+async def test_a_step_whose_wait_was_just_given_up_changes_nothing() -> None:
+    session = Session(env := GivesUp(None, None), episode_s=60.0)
+    await session.reset(Task("t", "?", None), Reset())
+    env.first.cancel()
+    late = await session.step(Step("late", turn=1))
+    assert (late.observation.content, late.done) == ("second", False)
+    await session.end()
