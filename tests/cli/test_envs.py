@@ -18,6 +18,7 @@ def test_every_environment_has_a_line() -> None:
     assert list(lines) == envs.names()
     assert lines["tic_tac_toe"][1:4] == ("x, o", "generated, or a file's", "")
     assert lines["debate"][1] == "pro, con, judge"
+    assert lines["textarena"][1] == lines["gyllm"][1] == "by config"
     assert lines["math"][4].startswith("Scores an agent's answer")
 
 

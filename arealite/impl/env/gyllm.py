@@ -31,8 +31,12 @@ class GyLLMEnv(Env):
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
-        self.seats = tuple(config.seats)
         self._instances = Instances(threads=config.threads)
+
+    @property
+    def seats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The actors, as the config names them."""
+        return tuple(self.config.seats)
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:

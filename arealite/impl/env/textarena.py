@@ -25,9 +25,10 @@ drawing = threading.Lock()
 class TextArenaEnv(Env):
     """Players act one after the other, as the game says; each sees its own observations."""
 
-    def __init__(self, args: Any, config: Any) -> None:
-        super().__init__(args, config)
-        self.seats = tuple(f"player_{number}" for number in range(config.players))
+    @property
+    def seats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One a player."""
+        return tuple(f"player_{number}" for number in range(self.config.players))
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
