@@ -330,7 +330,7 @@ class GivesUp(Env):
 
 async def test_a_step_whose_wait_was_just_given_up_changes_nothing() -> None:
     session = Session(env := GivesUp(None, None), episode_s=60.0)
-    await session.reset(Task("t", "?", None), Reset())
+    await session.reset(Task("t", "?", None, {}), Reset())
     env.first.cancel()
     late = await session.step(Step("late", turn=1))
     assert (late.observation.content, late.done) == ("second", False)
