@@ -21,6 +21,7 @@ from arealite.api.launcher import launchers
 from arealite.api.llm import clients
 from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
+from arealite.api.reward import RewardConfig, rewards
 from arealite.api.task import Task
 from arealite.api.tool import tools
 from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
@@ -107,6 +108,12 @@ def check_names(config: ExperimentConfig) -> None:
             for part in collector.parts.values()
             if part.env.type == "tools"
             for name in part.env.tools.tools
+        ),
+        *(
+            (rewards, reward.type)
+            for part in collector.parts.values()
+            for reward in [getattr(getattr(part.env, part.env.type, None), "reward", None)]
+            if isinstance(reward, RewardConfig)
         ),
         *((agents, who.type) for part in collector.parts.values() for who in part.seats.values()),
         *((loggers, name) for name in config.logger.types),

@@ -40,6 +40,10 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
             "collector.env.type=tools collector.env.tools.tools=[calculater]",
             "Unknown tool type 'calculater'. Did you mean 'calculator'",
         ),
+        (
+            "collector.env.math.reward.type=exact",
+            "Unknown reward type 'exact'. Did you mean 'exact_match'",
+        ),
         ("collector.env.runtime.type=remote", "needs env.runtime.addresses"),
         (
             "collector.env.runtime.type=remote collector.env.runtime.addresses=[nowhere]",

@@ -28,6 +28,10 @@ class MathEnv(Env):
 
     resumable = True
 
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self.scorer = RewardFactory(args).make_reward(config.reward)
+
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield questions of `kinds` and `levels`; `extra_info` says which.
@@ -50,7 +54,6 @@ class MathEnv(Env):
 
     async def setup(self) -> None:
         """Start the reward function."""
-        self.scorer = RewardFactory(self.args).make_reward(self.config.reward)
         await self.scorer.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
