@@ -57,7 +57,7 @@ class Env(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
-        """Stop what `setup` started."""
+        """Stop what `setup` started, also where it failed half-way."""
 
 
 @dataclass(frozen=True)

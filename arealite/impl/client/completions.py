@@ -154,9 +154,9 @@ class Completions:
             raise TryAgain(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
             return self._read(bytes(raw))
+        if self._key:  # before the message is cut, perhaps within the key
+            raw = raw.replace(self._key.encode(), b"***")
         message = error_message(response.status, bytes(raw))
-        if self._key:
-            message = message.replace(self._key, "***")
         if response.status >= 500 or response.status in TRY_AGAIN:
             raise TryAgain(message, _seconds(response.headers.get("Retry-After", "")))
         raise FixedPolicyFailed(f"{self.url}: {message}")

@@ -104,14 +104,17 @@ async def test_a_dead_endpoint_fails() -> None:
             await endpoint.ask(HELLO, owner="seat judge")
 
 
+@pytest.mark.parametrize("key", [KEY, f"{KEY}{'x' * 600}"], ids=["short", "long"])
 @pytest.mark.parametrize("fault", ["500", "401"])
-async def test_the_key_is_sent_and_never_told(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
+async def test_the_key_is_sent_and_never_told(
+    fault: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", f" {key}\n")
     with capture_logs() as logs:
         async with connected(*[fault] * 3, api_key_env="JUDGE_KEY") as (server, endpoint):
             with pytest.raises(FixedPolicyFailed) as raised:
                 await endpoint.ask(HELLO, owner="seat judge")
-    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert server.headers[0]["Authorization"] == f"Bearer {key}"
     assert "told Bearer ***" in str(raised.value)
     assert KEY not in str(raised.value) + repr(raised.value.__cause__) + str(logs)
 
