@@ -30,6 +30,8 @@ ACT = "([verb, id, text]) => window.__arealite?.act(verb, id, text) ?? {}"
 LEFT = "() => window.__arealite?.left()"
 STAY = "() => window.__arealite?.stay()"
 MAX_REPLACED = 20
+MAX_NOTES = 5
+"""Between two looks; a page may open dialogs for ever."""
 MAX_KEYS = 200
 """A longer text is put in at once, without key events."""
 
@@ -135,7 +137,7 @@ class Page:
 
     async def _stay(self, note: str) -> None:
         """End a navigation that comes to nothing; while it is under way, no script runs."""
-        self.notes.append(note)
+        self._note(note)
         async with self.asking("the end of a navigation"):
             with suppress(Error):
                 session = await self.tab.context.new_cdp_session(self.tab)
@@ -208,12 +210,16 @@ class Page:
                 raise
             raise BrowserCrash(first_line(error)) from error
 
+    def _note(self, text: str) -> None:
+        if len(self.notes) < MAX_NOTES:
+            self.notes.append(text)
+
     def _crash(self, _: Tab) -> None:
         self.crashed = True
 
     async def _dismiss(self, dialog: Dialog) -> None:
         if dialog.type != "beforeunload":
-            self.notes.append(f"the page said {json.dumps(dialog.message[:200])}; it was dismissed")
+            self._note(f"the page said {json.dumps(dialog.message[:200])}; it was dismissed")
         with suppress(Error):
             await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
 

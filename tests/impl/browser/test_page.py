@@ -42,6 +42,7 @@ PAGES = {
     "/next": "<title>Next</title><p>You are here",
     "/long": "<title>Long</title>" + "".join(f"<p style='margin:0'>{n}" for n in range(500)),
     "/tall": "<title>Tall</title><p>top</p><div style='height:3000px'></div><p>bottom</p>",
+    "/dialogs": "<script>setInterval(() => alert(document.title += 's'), 1)</script>",
     "/dialog": "<title>D</title><button onclick=\"document.title=confirm('Sure?')\">Ask</button>",
     "/tabs": "<title>T</title><a href=/next target=_blank>Link</a>"
     "<button onclick=\"window.open('/next')\">Open</button>",
@@ -196,6 +197,16 @@ async def test_choices_can_all_be_made(page) -> None:
     for choice in choices:
         await do(page, choice)
         await see(page, "/form")
+
+
+async def test_a_page_that_always_opens_dialogs_is_told_of_in_short(world) -> None:
+    site, browser = world
+    async with browser.page({}) as page:
+        await page.open(f"{site.address}/dialogs")
+        for _ in range(10):
+            view = await page.look()
+        assert len(view.title) > 10
+        assert len(page.notes) == 5
 
 
 async def test_dialogs_are_dismissed_and_told(page) -> None:
