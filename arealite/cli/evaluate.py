@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
     wrong = [k for k in config.k if not 1 <= k <= config.n]
     if wrong:
         raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")
-    if not config.trainer.ppo.collector.envs:
+    if config.trainer.ppo.collector.envs:
+        check.check_data(config)
+    else:
         check.required(config.dataset.eval, "dataset.eval")
     out = Path(config.out).expanduser() if config.out else config.folder / "eval.json"
     if config.out and (out.is_dir() or not out.parent.is_dir()):

@@ -97,7 +97,11 @@ def test_sources_are_shown_as_they_are_written(evaluate: Command) -> None:
         (["out=/nowhere/x.json"], "its folder does not exist"),
         (["out=/tmp"], "out=/tmp: is a folder"),
         (["m=3"], "unknown key 'm'"),
-        (["trainer.ppo.collector.envs.a.weight=1"], "no environment of collector.envs has tasks"),
+        (["trainer.ppo.collector.envs.a.weight=1"], "not dataset.train, dataset.eval"),
+        (
+            ["trainer.ppo.collector.envs.a.weight=1", "dataset.eval=null"],
+            "no environment of collector.envs has tasks",
+        ),
         (["n=0"], "n=0 must be at least 1"),
     ],
 )
