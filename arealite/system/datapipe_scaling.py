@@ -51,6 +51,8 @@ class Scaling:
         self._step = book.next_step
         self._spare = 0
         """Periods in a row that could do with less."""
+        self._untold = 0
+        """Periods in a row without a reading."""
         self._leaving = ""
         """Id of a worker that gets nothing new, until it is gone."""
         workers.scale(self.least)
@@ -111,6 +113,9 @@ class Scaling:
 
     def _decide(self) -> None:
         readings, self._readings = self._readings, []
+        self._untold = 0 if readings else self._untold + 1
+        if self._untold == PATIENCE:
+            logger.warning("no server tells its load", episodes=self._scaler.target)
         names = [w.worker_id for w in self._workers.by_id.values() if w.route is not None]
         staying = [name for name in names if name != self._leaving]
         before, workers = self._scaler.target, max(len(staying), 1)

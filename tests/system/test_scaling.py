@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from arealite.api.collector import AutoscaleConfig
 from arealite.api.rollout_messages import WorkerState
 from arealite.system.datapipe_groups import GroupBook
-from arealite.system.datapipe_scaling import Scaling, number
+from arealite.system.datapipe_scaling import PATIENCE, Scaling, number
 from arealite.system.datapipe_workers import Workers
 from arealite.system.ledger import Ledger
 from arealite.system.name_registry import NameRegistry
@@ -204,3 +205,12 @@ def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:
 
 def test_the_number_of_a_worker() -> None:
     assert [number(name) for name in ("rollout-12@a-3", "rollout-0@b", "w")] == [12, 0, -1]
+
+
+def test_servers_that_tell_no_load_are_told_of_once(site: Any) -> None:
+    it = site()
+    with capture_logs() as logs:
+        for _ in range(3 * PATIENCE):
+            it.scaling._sample([None])
+            it.scaling._decide()
+    assert [log["event"] for log in logs] == ["no server tells its load"]

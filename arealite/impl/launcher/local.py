@@ -164,6 +164,9 @@ class LocalLauncher(Launcher):
         again = ""
         while not role.leaving:
             await self._start(role)
+            if role.leaving:  # it was asked to end meanwhile, and has not heard
+                await self.clear(role)
+                break
             if again:
                 self.progress.say(again)
             dead = await role.end(self.trained if role.leads else self.over)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arealite.impl.launcher import supervisor
+from arealite.impl.launcher.processes import Child
 from tests.impl.launcher.test_local import SUICIDE, ScriptedLauncher, launched, trains
 
 DATAPIPE = """
@@ -100,3 +102,23 @@ def test_one_that_dies_again_and_again_is_let_go_all_the_same(
     assert code == 0, shown
     assert "rollout-1 died (killed by SIGKILL); started again (1 of 5)" in shown
     assert "rollout-1 is not needed now" in shown
+
+
+class Hasty(Elastic):
+    """Wants a worker no more while it is being started."""
+
+    async def spawn(self, name: str, *words: Any) -> Child:
+        child = await super().spawn(name, *words)
+        if name == "rollout-1" and not self.hurried:
+            self._resized(1)
+            self.hurried = True
+        return child
+
+    hurried = False
+
+
+def test_one_that_is_let_go_while_it_starts_does_not_stay(tmp_path: Path) -> None:
+    steps = ["wish(2); time.sleep(1.2); until('began-1', 1)"]
+    code, shown, _ = launched(Hasty(tmp_path, steps))
+    assert code == 0, shown
+    assert shown.count("is started: the others are full") == 2
