@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,20 +107,23 @@ def test_one_that_dies_again_and_again_is_let_go_all_the_same(
 
 
 class Hasty(Elastic):
-    """Wants a worker no more while it is being started."""
+    """Wants a worker no more while it is being started, and that one would stay."""
 
-    async def spawn(self, name: str, *words: Any) -> Child:
-        child = await super().spawn(name, *words)
-        if name == "rollout-1" and not self.hurried:
-            self._resized(1)
-            self.hurried = True
+    is_first = True
+
+    async def spawn(self, name: str, command: Sequence[str], *about: Any) -> Child:
+        if name != "rollout-1" or not self.is_first:
+            return await super().spawn(name, command, *about)
+        self.is_first = False
+        stays = [sys.executable, "-c", "import time; time.sleep(60)"]
+        child = await super().spawn(name, stays, *about)
+        self._resized(1)
         return child
-
-    hurried = False
 
 
 def test_one_that_is_let_go_while_it_starts_does_not_stay(tmp_path: Path) -> None:
-    steps = ["wish(2); time.sleep(1.2); until('began-1', 1)"]
+    wait = f"while not os.path.exists('{tmp_path}/began-1') and time.monotonic() < end: time.sleep(0.02)"
+    steps = ["wish(2); end = time.monotonic() + 10", wait]
     code, shown, _ = launched(Hasty(tmp_path, steps))
     assert code == 0, shown
-    assert shown.count("is started: the others are full") == 2
+    assert lives(tmp_path, "began-1") == "x"
