@@ -19,7 +19,7 @@ from playwright.async_api import TimeoutError as LoadTimeout
 
 from arealite.api.browser_config import BrowserConfig
 from arealite.base.errors import DeadlineError, EpisodeError
-from arealite.impl.browser.actions import BadAction, Command, destination
+from arealite.impl.browser.actions import BadAction, Command, destination, origin
 from arealite.system.deadlines import deadline
 
 __all__ = ["Error", "Page", "View", "async_playwright"]
@@ -98,6 +98,8 @@ class Page:
             PageTimeout, PageError, BrowserCrash: it cannot be had.
         """
         self.notes.clear()
+        if origin(url) not in self.allowed:  # such as file://, in a task of someone else's
+            raise PageError(f"{url[:200]} is not on a site of this task")
         try:
             async with self.asking(f"the page {url}"):
                 await self.tab.goto(url, timeout=0)

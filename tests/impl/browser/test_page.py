@@ -262,9 +262,10 @@ async def test_the_tasks_own_page_that_never_loads_ends_the_episode(world) -> No
     with pytest.raises(PageTimeout, match="within 3"):
         async with browser.page() as page:
             await page.open(site.address + "/silent")
-    with pytest.raises(PageError, match="ERR_NAME_NOT_RESOLVED"):
-        async with browser.page() as page:
-            await page.open("http://elsewhere.test/")
+    for url in ("http://elsewhere.test/", "file:///etc/passwd", "view-source:" + site.address):
+        with pytest.raises(PageError, match="not on a site of this task"):
+            async with browser.page() as page:
+                await page.open(url)
 
 
 async def test_a_page_that_hangs_ends_the_episode_and_frees_its_slot(world) -> None:
