@@ -118,13 +118,13 @@ class EnvServer:
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_S)
 
-    def _open(self) -> Session:
-        """Return a new session.
+    def _open(self, more: int = 0) -> Session:
+        """Return a new session, if there is room for it and `more` besides.
 
         Raises:
-            Refused: there are enough.
+            Refused: there is not.
         """
-        if len(self.sessions) + len(self._ending) >= self.options.max_sessions:
+        if len(self.sessions) + len(self._ending) + more >= self.options.max_sessions:
             most = self.options.max_sessions
             raise Refused(f"all {most} sessions (server.max_sessions) are taken", CAPACITY)
         session = Session(self.env, episode_s=self.options.episode_s)
@@ -199,9 +199,9 @@ class EnvServer:
         names = [message.session for message in messages]
         if len(set(names)) < len(names) or not all(names):
             raise Refused("each message of a batch names a session of its own")
-        for name in names:
-            if name not in own:
-                own[name] = self._open()
+        new = [name for name in names if name not in own]
+        for left, name in zip(range(len(new) - 1, -1, -1), new, strict=True):
+            own[name] = self._open(left)  # all of them, or none
         answers = await asyncio.gather(*(self._one(m, own[m.session]) for m in messages))
         for message in messages:
             if message.type == "close":

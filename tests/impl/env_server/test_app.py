@@ -171,6 +171,17 @@ async def test_a_batch_plays_several_sessions_over_one_socket(path: str) -> None
 
 async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> None:
     async with hosted("host_steps", max_sessions=2) as (server, address):
+async def test_a_batch_that_is_refused_takes_no_session() -> None:
+    async with hosted("host_steps", max_sessions=4) as (server, address), wired(address) as wire:
+        asked = [
+            {"session": str(n), "type": "reset", "data": {"task": {"prompt": "x"}}}
+            for n in range(4)
+        ]
+        assert (await wire.ask("batch", asked))["code"] == "CAPACITY_REACHED"
+        assert len(server.sessions) == 1
+        assert len(await wire.ask("batch", asked[:3])) == 3
+
+
         async with wired(address) as one, wired(address) as two:
             await one.reset("a")
             await two.reset("b")
