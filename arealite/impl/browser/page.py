@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from playwright.async_api import Dialog, Download, Error, async_playwright
-from playwright.async_api import Page as Tab
-from playwright.async_api import TimeoutError as LoadTimeout
+from playwright.async_api import Dialog, Download, Error, async_playwright  # pyright: ignore[reportMissingImports]
+from playwright.async_api import Page as Tab  # pyright: ignore[reportMissingImports]
+from playwright.async_api import TimeoutError as LoadTimeout  # pyright: ignore[reportMissingImports]
 
 from arealite.api.browser_config import BrowserConfig
 from arealite.base.errors import DeadlineError, EpisodeError

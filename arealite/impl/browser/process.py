@@ -22,8 +22,8 @@ from arealite.system.deadlines import deadline
 from arealite.system.waits import waiting
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser as Chromium
-    from playwright.async_api import Playwright
+    from playwright.async_api import Browser as Chromium  # pyright: ignore[reportMissingImports]
+    from playwright.async_api import Playwright  # pyright: ignore[reportMissingImports]
 
     from arealite.impl.browser.page import Page
 
