@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent_config import AgentConfig
-from arealite.api.episode import Action, Record, Seat, Turn
+from arealite.api.episode import Action, Record, Seat, Turn, finite
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, clients
 from arealite.base.registry import Registry
 
@@ -54,11 +53,9 @@ class Agent(ABC):
 
         Raises:
             RuntimeError: the agent is trained, and has not generated anything yet.
-            ValueError: the reward or a part is not a finite number.
+            RewardNotFinite: the reward or a part is not a finite number.
         """
-        value, parts = float(value), {name: float(part) for name, part in parts.items()}
-        if not isfinite(sum(parts.values(), value)):
-            raise ValueError(f"reward and parts must be finite, got {value}, {parts}")
+        value, parts = finite(value, parts)
         if self.record.turns:
             self.record.turns[-1].reward += value
         elif self.trainable:

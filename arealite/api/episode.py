@@ -6,12 +6,14 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.observation import ToolCall
+from arealite.base.errors import RewardNotFinite
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -131,3 +133,15 @@ decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode
 
 def _list(kind: str, raw: bytes) -> list[Any]:
     return array(kind, raw).tolist()
+
+
+def finite(value: float, parts: dict[str, float]) -> tuple[float, dict[str, float]]:
+    """Return a reward and its parts as floats.
+
+    Raises:
+        RewardNotFinite: one of them, or their sum, is not a finite number.
+    """
+    value, parts = float(value), {name: float(part) for name, part in parts.items()}
+    if not isfinite(sum(parts.values(), value)):
+        raise RewardNotFinite(f"reward and parts must be finite, got {value}, {parts}")
+    return value, parts

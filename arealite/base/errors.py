@@ -12,6 +12,7 @@ failed episode.
     └── EpisodeError         one episode failed: data, counted by `failure_class`, never a reward
         ├── EpisodeTimeout       the whole episode
         ├── RewardTimeout        its reward check
+        ├── RewardNotFinite      infinity or no number
         ├── ContextOverflow      prompt + max_new_tokens do not fit the server's context
         ├── GenerationRefused    the server answered 4xx
         └── ServerUnavailable    no server could finish the request before its deadline
@@ -68,6 +69,12 @@ class RewardTimeout(EpisodeError):
     """The reward check ran past its limit and was killed; the sample has no reward."""
 
     failure_class = "reward_timeout"
+
+
+class RewardNotFinite(EpisodeError):
+    """A reward, a part of one or their sum is infinity or no number."""
+
+    failure_class = "reward_not_finite"
 
 
 class ContextOverflow(EpisodeError):

@@ -9,8 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Self, cast
+import types
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
+from typing import Any, Self, cast
 from weakref import WeakSet
+
+END_S = 5.0
+"""What a limit ends has this long for what it cleans up; then it is left."""
 
 
 class Limit:
@@ -20,7 +26,10 @@ class Limit:
     `waits.Wait`. Without a name it is shown nowhere.
     """
 
-    __slots__ = ("_limits", "_task", "expired", "on", "owner", "since", "what", "when")
+    __slots__ = (
+        *("_limits", "_task", "expired", "left"),
+        *("on", "owner", "since", "what", "when"),
+    )
 
     def __init__(
         self, limits: Limits, when: float, *, what: str = "", owner: str = "", on: str = ""
@@ -30,7 +39,7 @@ class Limit:
         self.owner = owner
         self.on = on
         self.since = time.monotonic()
-        self.expired = False
+        self.expired = self.left = False
         self._limits = limits
         self._task = cast("asyncio.Task[object]", asyncio.current_task())
 
@@ -40,6 +49,8 @@ class Limit:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._limits.held.discard(self)
+        if self.left:
+            self._task.uncancel()
         # As in asyncio.timeout, whoever else cancelled the task meanwhile has precedence.
         if self.expired and not self._task.uncancel() and kind is asyncio.CancelledError:
             raise TimeoutError
@@ -49,6 +60,35 @@ class Limit:
         if not self.expired:
             self.expired = True
             self._task.cancel()
+
+    def leave(self) -> None:
+        """End a body that is `held`, and swallows that it is cancelled."""
+        if self in self._limits.held and not self.left:
+            self.left = True
+            self._task.cancel()
+
+    @types.coroutine
+    def hold(self, held: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+        """Await a coroutine in the body; one that goes on for END_S after the limit is left where
+        it stands, and never goes on.
+        """
+        step: Callable[[Any], Any] = held.send
+        value: Any = None
+        while True:
+            try:
+                wait = step(value)
+            except StopIteration:
+                return
+            try:
+                step, value = held.send, (yield wait)
+            except BaseException as error:
+                if self.left:
+                    with suppress(Exception):  # it may swallow that, too
+                        held.close()
+                    raise
+                step, value = held.throw, error
+                if self.expired:
+                    asyncio.get_running_loop().call_later(END_S, self.leave)
 
 
 class Limits:

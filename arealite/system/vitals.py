@@ -294,7 +294,8 @@ def _task_path(task: asyncio.Task[Any]) -> str:
         if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
             break
         places.append(_place(frame, frame.f_lineno))
-        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+        held = frame.f_locals.get("held") if frame.f_code is limits.Limit.hold.__code__ else None
+        awaited = held or getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return " < ".join(reversed(places))
 
 

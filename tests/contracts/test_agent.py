@@ -8,6 +8,7 @@ from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
 from arealite.api.agent_config import FixedPolicyConfig, ScriptedConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import LLMClientConfig, SamplingConfig
+from arealite.base.errors import RewardNotFinite
 from arealite.impl.agent.fixed_policy import Frozen
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
@@ -82,7 +83,7 @@ async def test_rewards_go_to_the_latest_turn(name: str) -> None:
     turns = agent.record.turns
     assert (turns[0].reward, turns[-1].reward) == (1.0, 0.5)
     assert agent.record.reward_parts.items() >= {"style": 1.0}.items()
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(RewardNotFinite, match="finite"):
         agent.reward(float("nan"))
 
 
@@ -99,5 +100,5 @@ async def test_rewards_of_a_seat_that_neither_generates_nor_trains_are_let_go() 
     agent = make("judge")
     agent.reward(1.0, style=0.5)
     assert agent.record.turns == []
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(RewardNotFinite, match="finite"):
         agent.reward(float("inf"))

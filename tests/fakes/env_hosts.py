@@ -38,6 +38,8 @@ BAD: dict[str, Callable[[Agent], Any]] = {
     "die": lambda _: os._exit(7),
     "leak": lambda _: LEAK.append(bytearray(b"x" * 60_000_000)),
     "nan": lambda agent: agent.reward(float("nan")),
+    "nan part": lambda agent: agent.reward(1.0, length=float("nan")),
+    "words": lambda agent: agent.reward("good"),
 }
 
 

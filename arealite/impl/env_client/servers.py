@@ -175,7 +175,9 @@ class Servers:
                     server.url / "ws", max_msg_size=self.config.max_message_kb * 1024
                 )
         except (aiohttp.ClientError, OSError) as error:
-            logger.warning("environment server refuses", server=server.name, error=repr(error))
+            if server.alive:  # of the episodes that come at the same time, the first tells
+                why = str(error) or repr(error)
+                logger.warning("environment server refuses", server=server.name, error=why)
             server.alive = False
             server.load -= 1
             return None

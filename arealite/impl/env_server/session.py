@@ -17,7 +17,7 @@ import msgspec
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.env_server import Given, Reply, Reset, Step, View, Wait
-from arealite.api.episode import Action, Seat, Turn
+from arealite.api.episode import Action, Seat, Turn, finite
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import observe
 from arealite.api.task import Task
@@ -58,9 +58,8 @@ class RemoteSeat(Agent):
 
     def reward(self, value: float, **parts: float) -> None:
         """Keep the reward for the next answer."""
-        if value - value != 0.0:
-            raise ValueError(f"reward must be finite, got {value}")
-        self._session.rewards.append(Given(self.seat.name, self._finished, value, parts))
+        given = finite(value, parts)
+        self._session.rewards.append(Given(self.seat.name, self._finished, *given))
 
 
 class Session:

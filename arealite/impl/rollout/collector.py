@@ -44,12 +44,6 @@ class NothingGenerated(EpisodeError):
     failure_class = "nothing_generated"
 
 
-class RewardNotFinite(EpisodeError):
-    """A seat's rewards add up to infinity or to no number."""
-
-    failure_class = "reward_not_finite"
-
-
 class Part(NamedTuple):
     """One environment of the run."""
 
@@ -101,6 +95,11 @@ class Collector:
         """Stop what `setup` started."""
         await self._stack.aclose()
 
+    def leave(self) -> None:
+        """End the episodes that were cancelled, and do not end."""
+        for limit in [*self._limits.held]:
+            limit.leave()
+
     def part(self, task: Task) -> Part:
         """Return the environment that a task is for.
 
@@ -126,7 +125,9 @@ class Collector:
         failure = None
         try:
             made = await self._play(lease, member, turns)
-        except (Exception, SystemExit, asyncio.CancelledError) as raised:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as raised:  # SystemExit, and a panic in Rust, are no Exception
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and task and task.cancelling():
                 raise  # the episode is cancelled, and not something that it waited for
@@ -164,11 +165,15 @@ class Collector:
             self._playing[lease.lease_id, member] = lease, agents
         try:
             with limit:
-                await part.env.run(lease.task, **agents)
+                await limit.hold(part.env.run(lease.task, **agents))
+            if limit.expired:  # and the environment has swallowed it
+                raise TimeoutError
         except TimeoutError as error:
             if not limit.expired:
                 raise
             what = f"the episode ran longer than episode_timeout_s={seconds}"
+            if limit.left:
+                what += ", swallowed its cancellation, and is left where it stands"
             raise EpisodeTimeout(what) from error
         finally:
             self._playing.pop((lease.lease_id, member), None)
@@ -280,7 +285,7 @@ def trajectory(
         raise NothingGenerated(f"seat '{seat}' sampled no token in {len(turns)} turns")
     reward = math.fsum([turn.reward for turn in turns])
     if not math.isfinite(reward):
-        raise RewardNotFinite(f"seat '{seat}' has reward {reward}")
+        raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
     segments = make_segments(turns)
     waiting = record.seconds_generating + record.seconds_scoring
     header = TrajectoryHeader(

@@ -18,6 +18,7 @@ from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.impl.rollout.collector import Collector, cause
 from arealite.system import vitals
+from arealite.system.limits import END_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,9 +116,12 @@ class RolloutWorker:
         """Let episodes finish for a moment, then abort the rest: their leases stay unanswered."""
         if self._running:
             await asyncio.wait(self._running.values(), timeout=DRAIN_GRACE_S)
-        for task in self._running.values():
+        for task in (left := [*self._running.values()]):
             task.cancel()
-        logger.info("drained", aborted=len(self._running), episodes=self._counters["episodes"])
+        if left:
+            await asyncio.wait(left, timeout=END_S)
+            self._collector.leave()
+        logger.info("drained", aborted=len(left), episodes=self._counters["episodes"])
 
     def _count(self, episode: Episode, source: str) -> None:
         counters = self._counters

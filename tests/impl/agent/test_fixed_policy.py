@@ -20,7 +20,7 @@ from arealite.api.episode import Seat, decode_turn
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
-from arealite.base.errors import DeadlineError, UserError
+from arealite.base.errors import DeadlineError, RewardNotFinite, UserError
 from arealite.impl.client.completions import FixedPolicyFailed
 from arealite.impl.rollout.collector import Collector
 from arealite.system.name_registry import NameRegistry
@@ -217,7 +217,7 @@ async def test_an_endpoint_keeps_to_its_turns(tmp_path) -> None:
         agent = factory.make_agent(config, Seat("other"))
         actions = [await agent.act("a") for _ in range(2)]
         assert [(action.text, action.is_last) for action in actions] == [("1: a", True), ("", True)]
-        with pytest.raises(ValueError, match="finite"):
+        with pytest.raises(RewardNotFinite, match="finite"):
             agent.reward(float("inf"))
     assert len(server.bodies) == 1
 

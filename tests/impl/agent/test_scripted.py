@@ -9,7 +9,7 @@ from arealite.api.agent_config import ScriptedConfig
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMClientConfig
 from arealite.api.observation import Observation
-from arealite.base.errors import UserError
+from arealite.base.errors import RewardNotFinite, UserError
 from arealite.impl.agent.scripted import ScriptedAgent
 from tests.fakes.client import ScriptedClient
 from tests.fakes.experiment import tokenizer
@@ -57,7 +57,7 @@ async def test_it_samples_nothing_and_may_be_rewarded() -> None:
     assert action.response is None
     assert not agent.trainable
     assert not agent.record.turns
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(RewardNotFinite, match="finite"):
         agent.reward(float("nan"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from arealite.base.errors import UserError
+from arealite.base.errors import RewardNotFinite, UserError
 from arealite.impl.env.blocking import Instance
 from arealite.impl.env.gymnasium import GymnasiumEnv, actions
 from tests.fakes import foreign
@@ -82,7 +82,7 @@ async def test_without_numbered_actions_the_text_is_the_action(opened: Gymnasium
     ("opened", "error"),
     [
         ({"kwargs": {"fault": "raise"}}, KeyError),
-        ({"kwargs": {"fault": "nan"}}, ValueError),
+        ({"kwargs": {"fault": "nan"}}, RewardNotFinite),
     ],
     indirect=["opened"],
 )

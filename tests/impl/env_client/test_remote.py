@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from msgspec import structs
+from structlog.testing import capture_logs
 
 from arealite.api.agent import AgentConfig
 from arealite.api.env import EnvConfig, envs
@@ -76,7 +77,9 @@ async def test_tools_choices_and_how_a_generation_ended_cross_the_wire() -> None
         ("unlucky", "unlucky"),
         ("check", "reward_timeout"),
         ("key", "error:KeyError"),
-        ("nan", "error:ValueError"),
+        ("nan", "reward_not_finite"),
+        ("nan part", "reward_not_finite"),
+        ("words", "error:ValueError"),
         ("long", "env_message_too_large"),
     ],
 )
@@ -196,6 +199,20 @@ async def test_who_finds_no_room_goes_elsewhere_or_waits_or_fails() -> None:
         assert [failed(each) for each in await asyncio.gather(*running, waiting)] == [None] * 6
 
 
+async def test_a_server_that_is_gone_is_told_once() -> None:
+    async with hosted("host_steps") as (_, address), collecting("host_steps", address) as collector:
+        servers = collector.parts[""].env.servers
+        gone = servers.add(parse("127.0.0.1:9"))
+        servers._watching[gone].cancel()
+        gone.alive, servers.known[0].load = True, 100
+        with capture_logs() as logs:
+            done = await asyncio.gather(*(played(collector, "go", n) for n in range(4)))
+        assert [failed(each) for each in done] == [None] * 4
+        said = [line["error"] for line in logs if line["event"] == "environment server refuses"]
+        assert len(said) == 1
+        assert "Cannot connect to host 127.0.0.1:9" in said[0]
+
+
 async def test_a_run_needs_a_server_of_the_same_environment() -> None:
     with pytest.raises(UserError, match=r"arealite serve env\.type=host_steps"):
         async with collecting("host_steps", type="remote"):
@@ -221,7 +238,7 @@ async def test_a_token_is_sent(monkeypatch) -> None:
     async with hosted("host_steps", token_env="HOST_TOKEN") as (_, address):
         async with collecting("host_steps", address, token_env="HOST_TOKEN") as collector:
             assert failed(await played(collector, "go")) is None
-        with pytest.raises(UserError, match="no server answers"):
+        with pytest.raises(UserError, match=r"no server answers.* env\.runtime\.token_env"):
             async with collecting("host_steps", address, wait_s=0.1):
                 pass
 

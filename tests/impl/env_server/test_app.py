@@ -93,7 +93,9 @@ async def test_a_reset_without_a_task_draws_one_by_its_seed() -> None:
         ("check", "reward_timeout"),
         ("key", "error:KeyError"),
         ("timeout", "error:TimeoutError"),
-        ("nan", "error:ValueError"),
+        ("nan", "reward_not_finite"),
+        ("nan part", "reward_not_finite"),
+        ("words", "error:ValueError"),
         ("odd", "error:TypeError"),
         ("long", "env_message_too_large"),
         ("user", "error:UserError"),
@@ -169,8 +171,6 @@ async def test_a_batch_plays_several_sessions_over_one_socket(path: str) -> None
         assert (await wire.ask("batch", twice))["code"] == "VALIDATION_ERROR"
 
 
-async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> None:
-    async with hosted("host_steps", max_sessions=2) as (server, address):
 async def test_a_batch_that_is_refused_takes_no_session() -> None:
     async with hosted("host_steps", max_sessions=4) as (server, address), wired(address) as wire:
         asked = [
@@ -182,6 +182,8 @@ async def test_a_batch_that_is_refused_takes_no_session() -> None:
         assert len(await wire.ask("batch", asked[:3])) == 3
 
 
+async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> None:
+    async with hosted("host_steps", max_sessions=2) as (server, address):
         async with wired(address) as one, wired(address) as two:
             await one.reset("a")
             await two.reset("b")

@@ -15,9 +15,11 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
+from arealite.system import limits, vitals
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
+from tests.waiting import eventually
 
 OUTPUT = [10, 11, 12]
 
@@ -85,9 +87,10 @@ async def test_request_ids_differ_between_episodes_turns_and_seats() -> None:
         ("own timeout", "error:TimeoutError", "the database"),
         ("check", "reward_timeout", "killed"),
         ("group", "reward_timeout", "in a group"),
-        ("nan", "error:ValueError", "finite"),
-        ("nan part", "error:ValueError", "finite"),
+        ("nan", "reward_not_finite", "finite"),
+        ("nan part", "reward_not_finite", "finite"),
         ("exit", "error:SystemExit", "0"),
+        ("panic", "error:Panic", "in Rust"),
         ("infinite", "reward_not_finite", "inf"),
         ("cancelled wait", "error:CancelledError", ""),
     ],
@@ -105,6 +108,39 @@ async def test_a_slow_episode_fails_at_its_deadline() -> None:
     episode, _ = await made.run(lease(prompt="slow"), 0)
     assert episode.failure is not None
     assert episode.failure.failure_class == "episode_timeout"
+
+
+@pytest.mark.parametrize(
+    ("what", "detail"), [("stubborn once", "s=0.05"), ("stubborn", "it stands")]
+)
+async def test_an_episode_that_swallows_its_deadline_is_not_rewarded(
+    what: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "END_S", 0.05)
+    made = collector(episode_timeout_s=0.05)
+    async with asyncio.timeout(60):
+        episode, payloads = await made.run(lease(prompt=what), 0)
+    assert episode.failure is not None
+    assert episode.failure.failure_class == "episode_timeout"
+    assert episode.failure.detail.endswith(detail)
+    assert (episode.headers, payloads) == ([], [])
+    assert not made._limits.held
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+
+
+async def test_an_episode_that_swallows_its_cancellation_is_left_when_the_run_ends() -> None:
+    made = collector()
+    running = asyncio.create_task(made.run(lease(prompt="stubborn"), 0))
+    await eventually(lambda: "worlds.py" in vitals._task_path(running))
+    running.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not running.done()
+    made.leave()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_generation_that_fails_names_its_class() -> None:

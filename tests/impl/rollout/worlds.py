@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,31 @@ from arealite.api.task import Task
 from arealite.base.errors import InvariantError, RewardTimeout
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
 
+
+class Panic(BaseException):
+    """What Rust's libraries raise, and some test frameworks: no Exception."""
+
+
 RAISED = {
+    "panic": Panic("in Rust"),
     "crash": KeyError("lost"),
     "own timeout": TimeoutError("the database"),
     "check": RewardTimeout("killed"),
     "broken": InvariantError("cannot be"),
     "exit": SystemExit(0),
 }
+
+
+SWALLOWS = {"slow": 0, "stubborn once": 1, "stubborn": 10_000}
+
+
+async def slow(swallows: int) -> None:
+    """Wait for ever, whatever the first so many cancellations say."""
+    for _ in range(swallows):
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    if swallows != 1:
+        await asyncio.Event().wait()
 
 
 @envs.register("world")
@@ -40,8 +59,8 @@ class World(Env):
         if what == "silent":
             return
         action = await agent.act("hello")
-        if what == "slow":
-            await asyncio.Event().wait()
+        if what in SWALLOWS:
+            await slow(SWALLOWS[what])
         if what == "cancelled wait":
             wait = asyncio.get_running_loop().create_future()
             wait.cancel()
