@@ -60,7 +60,8 @@ class Registry(Generic[T]):
             UserError: no such name; says what was meant, and which exist.
         """
         if name not in self._table:
-            raise UserError(unknown(f"{self.kind} type", name, self.names()))
+            line = unknown(f"{self.kind} type", name, self.names())
+            raise UserError(f"{line} One of your own needs imports=[MODULE].")
 
     def get(self, name: str) -> type[T]:
         """Import and return the class behind `name`; raises as `check` does."""

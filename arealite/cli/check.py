@@ -39,6 +39,7 @@ from arealite.system.name_registry import Entry, NameRegistry
 from arealite.system.tasks import load_split, shares
 
 MIN_FREE_BYTES = 64 << 20
+ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
 def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
@@ -352,7 +353,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     if budget >= context:
         raise UserError(
             f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
-            f"{context} tokens. Lower collector.sampling.max_new_tokens."
+            f"{context} tokens. Lower {ANSWER}."
         )
     tokenizer = load_tokenizer(config.model.path)
     for task in tasks:
@@ -362,8 +363,8 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
         if length + budget > context:
             raise UserError(
                 f"row {task.task_id}: its prompt has {length} tokens, with max_new_tokens {budget} "
-                f"that is over the server's context of {context}. Remove the row, lower "
-                "collector.sampling.max_new_tokens, or raise llm_server.context_length."
+                f"that is over the server's context of {context}. Remove the row, lower {ANSWER} "
+                "or raise llm_server.context_length."
             )
 
 

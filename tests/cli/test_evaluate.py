@@ -103,6 +103,10 @@ def test_sources_are_shown_as_they_are_written(evaluate: Command) -> None:
             "no environment of collector.envs has tasks",
         ),
         (["n=0"], "n=0 must be at least 1"),
+        (
+            ["trainer.ppo.eval.sampling.max_new_tokens=600"],
+            "(for `eval`: trainer.ppo.eval.sampling)",
+        ),
     ],
 )
 def test_wrong_words_are_refused(evaluate: Command, words: list[str], says: str) -> None:

@@ -76,8 +76,7 @@ class RemoteEnv(Env):
                 where = ", ".join(runtime.addresses) or "its own processes"
                 raise UserError(
                     f"env.runtime.type={runtime.type}: no server answers at {where} in "
-                    f"wait_s={runtime.wait_s}. Start them with `arealite serve`, or check "
-                    "env.runtime.addresses."
+                    f"wait_s={runtime.wait_s}. {await self._what_helps()}"
                 ) from error
             await self._ask()
             self._stack = stack.pop_all()
@@ -97,6 +96,14 @@ class RemoteEnv(Env):
         if self.servers.verdict is not None:
             raise self.servers.verdict
         return any(server.alive for server in self.servers.known)
+
+    async def _what_helps(self) -> str:
+        """Name what to do where no server lets anybody in."""
+        asked = [self.servers.get(server, "health") for server in self.servers.known]
+        said = await asyncio.gather(*asked, return_exceptions=True)
+        if any(isinstance(it, aiohttp.ClientResponseError) and it.status == 401 for it in said):
+            return "A bearer token is needed, this one's or another: see env.runtime.token_env."
+        return "Start them with `arealite serve`, or check env.runtime.addresses."
 
     async def _ask(self) -> None:
         """Learn from the servers what they host: seats may depend on their config."""
