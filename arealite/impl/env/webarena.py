@@ -145,6 +145,8 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
     Raises:
         UserError: there is no such file, or it has no such task; or a file with cookies is missing.
     """
+    if not config.tasks:
+        raise UserError("webarena.tasks is not set. Name a file of tasks in WebArena's JSON.")
     path, sites = Path(config.tasks), addresses(config.sites)
     left_out: Counter[str] = Counter()
     made: list[dict[str, Any]] = []

@@ -257,6 +257,11 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, tasks: Any, why: 
         load_tasks(config(tmp_path, tasks))
 
 
+def test_tasks_have_to_be_named() -> None:
+    with pytest.raises(UserError, match=r"webarena\.tasks is not set"):
+        load_tasks(WebArenaConfig())
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="FileNotFoundError"):
         load_tasks(WebArenaConfig(tasks=str(tmp_path / "none.json")))
