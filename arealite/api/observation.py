@@ -33,8 +33,16 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 def observe(observation: Any) -> Observation:
-    """Return any kind of observation as an Observation."""
-    return observation if isinstance(observation, Observation) else Observation(observation)
+    """Return any kind of observation as an Observation.
+
+    Raises:
+        TypeError: it is neither a text nor messages.
+    """
+    seen = observation if isinstance(observation, Observation) else Observation(observation)
+    said: Any = seen.content
+    if not isinstance(said, str | list):
+        raise TypeError(f"an observation is a text or messages, not {said!r:.100}")
+    return seen
 
 
 def messages(observation: Any, *, system: str | None = None) -> list[dict[str, Any]]:

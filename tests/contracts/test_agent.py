@@ -87,6 +87,15 @@ async def test_rewards_go_to_the_latest_turn(name: str) -> None:
         agent.reward(float("nan"))
 
 
+@pytest.mark.parametrize("odd", [None, 5, b"a", {"role": "user"}])
+@pytest.mark.parametrize("name", sorted({*GENERATING} - {"shouting"}))
+async def test_an_observation_that_is_none_is_the_environments_fault(
+    name: str, odd: object
+) -> None:
+    with pytest.raises(TypeError, match="a text or messages"):
+        await make(name).act(odd)
+
+
 @pytest.mark.parametrize("name", AGENTS)
 async def test_agents_share_nothing(name: str) -> None:
     first, second = make(name), make(name)

@@ -151,8 +151,6 @@ class Session:
     async def wait_for(self, seat: str, observation: Any) -> tuple[int, Step]:
         """Wait for a seat's step; return which of its turns it was, and the step."""
         seen = observe(observation)
-        if not isinstance(seen.content, str | list):
-            raise TypeError(f"an observation is a text or messages, not {type(seen.content)}")
         self._turns[seat] += 1
         key = seat, self._turns[seat]
         future = asyncio.get_running_loop().create_future()
