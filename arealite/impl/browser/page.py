@@ -193,7 +193,7 @@ class Page:
 
     async def close(self) -> None:
         """Close the tab and its context; one that does not answer goes with the browser."""
-        with suppress(Error, DeadlineError):
+        with suppress(Error, DeadlineError, RuntimeError):
             async with deadline("the end of a page", owner="browser", on="chromium", seconds=5.0):
                 await self.tab.context.close()
 
@@ -211,6 +211,9 @@ class Page:
             if self.is_alive:
                 raise
             raise BrowserCrash(first_line(error)) from error
+        except RuntimeError as error:  # of uvloop: there is no pipe to the driver any more
+            self.crashed = True
+            raise BrowserCrash(f"the browser's driver is gone: {error}") from error
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MAX_NOTES:

@@ -304,6 +304,15 @@ async def test_a_page_that_crashes_ends_the_episode(world) -> None:
         assert await see(page, "/next") == ['[1] p "You are here"']
 
 
+async def test_a_driver_that_is_gone_is_a_crash(page) -> None:
+    from arealite.impl.browser.page import BrowserCrash
+
+    with pytest.raises(BrowserCrash, match="driver is gone: the handler is closed"):
+        async with page.asking("a page"):
+            raise RuntimeError("the handler is closed")
+    assert not page.is_alive
+
+
 async def test_variables_of_the_page_are_read(page) -> None:
     await see(page, "/form")
     view = await page.look("h1, p", ["log", "none"])
