@@ -20,13 +20,12 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: test-envs bench-envs demo learn demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: bench-envs demo learn demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
-	@echo "make test         the tests, in several processes (WORKERS=3)"
-	@echo "make test-envs    the environments with every package they can use, Chromium and bubblewrap"
+	@echo "make test         the tests, in several processes (WORKERS=3); ENVS=1: with every package of environments"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
@@ -61,7 +60,8 @@ learn: $(VENV)/.run
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done
 
-test: $(VENV)/.dev
+# ENVS=1: also what needs packages that only some environments use.
+test: $(VENV)/$(if $(ENVS),.envs,.dev)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.dev
@@ -72,9 +72,6 @@ $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
 	$(PIP) install -e ".[dev,demo,browser,tools,envs]"
 	tools/setup_envs.sh
 	touch $@
-
-test-envs: $(VENV)/.envs
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/impl/env tests/impl/browser tests/impl/sandbox tests/impl/tool tests/impl/env_server tests/impl/env_client tests/contracts/test_env.py
 
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done

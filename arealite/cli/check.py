@@ -84,7 +84,8 @@ def check_options(config: ExperimentConfig) -> None:
 def required(value: str | None, key: str) -> str:
     """Return `value`, or refuse that `key` is missing."""
     if not value:
-        raise UserError(f"{key} is not set. Give {key}=PATH on the command line or in the config.")
+        or_made = f", or {key}=generated" if key.startswith("dataset.") else ""
+        raise UserError(f"{key} is not set. Give {key}=PATH{or_made}.")
     return value
 
 

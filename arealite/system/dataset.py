@@ -55,7 +55,7 @@ def read_rows(
     if file.suffix not in suffixes:
         raise UserError(unknown("dataset suffix", file.suffix, suffixes) + f" File: {file}.")
     if not file.is_file():
-        hint = f"Set dataset.{split} to an existing file."
+        hint = f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
         raise UserError(f"dataset file {file} does not exist. {hint}")
     yield from jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
 
