@@ -3,7 +3,7 @@ tools, and the tool calls that an action holds."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -39,10 +39,20 @@ def observe(observation: Any) -> Observation:
         TypeError: it is neither a text nor messages.
     """
     seen = observation if isinstance(observation, Observation) else Observation(observation)
-    said: Any = seen.content
-    if not isinstance(said, str | list):
+    said = cast("Any", seen.content)
+    is_chat = isinstance(said, list) and all(map(_is_message, cast(list[Any], said)))
+    if not (isinstance(said, str) or is_chat):
         raise TypeError(f"an observation is a text or messages, not {said!r:.100}")
     return seen
+
+
+def _is_message(said: Any) -> bool:
+    """Whether something is a chat message: of some role, and of text unless it is the model's."""
+    if not isinstance(said, dict):
+        return False
+    message = cast(dict[str, Any], said)
+    role, text = message.get("role"), message.get("content")
+    return isinstance(role, str) and (isinstance(text, str) or role == "assistant")
 
 
 def messages(observation: Any, *, system: str | None = None) -> list[dict[str, Any]]:

@@ -87,7 +87,9 @@ async def test_rewards_go_to_the_latest_turn(name: str) -> None:
         agent.reward(float("nan"))
 
 
-@pytest.mark.parametrize("odd", [None, 5, b"a", {"role": "user"}])
+@pytest.mark.parametrize(
+    "odd", [None, 5, b"a", {"role": "user"}, ["a"], [{"role": "user", "content": None}]]
+)
 @pytest.mark.parametrize("name", sorted({*GENERATING} - {"shouting"}))
 async def test_an_observation_that_is_none_is_the_environments_fault(
     name: str, odd: object
