@@ -238,7 +238,8 @@
 
   const act = (verb, id, text) => {
     const element = id === null ? null : items[id];
-    if (id !== null && !element?.isConnected) return { error: `there is no [${id}] on this page` };
+    const isThere = element?.isConnected && element.ownerDocument.defaultView;  // in a frame that is there, too
+    if (id !== null && !isThere) return { error: `there is no [${id}] on this page` };
     return { click, type, select, scroll }[verb](element, text, id);
   };
 

@@ -43,7 +43,7 @@ class PageTimeout(EpisodeError):
 
 
 class PageError(EpisodeError):
-    """The task's page could not be loaded."""
+    """The task's page could not be loaded, or fails what is done to it."""
 
     failure_class = "page_error"
 
@@ -152,6 +152,7 @@ class Page:
 
         Raises:
             BadAction: it cannot be done; the page is as it was.
+            PageError: the page's own script fails it.
         """
         if command.verb == "goto":
             return await self._goto(command.text)
@@ -164,9 +165,11 @@ class Page:
                     raise BadAction(answer["error"])
                 await self._input(answer)
             except Error as error:
-                if not self.is_alive or "Unknown key" not in first_line(error):
+                if not self.is_alive:
                     raise
-                raise BadAction(f"there is no key {json.dumps(command.text)}") from error
+                if "Unknown key" in first_line(error):
+                    raise BadAction(f"there is no key {json.dumps(command.text)}") from error
+                raise PageError(first_line(error)) from error
         return None
 
     async def _input(self, answer: dict[str, Any]) -> None:

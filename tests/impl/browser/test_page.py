@@ -176,6 +176,22 @@ async def test_elements_that_listen_frames_and_shadows_are_told(page) -> None:
     assert 'textbox "new" focused' in view.text
 
 
+async def test_an_element_whose_frame_is_gone_is_not_on_the_page(page) -> None:
+    inner = number(await see(page, "/widgets"), "Inner")
+    await page.tab.evaluate("() => document.querySelector('iframe').remove()")
+    with pytest.raises(BadAction, match="there is no"):
+        await page.perform(parse(f"click [{inner}]"))
+
+
+async def test_a_page_that_fails_what_is_done_to_it_fails_the_episode(page) -> None:
+    from arealite.impl.browser.page import PageError
+
+    await see(page, "/widgets")
+    await page.tab.evaluate("() => { d.scrollIntoView = () => { throw Error('no') } }")
+    with pytest.raises(PageError, match="no"):
+        await page.perform(parse("click [1]"))
+
+
 async def test_a_long_page_is_cut_and_a_tall_one_is_scrolled(page) -> None:
     lines = await see(page, "/long")
     assert lines[-1] == "(the page is cut here: it is longer)" or "outside" in lines[-1]
