@@ -20,12 +20,13 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: bench-envs demo learn demo-seeds test test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-docs test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
 	@echo "make test         the tests, in several processes (WORKERS=3); ENVS=1: with every package of environments"
+	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
@@ -34,12 +35,14 @@ help:
 	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
 	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
 	@echo "make soak         the demo, run after run, under random kills of every role (KILLS=1000)"
-	@echo "make check        format, lint, types, import floors, sizes"
+	@echo "make check        format, lint, types, import floors, sizes, the reference"
+	@echo "make docs         the site: out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
 
 $(VENV)/.run: pyproject.toml
+	@echo "installing torch and AReaLite into $(VENV), once: some minutes"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -c "import torch" 2>/dev/null || $(PIP) install "$(TORCH)"
+	$(PY) -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
 	$(PIP) install -e ".[demo]"
 	touch $@
 
@@ -64,12 +67,16 @@ demo-seeds: $(VENV)/.run
 test: $(VENV)/$(if $(ENVS),.envs,.dev)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tutorials and examples, typed as they stand.
+test-docs: $(VENV)/.envs
+	$(PY) -m pytest -m "docs or examples" -n $(WORKERS) --dist worksteal tests/docs tests/examples
+
 test-faults: $(VENV)/.dev
-	$(PY) -m pytest -m faults
+	$(PY) -m pytest -m faults tests/e2e
 
 # Every package that an environment may need, and Debian's bubblewrap and Chromium where root installs.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
-	$(PIP) install -e ".[dev,demo,browser,tools,envs]"
+	$(PIP) install -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
 	tools/setup_envs.sh
 	touch $@
 
@@ -81,22 +88,22 @@ $(VENV)/.ray: $(VENV)/.dev
 	touch $@
 
 test-clusters: $(VENV)/.ray
-	$(PY) -m pytest -m cluster
+	$(PY) -m pytest -m cluster tests/clusters
 
 test-sglang: $(VENV)/.dev sglang
-	$(PY) -m pytest -m sglang
+	$(PY) -m pytest -m sglang tests/contracts tests/sglang
 
 $(PEERS_VENV)/.dev: pyproject.toml
 	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install "$(TORCH)"
+	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
 	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -e ".[dev,peers]"
 	touch $@
 
 test-learning: $(VENV)/.dev
-	$(PY) -m pytest -m learning
+	$(PY) -m pytest -m learning tests/learning
 
 test-peers: $(PEERS_VENV)/.dev
-	$(PEERS_VENV)/bin/python -m pytest -m peers
+	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl
 
 simulate: $(VENV)/.dev
 	$(PY) tools/simulate.py --seeds $(SEEDS)
@@ -110,10 +117,22 @@ check: $(VENV)/.dev
 	$(PY) -m pyright
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/check_sizes.py
+	$(PY) tools/reference.py --check
+
+reference: $(VENV)/.dev
+	$(PY) tools/reference.py
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) install -e ".[dev,demo,docs]"
+	touch $@
+
+docs: $(VENV)/.docs reference
+	$(PY) -m mkdocs build --quiet
+	@echo "out/site/index.html"
 
 bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async
 
-bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
+bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-train: bench-trl
@@ -121,6 +140,9 @@ bench-train: bench-trl
 # The whole loop against TRL's; both sides run in the virtual environment that has TRL.
 bench-trl: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python tools/bench_trl.py
+
+bench-report: $(VENV)/.envs
+	$(PY) tools/bench_report.py
 
 bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py

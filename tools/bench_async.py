@@ -30,6 +30,7 @@ from arealite.api.agent import Agent, agents  # noqa: E402
 from arealite.api.env import Env, envs  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
+from tools import figures  # noqa: E402
 
 WARM_STEPS = 3
 
@@ -77,14 +78,12 @@ def main() -> None:
                 print(f"run {repeat}: async {pair[0]:8.0f}  sync {pair[1]:8.0f}  trained tokens/s")
     ratio = statistics.median(a / s for a, s in rows)
     print(f"async / sync, median of {len(rows)} pairs: {ratio:.2f} (asked for: 1.3)")
-    out = ROOT / "out" / "bench"
-    out.mkdir(parents=True, exist_ok=True)
-    figures = {
+    found = {
         "async_tokens_per_s": statistics.median(a for a, _ in rows),
         "sync_tokens_per_s": statistics.median(s for _, s in rows),
         "async_over_sync": ratio,
     }
-    (out / "async.json").write_text(json.dumps(figures, indent=2) + "\n")
+    figures.save("async.json", found)
 
 
 def make_kit(folder: Path) -> None:

@@ -6,7 +6,6 @@ Here because a browser environment is slow and large unless many contexts share 
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,8 @@ from arealite.api.browser_config import BrowserConfig, BrowserEnvConfig  # noqa:
 from arealite.api.episode import Action  # noqa: E402
 from arealite.api.observation import Observation  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
-from arealite.impl.env.browser import BrowserEnv  # noqa: E402
+from arealite.impl.env.web.miniwob import BrowserEnv  # noqa: E402
+from tools import figures  # noqa: E402
 
 CONTEXTS, REPEATS, EPISODES, STEPS = (1, 3, 15, 30), 3, 45, 5
 TASKS = ("click-checkboxes-large", "email-inbox", "choose-list")
@@ -107,9 +107,7 @@ def main() -> int:
         at["mb_per_context"] = (at["mb"] - one) / max(1, contexts - CONTEXTS[0])
         rate, cost, mb, _, reset, more = at.values()
         print(f"  {contexts:8} {rate:8.1f} {cost:12.1f} {mb:6.0f} {more:18.1f} {reset:9.1f}")
-    out = ROOT / "out" / "bench" / "browser.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(metrics, indent=1) + "\n")
+    figures.save("browser.json", metrics)
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import pickle
@@ -26,6 +25,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import zmq
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
@@ -33,12 +34,13 @@ from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.system.datapipe_group import Group
-from arealite.system.dataset import identity
-from arealite.system.ledger import Ledger, connect, read_payloads
-from arealite.system.name_registry import NameRegistry
-from arealite.system.trainer_link import TrainerLink
-from arealite.system.worker_link import WorkerLink
+from arealite.system.data.dataset import identity
+from arealite.system.ledger.group import Group
+from arealite.system.ledger.ledger import Ledger, connect, read_payloads
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.links.worker_link import WorkerLink
+from arealite.system.names.registry import NameRegistry
+from tools import figures
 
 RECORD_BYTES = 17 * 1000
 """Of a trajectory of 1,000 tokens: token, mask, logprob, version and reward of each."""
@@ -52,9 +54,9 @@ import asyncio, gc, pickle, sys
 from pathlib import Path
 from arealite.api.config import name_dir
 from arealite.api.task import Task
-from arealite.system.datapipe import Datapipe
-from arealite.system import vitals
-from arealite.system.name_registry import NameRegistry
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.health import vitals
+from arealite.system.names.registry import NameRegistry
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
 tasks = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 names = NameRegistry(name_dir(config))
@@ -355,7 +357,7 @@ def main() -> None:
     for name, value in metrics.items():
         spread = f"  {[round(v, 2) for v in rows[name]]}" if name in rows else ""
         print(f"{name:<20}{value:>12.2f}{spread}")
-    (folder / "datapipe.json").write_text(json.dumps(metrics, indent=1))
+    figures.save(folder / "datapipe.json", metrics)
 
 
 if __name__ == "__main__":

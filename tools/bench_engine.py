@@ -10,7 +10,6 @@ difference is the engine and FSDP2.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from arealite.impl.engine.batch import collate
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
+from tools import figures
 
 SIZES = {
     "0.1M": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2},
@@ -131,7 +131,7 @@ def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("out/bench/engine.json"))
+    parser.add_argument("--out", type=Path, default=figures.FOLDER / "engine.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -139,10 +139,8 @@ def main() -> None:
     for size in SIZES:
         found |= measure(size, args.repeats)
     dist.destroy_process_group()
-    for name, value in found.items():
-        print(f"{name:28} {value:12.3f}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=2) + "\n")
+    figures.show(found, digits=3)
+    figures.save(args.out, found)
 
 
 if __name__ == "__main__":

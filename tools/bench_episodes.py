@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import cProfile
 import gc
-import json
 import pstats
 import random
 import statistics
@@ -36,6 +35,7 @@ from arealite.api.rollout_messages import Lease  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.api.trainer import PPOConfig, TrainerConfig  # noqa: E402
 from arealite.impl.rollout.collector import Collector  # noqa: E402
+from tools import figures  # noqa: E402
 from tools.make_tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
 
 LANES, GROUP, WARM = 64, 8, 4000
@@ -156,9 +156,7 @@ def main() -> None:
     for name, value in found.items():
         goal = GOALS.get(name.removesuffix("_per_s"))
         print(f"{name:24} {value:10.1f}" + (f"   goal {goal}" if goal else ""))
-    out = ROOT / "out" / "bench" / "episodes.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    figures.save("episodes.json", found)
 
 
 if __name__ == "__main__":

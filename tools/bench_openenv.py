@@ -33,6 +33,7 @@ from arealite.api.episode import Action, Seat
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.task import Task
 from arealite.base import log
+from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG, SHORT = 50, 1
@@ -156,9 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     log.setup("bench", "warning")
     results = uvloop.run(bench(args))
-    path = Path("out/bench/openenv.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    figures.save("openenv.json", results)
 
 
 if __name__ == "__main__":

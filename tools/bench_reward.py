@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from arealite.api.reward import MathVerifyConfig  # noqa: E402
 from arealite.base.errors import RewardTimeout  # noqa: E402
 from arealite.impl.reward.checker import is_equal  # noqa: E402
 from arealite.impl.reward.math_verify import MathVerifyReward  # noqa: E402
+from tools import figures  # noqa: E402
 
 CHECKS, REPEATS, WORKERS, TICK_S = 300, 5, 2, 0.001
 ENDLESS = "$9^{9^{9^{9}}}$"
@@ -104,11 +104,8 @@ def main() -> int:
     """Print the table and write out/bench/reward.json."""
     metrics = asyncio.run(bench())
     print(f"maths reward, {WORKERS} workers, {CHECKS} checks x {REPEATS}:")
-    for name, value in metrics.items():
-        print(f"  {name:32} {value:10.1f}")
-    out = ROOT / "out" / "bench" / "reward.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(metrics, indent=1) + "\n")
+    figures.show(metrics)
+    figures.save("reward.json", metrics)
     return 0
 
 

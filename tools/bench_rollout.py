@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import cProfile
 import gc
-import json
 import pstats
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aiohttp
 import msgspec
@@ -38,7 +39,8 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout.collector import Collector
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
+from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 16
@@ -135,7 +137,6 @@ def ours(collector: Collector) -> Callable[[int], Awaitable[Any]]:
 
 async def measure(options: argparse.Namespace, address: str, folder: str) -> dict[str, float]:
     """Run both in turns; return the medians."""
-    sys.path.insert(0, str(ROOT))
     from tests.models import tiny_tokenizer
 
     config = experiment(folder, options.concurrency)
@@ -181,11 +182,8 @@ def main() -> None:
     options = parser.parse_args()
     with stub() as address, tempfile.TemporaryDirectory() as folder:
         found = uvloop.run(measure(options, address, folder))
-    for name, value in found.items():
-        print(f"{name:28} {value:10.3f}")
-    out = ROOT / "out" / "bench" / "rollout.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    figures.show(found, digits=3)
+    figures.save("rollout.json", found)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Here because a coding run is as fast as its programs: each starts Python anew, a
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -19,8 +18,9 @@ if __name__ == "__main__":
 
 from arealite.api.sandbox import CodeEnvConfig, SandboxConfig  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
-from arealite.impl.env.code import CodeEnv, read_cases  # noqa: E402
+from arealite.impl.env.code.env import CodeEnv, read_cases  # noqa: E402
 from arealite.impl.sandbox.choice import check  # noqa: E402
+from tools import figures  # noqa: E402
 from tools.bench_reward import measure  # noqa: E402
 
 RUNS, REPEATS, AT_ONCE = 128, 3, 16
@@ -79,11 +79,8 @@ def main() -> int:
     """Print the table and write out/bench/sandbox.json."""
     metrics = asyncio.run(bench())
     print(f"sandboxes, {RUNS} programs x {REPEATS}, {AT_ONCE} at once:")
-    for name, value in metrics.items():
-        print(f"  {name:32} {value:10.1f}")
-    out = ROOT / "out" / "bench" / "sandbox.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(metrics, indent=1) + "\n")
+    figures.show(metrics)
+    figures.save("sandbox.json", metrics)
     return 0
 
 

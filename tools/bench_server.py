@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
 from arealite.base import log
 from arealite.impl.server.embedded import EmbeddedServer
 from tests.models import tiny_model
+from tools import figures
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 64
 SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
@@ -199,9 +199,7 @@ def main() -> None:
     torch.set_num_threads(1)
     log.setup("bench", "warning")
     results = uvloop.run(bench(args))
-    path = Path("out/bench/server.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    figures.save("server.json", results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import shutil
 import signal
@@ -39,9 +38,10 @@ from arealite.impl.client import wire  # noqa: E402
 from arealite.impl.client.routing import Server  # noqa: E402
 from arealite.impl.client.sglang import KEEPALIVE_S, SGLangClient  # noqa: E402
 from arealite.impl.weights import group  # noqa: E402
-from arealite.system.name_registry import Entry  # noqa: E402
+from arealite.system.names.registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.sglang.real import free_port  # noqa: E402
+from tools import figures  # noqa: E402
 from tools.bench_rollout import rate  # noqa: E402
 from tools.bench_server import LARGE  # noqa: E402
 from tools.sglang_site import TOKENS, Episodes, Publisher, Site, bare, post, traffic, until  # noqa: E402
@@ -283,9 +283,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         uvloop.run(bench(Path(folder), options.only, options.repeats, note))
     note("seconds", time.perf_counter() - begin)
-    path = ROOT / "out" / "bench" / "sglang.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    figures.save("sglang.json", results)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,19 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+from tools import figures  # noqa: E402
+
 REPEATS = 7
 
 
 def main() -> None:
     """Measure both and print a table."""
-    figures = {"help_s": median(help_s), "datapipe_ready_s": median(datapipe_ready_s)}
-    print(f"arealite --help      {figures['help_s']:.3f} s  (asked for: < 0.5)")
-    print(f"datapipe ready       {figures['datapipe_ready_s']:.3f} s  (asked for: < 1)")
-    out = ROOT / "out" / "bench"
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "start.json").write_text(json.dumps(figures, indent=2) + "\n")
+    found = {"help_s": median(help_s), "datapipe_ready_s": median(datapipe_ready_s)}
+    print(f"arealite --help      {found['help_s']:.3f} s  (asked for: < 0.5)")
+    print(f"datapipe ready       {found['datapipe_ready_s']:.3f} s  (asked for: < 1)")
+    figures.save("start.json", found)
 
 
 def median(measure) -> float:

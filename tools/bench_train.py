@@ -50,7 +50,7 @@ from arealite.impl.engine.batch import collate
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
-from tools import bench_engine
+from tools import bench_engine, figures
 
 MIXES = {"short": (20, 128), "long": (300, 4096)}
 BUDGET = FSDPConfig().max_tokens_per_microbatch
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a row (--gpu)")
     parser.add_argument("--budget", type=int, default=16384, help="of a micro-batch (--gpu)")
     parser.add_argument("--logits-chunk", type=int, default=2**28, help="as in the config (--gpu)")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/train.json"))
+    parser.add_argument("--out", type=Path, default=figures.FOLDER / "train.json")
     args = parser.parse_args()
     if args.loss:
         print(json.dumps(loss_peak(args.loss, args.loss_tokens)))
@@ -332,11 +332,8 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found = {"gpu": gpu(args, SHAPES)} if args.gpu else cpu(args)
     dist.destroy_process_group()
-    for name, value in (found["gpu"] if args.gpu else found).items():
-        print(f"{name:44} {value if isinstance(value, str) else format(value, '14.3f')}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(args.out.read_text()) if args.out.exists() else {}
-    args.out.write_text(json.dumps(before | found, indent=2) + "\n")
+    figures.show(found["gpu"] if args.gpu else found, digits=3)
+    figures.save(args.out, found, keep=True)
 
 
 if __name__ == "__main__":

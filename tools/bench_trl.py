@@ -39,6 +39,7 @@ from arealite.api.agent import Agent, agents  # noqa: E402
 from arealite.api.env import Env, envs  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
+from tools import figures  # noqa: E402
 from tools.demo_task import draw, question  # noqa: E402
 
 PROMPTS, SAMPLES, MOST, LR = 32, 8, 128, 1e-5
@@ -322,7 +323,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--trl", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--kit", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench" / "trl.json")
+    parser.add_argument("--out", type=Path, default=figures.FOLDER / "trl.json")
     options = parser.parse_args()
     if options.trl:
         trl_side(options.trl, options.kit)
@@ -330,9 +331,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in options.cases:
         found[name] = compare(name, options.repeats)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(options.out.read_text()) if options.out.exists() else {}
-    options.out.write_text(json.dumps(before | found, indent=2) + "\n")
+    figures.save(options.out, found, keep=True)
 
 
 def compare(name: str, repeats: int) -> dict[str, Any]:
@@ -348,8 +347,8 @@ def compare(name: str, repeats: int) -> dict[str, Any]:
             wait_for_quiet()
             pair["ours"] = run_ours(name, kit, repeat)
         pairs.append(pair)
-        for side, figures in pair.items():
-            print(f"  {side:5}", "  ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
+        for side, found in pair.items():
+            print(f"  {side:5}", "  ".join(f"{k} {v:.3f}" for k, v in found.items()), flush=True)
     quiet = [pair for pair in pairs if all(side["others"] < BUSY for side in pair.values())]
     print(f"{name}: {len(quiet)} of {repeats} pairs had the machine for themselves")
     pairs = quiet or pairs

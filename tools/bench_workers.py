@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import sys
@@ -29,8 +28,9 @@ from bench_rollout import experiment, stub  # noqa: E402
 from arealite.api.config import ExperimentConfig, name_dir  # noqa: E402
 from arealite.api.trainer_messages import StepReport  # noqa: E402
 from arealite.base import log  # noqa: E402
-from arealite.system.name_registry import NameRegistry  # noqa: E402
-from arealite.system.trainer_link import TrainerLink  # noqa: E402
+from arealite.system.links.trainer_link import TrainerLink  # noqa: E402
+from arealite.system.names.registry import NameRegistry  # noqa: E402
+from tools import figures  # noqa: E402
 
 LIMIT_MS = 50.0
 
@@ -41,7 +41,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
 
     from arealite.impl.client.sglang import SGLangClient
     from arealite.impl.rollout.worker import RolloutWorker
-    from arealite.system.worker_link import WorkerLink
+    from arealite.system.links.worker_link import WorkerLink
     from tests.models import tiny_tokenizer
 
     collector, names, tokenizer = (
@@ -135,13 +135,10 @@ def main() -> None:
     found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     found["loop_lag_worst_ms"] = max(run["loop_lag_max_ms"] for run in runs)
     print(f"{options.workers} workers in {options.processes} processes, {options.repeats} runs")
-    for name, value in found.items():
-        print(f"{name:24} {value:10.1f}")
+    figures.show(found)
     verdict = "under" if found["loop_lag_max_ms"] < LIMIT_MS else "NOT under"
     print(f"the datapipe's loop was {verdict} {LIMIT_MS:g} ms late (median of the runs' worst)")
-    out = ROOT / "out" / "bench" / "workers.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found | vars(options), indent=1) + "\n", encoding="utf-8")
+    figures.save("workers.json", found | vars(options))
 
 
 if __name__ == "__main__":

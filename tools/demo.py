@@ -176,8 +176,8 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
 
 
 def report(paths: RunPaths, more: dict[str, Any]) -> None:
-    """Print curve, accuracy and places, below train.py's audit; write summary.json."""
-    from arealite.system.audit import audit
+    """Print curve, held-out reward and places, below train.py's audit; write summary.json."""
+    from arealite.system.ledger.audit import audit
 
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     audited = audit(paths.ledger)
@@ -187,21 +187,22 @@ def report(paths: RunPaths, more: dict[str, Any]) -> None:
     (paths.root / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("\nmean reward of each step's batch:")
     print(plot(rewards))
-    print(f"\nheld-out accuracy: {summary['accuracy_before']} -> {summary['accuracy_after']}\n")
+    print(f"\nheld-out reward: {summary['reward_before']} -> {summary['reward_after']}\n")
     print(f"summary  {OUT / 'summary.json'}\nmetrics  {paths.metrics}\nledger   {paths.ledger}")
     print(f"model    {paths.export}\ncurve    {draw(paths.root / 'reward.png', lines)}")
+    print(f"next     {Path(sys.executable).parent}/arealite report {paths.root}")
 
 
 def summarize(lines: Sequence[dict[str, Any]], audited: Any) -> dict[str, Any]:
     """Condense the metrics' lines and the audit into the numbers that matter."""
     steps = [line for line in lines if "reward/mean" in line]
-    evals = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
     versions = [line[key] for line in lines for key in VERSIONS if key in line]
     seconds = steps[-1]["time"] - steps[0]["time"] + steps[0].get("time/step_s", 0.0)
     tokens = sum(s["length/trained_mean"] * s["episode/trajectories"] for s in steps)
     return {
-        "accuracy_before": round(evals[0], 4) if evals else None,
-        "accuracy_after": round(evals[-1], 4) if len(evals) > 1 else None,
+        "reward_before": round(evals[0], 4) if evals else None,
+        "reward_after": round(evals[-1], 4) if len(evals) > 1 else None,
         "weight_updates": int(max(versions, default=0)),
         "mixed_version_trajectories": audited.mixed_version_trajectories,
         "interrupted_generations": audited.interrupted,
@@ -233,7 +234,7 @@ def draw(file: Path, lines: Sequence[dict[str, Any]]) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name, style in (("reward/mean", "-"), ("eval/accuracy", "o")):
+    for name, style in (("reward/mean", "-"), ("eval/reward", "o")):
         points = [(line["step"], line[name]) for line in lines if name in line]
         axes.plot(*zip(*points, strict=True), style, label=name) if points else None
     axes.set(xlabel="step", ylim=(0, 1), title="sorting six digits")

@@ -120,6 +120,11 @@ def make_kit(folder: Path, seed: int) -> Path:
     """Write a warm model into `folder`/model and the data beside it; keep what is already whole."""
     if (folder / "done").exists():
         return folder
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)  # more of them wait for each other, on a model as small as this
+    logging.disable_progress_bar()
     write_data(folder, seed)
     make_tiny_model(folder / "model", dataclasses.replace(SHAPE, seed=seed))
     accuracy = warm_up(folder / "model", seed)

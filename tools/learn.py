@@ -37,11 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("lesson", choices=names)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kit", type=Path, help="make its model in this folder, and no more")
     parser.add_argument("--curve", type=Path, help="where to draw it; default: the run's folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more of train.py's")
     options = parser.parse_intermixed_args(argv)
-    os.chdir(ROOT)
     lesson: Lesson = importlib.import_module(f"tools.lessons.{options.lesson}").LESSON
+    if options.kit:
+        print(make_kit(options.kit, lesson, options.seed))
+        return 0
+    os.chdir(ROOT)
     begin, trial = time.perf_counter(), f"{options.lesson}-seed{options.seed}"
     model = make_kit(OUT / f"kit-{trial}", lesson, options.seed)
     paths = RunPaths((OUT / trial).absolute())

@@ -38,7 +38,7 @@ class Lesson:
     lr: float = 2e-3
     chat_template: str | None = None
     """Of the model's tokenizer; None: contents in a row, the assistant's closed by EOS."""
-    curves: Sequence[str] = ("reward/mean", "eval/accuracy")
+    curves: Sequence[str] = ("reward/mean", "eval/reward")
     """Metrics that are drawn and told before and after."""
 
 

@@ -32,7 +32,7 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout.collector import Collector
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_tokenizer
 from tests.sglang.real import free_port
 from tools import bench_rollout  # registers its environment

@@ -1,7 +1,7 @@
 """`make soak KILLS=1000`: the demo, run after run, while every role is killed at random instants.
 
 Each kill must be witnessed: the process is gone, and another of its role came back. Each run must
-end by itself, balanced, with every step trained, at the demo's accuracy; the last one is replayed.
+end by itself, balanced, with every step trained, at the demo's reward; the last one is replayed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.base.names import RunPaths  # noqa: E402
-from arealite.system.audit import audit  # noqa: E402
+from arealite.system.ledger.audit import audit  # noqa: E402
 
 OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
@@ -41,7 +41,7 @@ BACK_S = 60.0
 PROMPT_S = 3.0
 """Within this a launcher brings worker and datapipe back, and a server's parent its server."""
 LEVEL = 0.6
-"""Held-out accuracy that a run must reach; the demo starts at 0.3 and ends near 0.78."""
+"""Held-out reward that a run must reach; the demo starts at 0.3 and ends near 0.78."""
 OVERRIDES = [
     "launcher.trainer_ranks=2",
     "launcher.rollout_workers=2",
@@ -263,12 +263,12 @@ def verify(paths: RunPaths, steps: int) -> dict[str, float]:
     trained = [int(line["step"]) for line in lines if "reward/mean" in line]
     if trained != list(range(steps)) or report.steps != steps:
         raise SoakError(f"{report.steps} steps in the ledger, {len(trained)} lines, not {steps}")
-    scores = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     return {
         "reward": statistics.fmean(
             line["reward/mean"] for line in lines[-6:] if "reward/mean" in line
         ),
-        "accuracy": scores[-1] if scores else float("nan"),
+        "held_out": scores[-1] if scores else float("nan"),
         "groups": report.groups.offered,
         "lost": len(report.lost),
         "repeated": len(report.repeated),
@@ -309,8 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"run {number}: " + ", ".join(f"{k} {v:.4g}" for k, v in runs[-1].items()), flush=True
         )
-        if runs[-1]["accuracy"] < LEVEL:
-            raise SoakError(f"accuracy {runs[-1]['accuracy']:.3f} is below {LEVEL}")
+        if runs[-1]["held_out"] < LEVEL:
+            raise SoakError(f"held-out reward {runs[-1]['held_out']:.3f} is below {LEVEL}")
     subprocess.run(
         [sys.executable, "-m", "arealite.cli.main", "replay", str(paths.root)], check=True
     )
@@ -349,7 +349,7 @@ def summarize(kills: list[Kill], runs: list[dict[str, float]], *, seconds: float
         "late": len(late),
         "lost": sum(run["lost"] for run in runs),
         "repeated": sum(run["repeated"] for run in runs),
-        "accuracies": [run["accuracy"] for run in runs],
+        "held_out": [run["held_out"] for run in runs],
         "seconds": round(seconds, 1),
     }
     REPORT.parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.system.datapipe_groups import GroupBook
-from arealite.system.ledger import Ledger
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger.ledger import Ledger
 
 MEDIAN_TOKENS, SIGMA = 600, 1.0
 """Of the log-normal lengths: mean 990, p95 3,100, one in a thousand above 13,000."""

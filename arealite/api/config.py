@@ -74,7 +74,9 @@ class DatasetConfig:
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
-    types: list[str] = sub(lambda: ["tensorboard"], "names in the table of loggers")
+    types: list[str] = sub(
+        lambda: ["tensorboard"], "tensorboard, wandb, trackio, or registered ones; [] for none"
+    )
     level: Literal["debug", "info", "warning", "error"] = opt("info", "log level of every role")
 
 
@@ -85,7 +87,9 @@ class ExperimentConfig:
     experiment_name: str = opt("arealite", "first part of the run's name; servers are found by it")
     trial_name: str = opt("trial", "second part")
     seed: int = opt(1, "of everything random")
-    imports: list[str] = sub(list, "modules to import first: they register your own parts")
+    imports: list[str] = sub(
+        list, "modules or .py files to import first: they register your own parts"
+    )
     resume: str = opt(
         "auto",
         "auto: go on from the newest checkpoint, or begin; must; never: move what is there aside "
@@ -117,7 +121,7 @@ class ServerConfig:
     experiment_name: str = opt("arealite", "as in the experiment that uses this server")
     trial_name: str = opt("trial", "as in the experiment that uses this server")
     seed: int = opt(1, "of sampling")
-    imports: list[str] = sub(list, "modules to import first")
+    imports: list[str] = sub(list, "modules or .py files to import first")
     cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")

@@ -95,24 +95,33 @@ class StepEnv(Env):
 envs: Registry[Env] = Registry(
     "env",
     {
-        "math": "arealite.impl.env.math:MathEnv",
-        "code": "arealite.impl.env.code:CodeEnv",
+        "math": "arealite.impl.env.math.env:MathEnv",
+        "code": "arealite.impl.env.code.env:CodeEnv",
         "tools": "arealite.impl.env.tools:ToolsEnv",
-        "debate": "arealite.impl.env.debate:DebateEnv",
-        "tic_tac_toe": "arealite.impl.env.tic_tac_toe:TicTacToeEnv",
-        "matrix_game": "arealite.impl.env.matrix_game:MatrixGameEnv",
-        "iterated_prisoners_dilemma": "arealite.impl.env.matrix_game:PrisonersDilemmaEnv",
-        "reverse": "arealite.impl.env.reverse:ReverseEnv",
-        "reverse_echo": "arealite.impl.env.reverse:ReverseEchoEnv",
-        "browser": "arealite.impl.env.browser:BrowserEnv",
-        "webarena": "arealite.impl.env.webarena:WebArenaEnv",
-        "reasoning_gym": "arealite.impl.env.reasoning_gym:ReasoningGymEnv",
-        "gymnasium": "arealite.impl.env.gymnasium:GymnasiumEnv",
-        "gyllm": "arealite.impl.env.gyllm:GyLLMEnv",
-        "textarena": "arealite.impl.env.textarena:TextArenaEnv",
-        "openenv": "arealite.impl.env.openenv:OpenEnvEnv",
+        "debate": "arealite.impl.env.debate.env:DebateEnv",
+        "tic_tac_toe": "arealite.impl.env.games.tic_tac_toe:TicTacToeEnv",
+        "matrix_game": "arealite.impl.env.games.matrix_game:MatrixGameEnv",
+        "iterated_prisoners_dilemma": "arealite.impl.env.games.matrix_game:PrisonersDilemmaEnv",
+        "reverse": "arealite.impl.env.games.reverse:ReverseEnv",
+        "reverse_echo": "arealite.impl.env.games.reverse:ReverseEchoEnv",
+        "browser": "arealite.impl.env.web.miniwob:BrowserEnv",
+        "webarena": "arealite.impl.env.web.webarena:WebArenaEnv",
+        "reasoning_gym": "arealite.impl.env.adapters.reasoning_gym:ReasoningGymEnv",
+        "gymnasium": "arealite.impl.env.adapters.gymnasium:GymnasiumEnv",
+        "gyllm": "arealite.impl.env.adapters.gyllm:GyLLMEnv",
+        "textarena": "arealite.impl.env.adapters.textarena:TextArenaEnv",
+        "openenv": "arealite.impl.env.adapters.openenv:OpenEnvEnv",
     },
 )
+
+runtimes: Registry[Env] = Registry(
+    "runtime",
+    {
+        "subprocess": "arealite.impl.env_client.remote:RemoteEnv",
+        "remote": "arealite.impl.env_client.remote:RemoteEnv",
+    },
+)
+"""Where an environment runs, other than in the worker; constructed with the whole EnvConfig."""
 
 
 class EnvFactory:
@@ -124,7 +133,5 @@ class EnvFactory:
     def make_env(self, config: EnvConfig) -> Env:
         """Return a new environment; call its `setup` before the first episode."""
         if config.runtime.type != "in_process":
-            from importlib import import_module
-
-            return import_module("arealite.impl.env_client.remote").RemoteEnv(self.args, config)
+            return runtimes.get(config.runtime.type)(self.args, config)
         return envs.get(config.type)(self.args, getattr(config, config.type, None))

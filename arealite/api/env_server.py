@@ -38,7 +38,9 @@ class EnvServerConfig:
     experiment_name: str = opt("arealite", "told to the environment")
     trial_name: str = opt("trial", "told to the environment")
     seed: int = opt(1, "of the tasks that are drawn")
-    imports: list[str] = sub(list, "modules to import first: they register your own parts")
+    imports: list[str] = sub(
+        list, "modules or .py files to import first: they register your own parts"
+    )
     tasks: str = opt(
         "generated", "path of the rows for a reset without a task, or `generated` by the env"
     )

@@ -15,6 +15,10 @@ class MetricLogger(ABC):
     def __init__(self, run_root: Path) -> None:
         """Open below the run's folder."""
 
+    @classmethod  # noqa: B027  (optional hook)
+    def check(cls) -> None:
+        """Refuse a run, with a UserError, where what the logger needs is not there."""
+
     @abstractmethod
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of one step; names are `group/name`."""
@@ -32,5 +36,7 @@ loggers: Registry[MetricLogger] = Registry(
     {
         "jsonl": "arealite.impl.logger.jsonl:JSONLLogger",
         "tensorboard": "arealite.impl.logger.tensorboard:TensorBoardLogger",
+        "trackio": "arealite.impl.logger.trackio:TrackioLogger",
+        "wandb": "arealite.impl.logger.wandb:WandbLogger",
     },
 )

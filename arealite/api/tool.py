@@ -19,7 +19,7 @@ class PythonToolConfig:
     """Programs that the agent writes; each call is one of its own."""
 
     backend: Literal["sandbox", "monty"] = opt(
-        "sandbox", "monty: a subset of Python, a hundred times faster (arealite[tools])"
+        "sandbox", "monty: a subset of Python, a hundred times faster (extra `tools`)"
     )
     sandbox: SandboxConfig = sub(SandboxConfig, "limits; monty's memory is 64 MB at most")
 

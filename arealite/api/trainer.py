@@ -64,6 +64,9 @@ class PPOConfig:
         "retry", "what becomes of a group with failed episodes"
     )
     max_attempts: int = opt(3, "offers of an episode before it has failed for good", at_least=1)
+    token_stats: bool = opt(
+        True, "keep advantage and logprob difference of each token, 4 bytes, for `arealite report`"
+    )
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
     reward: ShapingConfig = sub(ShapingConfig, "rewards, as the algorithm sees them")
     advantage: AdvantageConfig = sub(AdvantageConfig, "advantages")

@@ -7,6 +7,9 @@ Shape letters: T = tokens of one segment.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
 import msgspec
 
 
@@ -67,6 +70,15 @@ class Segment(msgspec.Struct, frozen=True):
     """float32 [T]: reward received at that token (the last of its turn), else 0."""
     temperature: float
     """The sampling temperature; the trainer divides logits by it."""
+
+
+def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return each name's mean over the records that have it, as of headers' parts; sorted."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            found[name].append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import inf
 from operator import ge, gt, le, lt
 from pathlib import Path
@@ -26,6 +27,7 @@ Parts = Mapping[type, Mapping[str, type]]
 registered from outside."""
 HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 """What each bound of an option (api.fields.opt) asks of a number."""
+_hints = lru_cache(maxsize=512)(get_type_hints)
 
 
 def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts: Parts) -> C:
@@ -36,13 +38,13 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
             is out of range.
     """
     grown = extend(schema, parts)
-    node = OmegaConf.structured(grown)
+    node = OmegaConf.merge(_defaults(grown))  # a copy
     for source, layer in [
         *((str(f), read(f)) for f in files),
         ("command line", dotlist(overrides)),
     ]:
         try:
-            node = OmegaConf.merge(node, layer)
+            node = OmegaConf.unsafe_merge(node, layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{source}: {explain(error, grown)}") from error
     try:
@@ -53,18 +55,26 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
     return config
 
 
+@lru_cache(maxsize=4)
+def _defaults(schema: type) -> Any:
+    """Return a schema as a node: two thirds of what a load takes, so a command of stages makes it
+    once."""
+    return OmegaConf.structured(schema)
+
+
 def check_ranges(config: Any, prefix: str = "") -> None:
     """Check every number of a config tree against the range beside its option.
 
     Raises:
         UserError: one is out of it, or has one and is not finite.
     """
+    hints = _hints(config.__class__)
     for item in dataclasses.fields(config):
         key, value = f"{prefix}{item.name}", getattr(config, item.name)
         if dataclasses.is_dataclass(value):
             check_ranges(value, f"{key}.")
             continue
-        if element(get_type_hints(config.__class__)[item.name]) is not None:
+        if element(hints[item.name]) is not None:
             for name, each in value.items():
                 check_ranges(each, f"{key}.{name}.")
             continue
@@ -73,10 +83,10 @@ def check_ranges(config: Any, prefix: str = "") -> None:
             continue
         if -inf < value < inf and all(HOLDS[word](value, at) for word, at in bounds.items()):
             continue
-        what = _range(item)
+        what = range_of(item)
         if isinstance(value, float):
             what = f"a number {'of ' if what.startswith('at') else ''}{what}".rstrip()
-        is_optional = type(None) in get_args(get_type_hints(config.__class__)[item.name])
+        is_optional = type(None) in get_args(hints[item.name])
         raise UserError(f"{key}={value} must be {what}{', or null' if is_optional else ''}.")
 
 
@@ -113,7 +123,7 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
 def save(config: Any, file: Path) -> None:
     """Write the whole resolved config as YAML, atomically."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
     temporary.replace(file)
 
 
@@ -125,7 +135,7 @@ def extend(schema: type, parts: Parts) -> type:
     comes back.
     """
     fields: list[tuple[str, Any, Any]] = []
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     for item in dataclasses.fields(schema):
         held = hints[item.name]
         inner = element(held)
@@ -153,18 +163,24 @@ def element(held: Any) -> type | None:
     return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
 
 
-def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+def keys(schema: type) -> Iterator[tuple[str, Any, str]]:
     """Yield (dotted key, default, help with the range) of every leaf of a config class."""
-    hints = get_type_hints(schema)
+    for path, item, _ in leaves(schema):
+        factory = item.default_factory
+        default = item.default if factory is dataclasses.MISSING else factory()
+        about = (str(item.metadata.get("help", "")), range_of(item))
+        yield path, default, "; ".join(filter(None, about))
+
+
+def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield (dotted key, field, type) of every leaf of a config class."""
+    hints = _hints(schema)
     for item in dataclasses.fields(schema):
         held, path = hints[item.name], f"{prefix}{item.name}"
         if isinstance(held, type) and dataclasses.is_dataclass(held):
-            yield from keys(held, f"{path}.")
-            continue
-        factory = item.default_factory
-        default = item.default if factory is dataclasses.MISSING else factory()
-        about = (str(item.metadata.get("help", "")), _range(item))
-        yield path, default, "; ".join(filter(None, about))
+            yield from leaves(held, f"{path}.")
+        else:
+            yield path, item, held
 
 
 def explain(error: OmegaConfBaseException, schema: type) -> str:
@@ -176,7 +192,8 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     return f"{key}: {what}." if key else f"{what}."
 
 
-def _range(item: dataclasses.Field[Any]) -> str:
+def range_of(item: dataclasses.Field[Any]) -> str:
+    """Return a field's range in words, as in "above 0 and at most 1"; "" where it has none."""
     bounds = item.metadata.get("bounds", {}).items()
     return " and ".join(f"{word} {at}" for word, at in bounds if at > -inf)
 
@@ -188,5 +205,7 @@ def _suggest(key: str, schema: type) -> str:
     )
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == leaf]
-    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    is_slip = difflib.get_close_matches(key, close, cutoff=0.9)  # a letter or two
+    near = is_slip or same_leaf or close
     return f" Did you mean '{near[0]}'?" if near else ""

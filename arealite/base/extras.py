@@ -11,6 +11,11 @@ from typing import Any
 from arealite.base.errors import UserError
 
 
+def ours(name: str) -> str:
+    """Return what `pip install` is given, in the checkout, for an extra of this package."""
+    return f"-e '.[{name}]'"
+
+
 def extra(module: str, fix: str) -> Any:
     """Import what `pip install FIX` installs.
 

@@ -36,6 +36,16 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def token_stats(self) -> Path:
+        """What reports show of each trained token, one file a step and rank."""
+        return self.root / "token_stats"
+
+    @property
+    def report(self) -> Path:
+        """The report, one HTML file."""
+        return self.root / "report.html"
+
+    @property
     def logs(self) -> Path:
         """One log file a process: `<role>-<index>.log`."""
         return self.root / "logs"
@@ -59,3 +69,8 @@ class RunPaths:
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.root / "tensorboard"
+
+    @property
+    def logger_id(self) -> Path:
+        """The run's name at services that loggers write to; made at the first start."""
+        return self.root / "logger_id"

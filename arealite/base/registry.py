@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from arealite.base.errors import UserError
@@ -86,7 +88,9 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Import the modules named by `imports=[…]` and by installed packages' entry points.
+    """Import what `imports=[…]` names, modules or .py files, and installed packages' entry points.
+
+    A file may import what is beside it, as where it is run.
 
     Raises:
         UserError: a module of `imports` cannot be found, or fails; names it.
@@ -94,13 +98,18 @@ def import_plugins(modules: Sequence[str]) -> None:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         entry.load()
     for module in modules:
+        name = module
+        if module.endswith(".py"):
+            folder, name = str(Path(module).expanduser().resolve().parent), Path(module).stem
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
         try:
-            importlib.import_module(module)
+            importlib.import_module(name)
         except UserError:
             raise
         except Exception as error:
             why = f"importing it raised {type(error).__name__}: {error}"
-            if isinstance(error, ModuleNotFoundError) and error.name == module:
+            if isinstance(error, ModuleNotFoundError) and error.name == name:
                 why = "no module of that name. It must be importable from the working directory "
-                why += "or PYTHONPATH."
+                why += "or PYTHONPATH, or be the path of a .py file."
             raise UserError(f"imports=[{module}]: {why}") from error

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.system.audit import audit
+from arealite.cli.fold import fold
+from arealite.system.ledger.audit import audit
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,5 +23,5 @@ def main(argv: Sequence[str]) -> int:
     if not ledger.exists():
         raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
     report = audit(ledger)
-    print(report.table())
+    print(fold(report.table()))
     return 0 if report.ok else 1

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +34,10 @@ from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
 from arealite.impl.rollout.collector import check_seats
-from arealite.system.curriculum import Curriculum
-from arealite.system.dataset import identity
-from arealite.system.name_registry import Entry, NameRegistry
-from arealite.system.tasks import load_split, shares
+from arealite.system.data.dataset import identity
+from arealite.system.data.tasks import load_split, shares
+from arealite.system.datapipe.curriculum import Curriculum
+from arealite.system.names.registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
@@ -92,8 +93,8 @@ def required(value: str | None, key: str) -> str:
 def check_names(config: ExperimentConfig) -> None:
     """Check that each `type` names a known part, and that the run's names can be folders."""
     for key in ("experiment_name", "trial_name"):
-        if not re.fullmatch(r"\w[\w.-]*", name := getattr(config, key)):
-            raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.' only.")
+        if not re.fullmatch(r"\w[\w.-]{0,199}", name := getattr(config, key)):
+            raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
     ppo = config.trainer.ppo
     collector = ppo.collector
     for table, name in [
@@ -121,6 +122,8 @@ def check_names(config: ExperimentConfig) -> None:
         *((loggers, name) for name in config.logger.types),
     ]:
         table.check(name)
+    for name in config.logger.types:
+        loggers.get(name).check()
 
 
 def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
@@ -272,21 +275,21 @@ def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
         )
 
 
-def check_run_folder(config: ExperimentConfig) -> None:
-    """Check that the trial's folder can be written."""
-    paths = run_paths(config)
+def check_run_folder(config: ExperimentConfig) -> int:
+    """Check that the trial's folder can be made and written, leave nothing, return free bytes."""
+    root = run_paths(config).root
     try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-        probe = paths.root / ".writable"
-        probe.touch()
-        probe.unlink()
+        there = next(path for path in (root, *root.parents) if path.is_symlink() or path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
     except OSError as error:
-        raise UserError(f"run folder {paths.root} cannot be written: {error.strerror}.") from error
-    if (free := shutil.disk_usage(paths.root).free) < MIN_FREE_BYTES:
+        raise UserError(f"run folder {root} cannot be written: {error.strerror}.") from error
+    if free < MIN_FREE_BYTES:
         raise UserError(
-            f"the disk of run folder {paths.root} has {free >> 20} MiB free, a run needs at least "
+            f"the disk of run folder {root} has {free >> 20} MiB free, a run needs at least "
             f"{MIN_FREE_BYTES >> 20} MiB. Free some, or set cluster.run_root to another disk."
         )
+    return free
 
 
 def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
@@ -306,7 +309,8 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
             f"no language-model server for {config.experiment_name}/{config.trial_name} within "
             f"{config.server_wait_s:g} s (looked in {name_dir(config)}). Start one: python3 "
             f"arealite/launch_llm_server.py experiment_name={config.experiment_name} "
-            f"trial_name={config.trial_name} model.path={config.model.path}"
+            f"trial_name={config.trial_name} model.path={config.model.path}, or let the run start "
+            "one: launcher.llm_servers=1"
         ) from error
 
 
@@ -356,10 +360,12 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
             f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
             f"{context} tokens. Lower {ANSWER}."
         )
-    tokenizer = load_tokenizer(config.model.path)
-    for task in tasks:
-        if _text_length(task.prompt) * 2 + 64 <= context - budget:
-            continue  # no tokenizer makes more than a couple of tokens of one byte
+    if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
+        raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
+    # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
+    long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
+    tokenizer = load_tokenizer(config.model.path) if long else None
+    for task in long:
         length = _prompt_tokens(tokenizer, task.prompt)
         if length + budget > context:
             raise UserError(

@@ -11,7 +11,8 @@ from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
-from arealite.system.chats import Row, identity_of_rows, make_encoder, read_dataset
+from arealite.cli.fold import fold
+from arealite.system.data.chats import Row, identity_of_rows, make_encoder, read_dataset
 
 
 def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str]:
@@ -41,5 +42,6 @@ def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str
             f"no row has a token to learn within trainer.offline.max_tokens={limit}. Raise it."
         )
     if empty:
-        print(f"{len(empty)} rows have nothing to learn and are left out; the first: {empty[0]}")
+        about = f"{len(empty)} rows have nothing to learn and are left out; the first: {empty[0]}"
+        print(fold(about))
     return identity_of_rows(config, train)

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
 
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.config import ClusterConfig, ExperimentConfig, ServerConfig, run_paths
 from arealite.cli import check, configs, options
+from arealite.cli.fold import fold
 from arealite.cli.info import said
 from arealite.impl.publisher.shapes import Shapes, read_shapes
-from arealite.system.audit import TOKEN_BYTES
-from arealite.system.name_registry import NameRegistry
-from arealite.system.tasks import load_split
+from arealite.system.data.tasks import load_split
+from arealite.system.ledger.audit import TOKEN_BYTES
+from arealite.system.names.registry import NameRegistry
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Line = tuple[str, str]
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{'model':<10} comes from an earlier stage; look again when that has ended")
             continue
         for what, told in report(config):
-            print(f"{what:<10} {told}", flush=True)
+            print(fold(f"{what:<10} {told}"), flush=True)
     print("ok: nothing was found that would keep it from starting")
     return 0
 
@@ -116,11 +117,11 @@ def memory(
     yield f"trainer, each of {ranks}", held
     if trainer.is_offline:
         return
-    for name, rows, kv_context in _own_servers(config, text):
+    for name, rows, kv_context, dtype in _own_servers(config, text):
         queries = text.get("num_attention_heads") or 1
         heads = text.get("num_key_value_heads") or queries
         size = text.get("head_dim") or hidden // queries
-        each = BYTES.get(config.model.dtype, 2)
+        each = BYTES.get(dtype, 2)
         weights = 0 if name == "shared server" else each * numel
         yield name, weights + 2 * layers * heads * size * each * rows * kv_context
 
@@ -151,7 +152,7 @@ def disk(config: ExperimentConfig, numel: int) -> str:
     saved = 12 * numel * (kept + 1) + BYTES[ppo.engine.fsdp.dtype] * numel
     tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
     ledger = 0 if offline else TOKEN_BYTES * tokens
-    free = shutil.disk_usage(paths.root).free
+    free = check.check_run_folder(config)
     text = (
         f"{paths.root}: at most {decimal(int(saved))} of checkpoints and export, "
         f"{decimal(int(ledger))} of answers; {decimal(free)} free"
@@ -168,20 +169,27 @@ def _about_servers(config: ExperimentConfig) -> str:
         return ", ".join(found)
     if check.serves_itself(config):
         return "started with the run" if config.launcher.llm_servers else "the trainer itself"
-    names = f"experiment_name={config.experiment_name} trial_name={config.trial_name}"
-    return f"none yet; start one: arealite serve-llm {names} model.path={config.model.path}"
+    words = [f"{key}={getattr(config, key)}" for key in ("experiment_name", "trial_name")]
+    given, usual = asdict(config.cluster), asdict(ClusterConfig())  # else nobody would find it
+    words += [f"cluster.{key}={given[key]}" for key in given if given[key] != usual[key]]
+    if config.cluster.bound != ServerConfig().llm_server.host:
+        words.append(f"llm_server.host={config.cluster.bound}")
+    words.append(f"model.path={config.model.path}")
+    return f"none yet; start one: arealite serve-llm {' '.join(words)}"
 
 
-def _own_servers(config: ExperimentConfig, text: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield name, rows and context of the servers that this run starts."""
-    context, shared = text.get("max_position_embeddings", 0), config.trainer.ppo.publisher.shared
-    if config.trainer.ppo.publisher.type == "shared":
-        yield "shared server", shared.max_running_requests, context
+def _own_servers(config: ExperimentConfig, text: Any) -> Iterator[tuple[str, int, int, str]]:
+    """Yield name, rows, context and dtype of the servers that this run starts."""
+    context, ppo = text.get("max_position_embeddings", 0), config.trainer.ppo
+    if ppo.publisher.type == "shared":
+        rows, dtype = ppo.publisher.shared.max_running_requests, ppo.engine.fsdp.dtype
+        yield "shared server", rows, context, dtype  # the trainer's own model
     if servers := config.launcher.llm_servers:
-        server = check.own_server(config).llm_server
+        own = check.own_server(config)
+        server, dtype, name = own.llm_server, own.model.dtype, f"server, each of {servers}"
         if server.type == "embedded":  # SGLang takes what mem_fraction gives it
             rows = server.embedded.max_running_requests
-            yield f"server, each of {servers}", rows, server.context_length or context
+            yield name, rows, server.context_length or context, dtype
 
 
 def _too_little(config: ExperimentConfig, needed: dict[str, float]) -> Iterator[Line]:

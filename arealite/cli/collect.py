@@ -16,8 +16,9 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 from arealite.cli import check, sampling
-from arealite.system.row_files import SUFFIXES, Row, write_rows
-from arealite.system.samples import Samples
+from arealite.cli.fold import fold
+from arealite.system.data.row_files import SUFFIXES, Row, write_rows
+from arealite.system.data.samples import Samples
 
 ABOUT = """\
 Sample a model on training tasks, and write its trajectories as rows of a file.
@@ -25,9 +26,10 @@ Sample a model on training tasks, and write its trajectories as rows of a file.
     arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
         out=good.parquet launcher.llm_servers=1
 
-sft learns from the file: dataset.train=good.parquet. A row is a segment: exact tokens, loss_mask,
-logprobs, versions, reward. Agents, environments and servers are those of train.py, as are all other
-keys. Interrupted, the same command goes on."""
+sft learns from the file: dataset.train=good.parquet. A row is a segment: exact
+tokens, loss_mask, logprobs, versions, reward. Agents, environments and servers
+are those of train.py, as are all other keys. Interrupted, the same command goes
+on."""
 Key = tuple[int, int, str]
 """Task, sample, seat."""
 
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         kept = chosen(config, len(tasks), samples)
         tokenizer: Any = load_tokenizer(config.model.path)
         count = write_rows(out, rows(tasks, samples, kept, tokenizer.decode))
-    print(f"{out}: {count} rows of {len(kept)} trajectories")
+    print(fold(f"{out}: {count} rows of {len(kept)} trajectories"))
     return sampling.tell_failed(failed)
 
 

@@ -12,16 +12,18 @@ from typing import cast
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env, envs
+from arealite.base.extras import ours
 from arealite.cli import configs
+from arealite.cli.fold import fold
 from arealite.cli.info import package
 
 HEAD = ("name", "seats", "tasks", "needs", "what it is")
 NEEDS = {
-    "browser": ("playwright", "'arealite[browser]'"),
-    "webarena": ("playwright", "'arealite[browser]'"),
-    "reasoning_gym": ("reasoning-gym", "'arealite[envs]'"),
-    "gymnasium": ("gymnasium", "'arealite[envs]'"),
-    "textarena": ("textarena", "'arealite[envs]'"),
+    "browser": ("playwright", ours("browser")),
+    "webarena": ("playwright", ours("browser")),
+    "reasoning_gym": ("reasoning-gym", ours("envs")),
+    "gymnasium": ("gymnasium", ours("envs")),
+    "textarena": ("textarena", ours("envs")),
     "gyllm": ("gyllm", "gyllm"),
 }
 """Packages that are no dependencies, and what pip installs them with."""
@@ -38,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        print("  ".join([*cells, line[-1]]).rstrip())
+        print(fold("  ".join([*cells, line[-1]]).rstrip()))
     return 0
 
 

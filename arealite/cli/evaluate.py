@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +16,21 @@ from rich.table import Table
 from arealite.algo.pass_at_k import Estimate, ks, mean_of_tasks, mean_pass_at_k
 from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
 from arealite.cli import check, sampling
-from arealite.system.samples import Samples
+from arealite.cli.fold import fold
+from arealite.system.data.samples import Samples
 
 ABOUT = """\
-Sample a model on held-out tasks, and tell rewards and pass@k by data source, with intervals.
+Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
 
     arealite eval model.path=M dataset.eval=tasks.jsonl n=8 launcher.llm_servers=1
 
-Agents, environments and servers are those of train.py, as are all other keys; without
-launcher.llm_servers it uses the live servers of the same experiment and trial. Interrupted, the
-same command goes on. Tokens are drawn as trainer.ppo.eval.sampling says."""
+Agents, environments and servers are those of train.py, as are all other keys;
+without launcher.llm_servers it uses the live servers of the same experiment and
+trial. Interrupted, the same command goes on. Tokens are drawn as
+trainer.ppo.eval.sampling says."""
 INTERVALS = "95 %; pass@k: Wilson over tasks; reward: normal over tasks"
 Score = dict[str, Any]
 
@@ -92,10 +95,7 @@ def score(config: EvaluateConfig, by_task: Sequence[Sequence[TrajectoryHeader]])
         "samples": len(every),
         "reward": told(mean_of_tasks([fmean(h.reward for h in headers) for headers in by_task])),
         "pass": {k: told(rate) for k, rate in rates.items() if rate},
-        "parts": {
-            name: fmean(h.reward_parts.get(name, 0.0) for h in every)
-            for name in sorted({name for header in every for name in header.reward_parts})
-        },
+        "parts": means(header.reward_parts for header in every),
         "tokens": fmean(header.trained_tokens for header in every),
         "turns": fmean(header.turns for header in every),
         "truncated": fmean(header.truncated for header in every),
@@ -114,7 +114,7 @@ def show(result: Score) -> None:
     """Print the result as a table: a line a number, which fits any terminal."""
     table = Table(title=f"{result['model']}, n={result['n']}", caption=result["intervals"])
     for name in ("source", "what", "mean", "95 %"):
-        table.add_column(name, justify="right" if name == "mean" else "left")
+        table.add_column(name, justify="right" if name == "mean" else "left", overflow="fold")
     for row in result["results"]:
         rates = {f"pass@{k}": estimate for k, estimate in row["pass"].items()}
         who = row["source"] or "all"
@@ -129,7 +129,6 @@ def show(result: Score) -> None:
         table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
         about = f"{row['samples']} samples of {row['tasks']} tasks"
         table.add_row("", "truncated", f"{row['truncated']:.3f}", about, end_section=True)
-    console = Console(markup=False)
-    console.print(table)
+    Console(markup=False, width=None if sys.stdout.isatty() else 1000).print(table)
     for name, failure in result["failures"].items():
-        console.print(f"{failure['attempts']} × {name}: {failure['first']}")
+        print(fold(f"{failure['attempts']} × {name}: {failure['first']}"))

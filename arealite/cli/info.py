@@ -21,7 +21,9 @@ from arealite import __version__
 from arealite.api.config import ServerConfig
 from arealite.api.launcher import launchers
 from arealite.api.logger import loggers
+from arealite.base.extras import ours
 from arealite.cli import configs, options
+from arealite.cli.fold import fold
 
 Line = tuple[str, str]
 TOOLS = (
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     for title, lines in parts.items():
         print(title)
         for name, text in lines:
-            print(f"  {name:<16} {text}")
+            print(fold(f"  {name:<16} {text}"))
     return 0
 
 
@@ -99,7 +101,7 @@ def extras() -> Iterator[Line]:
             wanted[match[2]].append(match[1])
     for extra, names in wanted.items():
         absent = [name for name in names if not package(name)]
-        fix = f"missing {', '.join(absent)}: pip install 'arealite[{extra}]'"
+        fix = f"missing {', '.join(absent)}: pip install {ours(extra)}"
         yield extra, fix if absent else ", ".join(f"{name} {package(name)}" for name in names)
     if not wanted:
         yield "?", "arealite is not installed: pip install -e . in its folder"

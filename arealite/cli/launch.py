@@ -14,12 +14,13 @@ from dataclasses import replace
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
 from arealite.cli import configs, options
+from arealite.cli.fold import fold
 
 
 def main(argv: Sequence[str]) -> int:
     """Prepare the run and submit it, or show with `--print` what would be submitted."""
     if "-h" in argv[:1] or "--help" in argv[:1]:
-        print(USAGE)
+        print(fold(USAGE))
         return 0
     where, words = next(iter(argv), ""), [word for word in argv[1:] if word != "--print"]
     if where not in CLUSTERS:

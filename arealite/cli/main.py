@@ -4,14 +4,18 @@ before that."""
 from __future__ import annotations
 
 import importlib
+import os
+import select
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from arealite import __version__
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.registry import unknown
+from arealite.cli.fold import fold
 
 COMMANDS = {
     "train": ("arealite.cli.train", "train: the same as train.py"),
@@ -22,7 +26,9 @@ COMMANDS = {
     "check": ("arealite.cli.checkup", "check a run without starting it; what it will need"),
     "launch": ("arealite.cli.launch", "check a run and start it on a cluster: launch slurm|ray"),
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
+    "report": ("arealite.cli.report", "write a run's report: one HTML file to look at"),
     "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
+    "top": ("arealite.cli.top", "show what a run is doing: the launcher's panel, from anywhere"),
     "why": ("arealite.cli.why", "name who holds a run up, who waits for whom, and where"),
     "eval": ("arealite.cli.evaluate", "sample held-out tasks: rewards and pass@k by source"),
     "collect": ("arealite.cli.collect", "sample tasks and write trajectories as rows for sft"),
@@ -42,21 +48,44 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    return _piped(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def run(module: str, argv: Sequence[str]) -> int:
+    """Call the module's `main(argv)` and return its exit code, as `main` does for its command."""
+    return _piped(_call, module, argv)
+
+
+def _main(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
-        print(usage())
+        print(fold(usage()))
         return 0 if args else 2
     if args[0] == "--version":
         print(__version__)
         return 0
     if args[0] not in COMMANDS:
-        print(unknown("command", args[0], list(COMMANDS)), file=sys.stderr)
+        print(fold(unknown("command", args[0], list(COMMANDS)), sys.stderr), file=sys.stderr)
         return 2
-    return run(COMMANDS[args[0]][0], args[1:])
+    return _call(COMMANDS[args[0]][0], args[1:])
 
 
-def run(module: str, argv: Sequence[str]) -> int:
-    """Call the module's `main(argv)`; what was raised on purpose ends as one line on stderr.
+def _piped(call: Callable[..., int], *words: Any) -> int:
+    """Return the exit code of `call(*words)`; 141 where nobody reads on, as after `| head`."""
+    try:
+        code = call(*words)
+        sys.stdout.flush()
+        return code
+    except (BrokenPipeError, SystemExit):
+        out = select.poll()
+        out.register(1, 0)
+        if not any(event & select.POLLERR for _, event in out.poll(0)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's end would raise
+        return 128 + signal.SIGPIPE
+
+
+def _call(module: str, argv: Sequence[str]) -> int:
+    """End what was raised on purpose as one line on stderr.
 
     A UserError is that line and exit code 2; others come with their traceback, and exit code 1.
     """
@@ -71,7 +100,7 @@ def run(module: str, argv: Sequence[str]) -> int:
             raise
         if not isinstance(error, UserError):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(fold(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
 
 

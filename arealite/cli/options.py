@@ -11,14 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 
 from arealite.base import config as base_config
+from arealite.cli.fold import fold
 
 THEN = """\
 stages: train.py --config config/sft.yaml model.path=M dataset.train=chats.jsonl \\
             --then config/async_ppo.yaml dataset.train=tasks.jsonl
-  Each --then begins a stage, which runs when the one before has ended well, with the model that
-  the last policy before it exported, unless its own model.path is set. Overrides before the first
-  --then hold for every stage, others for theirs. The last stage has the trial's name; the others
-  add -stage1, -stage2, … The same command goes on where it was stopped.
+  Each --then begins a stage, which runs when the one before has ended well,
+  with the model that the last policy before it exported, unless its own
+  model.path is set. Overrides before the first --then hold for every stage,
+  others for theirs. The last stage has the trial's name; the others add
+  -stage1, -stage2, … The same command goes on where it was stopped.
 """
 
 
@@ -36,8 +38,8 @@ def parse(
     """Read a command line. `--help` prints every key of `schema` with its default."""
     parser = argparse.ArgumentParser(
         prog=command,
-        description=about,
-        epilog=more + _keys(schema),
+        description=fold(about),
+        epilog=fold(more + _keys(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

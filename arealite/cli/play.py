@@ -25,17 +25,19 @@ from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import unknown
 from arealite.cli import configs
+from arealite.cli.fold import fold
 from arealite.cli.main import first
 from arealite.impl.agent.calls import hermes
-from arealite.system.dataset import load_tasks
-from arealite.system.tasks import generate
+from arealite.system.data.dataset import load_tasks
+from arealite.system.data.tasks import generate
 
 COLLECTOR = "trainer.ppo.collector."
 ABOUT = """\
-Play an environment in this terminal. You sit in its first seat, or in those of --seat; each line
-that you type is an answer, and the end of the input (Ctrl-D) ends the game. An option is one of the
-environment (opening_moves=2, runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or
-any of train.py's (imports=[my_env]). `arealite envs` lists the environments.
+Play an environment in this terminal. You sit in its first seat, or in those of
+--seat; each line that you type is an answer, and the end of the input (Ctrl-D)
+ends the game. An option is one of the environment (opening_moves=2,
+runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or any of
+train.py's (imports=[my_env]). `arealite envs` lists the environments.
 """
 CALL = 'to call one: <tool_call>{"name": …, "arguments": {…}}</tool_call>'
 
@@ -58,7 +60,7 @@ class Lines:
 
     def show(self, *texts: str) -> None:
         """Print what the others did, then `texts`."""
-        print(*self.told, "", *texts, sep="\n", end="", flush=True)
+        print(fold("\n".join([*self.told, "", *texts])), end="", flush=True)
         self.told.clear()
 
     async def read(self) -> str:
@@ -96,6 +98,8 @@ class Player(Agent):
     lines: Lines
     other: Agent | None = None
     total = 0.0
+    known: tuple[dict[str, Any], ...] = ()
+    """Tools that were shown already."""
 
     async def act(self, observation: Any) -> Action:
         """Return a line of the person's, or what the other agent does.
@@ -109,7 +113,8 @@ class Player(Agent):
             self.lines.told.append(f"[{self.seat.name}] {action.text}")
             return action
         async with self.lines.turn:
-            self.lines.show(show(seen), f"{self.seat.name}> ")
+            self.lines.show(show(seen, known=self.known), f"{self.seat.name}> ")
+            self.known = seen.tools
             text = await self.lines.read()
         calls = hermes(text)[1] if seen.tools else []
         return Action(text, calls=tuple(ToolCall(f"call_{n}", *c) for n, c in enumerate(calls)))
@@ -141,7 +146,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="arealite play",
-        description=ABOUT,
+        description=fold(ABOUT),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -243,12 +248,12 @@ async def seat(
     return players
 
 
-def show(seen: Observation) -> str:
-    """Return an observation as a person reads it."""
+def show(seen: Observation, *, known: Sequence[dict[str, Any]] = ()) -> str:
+    """Return an observation as a person reads it, with tools that are not known yet."""
     content = seen.content
     if not isinstance(content, str):
         content = "\n".join(f"{each.get('role')}: {each.get('content')}" for each in content)
-    tools = [f"tool: {each.get('function', each)}" for each in seen.tools]
+    tools = [f"tool: {t.get('function', t)}" for t in seen.tools if t not in known]
     choices = f"choices: {', '.join(seen.choices)}" if seen.choices else ""
     lines = [content.rstrip("\n"), *tools, CALL if tools else "", choices]
     return "\n".join(filter(None, lines))

@@ -23,15 +23,17 @@ from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
+from arealite.cli.fold import fold
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.ledger import connect
+from arealite.system.ledger.ledger import connect
 
 PROGRESS_S = 5.0
 MEANING = """\
-What that can mean. The first step: model.path holds another model now, or this is another torch,
-another kind of processor or another number of threads than the run had. A later step: a trajectory
-was changed, a checkpoint was not loaded as it had been saved, or the trainer's own code does not do
-the same twice (sums on a GPU need not)."""
+What that can mean. The first step: model.path holds another model now, or this
+is another torch, another kind of processor or another number of threads than
+the run had. A later step: a trajectory was changed, a checkpoint was not loaded
+as it had been saved, or the trainer's own code does not do the same twice (sums
+on a GPU need not)."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -
             on_step=on_step,
         )
     except Differs as error:
-        print(f"{error}\n{MEANING}", file=sys.stderr)
+        print(fold(f"{error}\n{MEANING}", sys.stderr), file=sys.stderr)
         return 1
     except RuntimeError as error:
         if (rank := os.environ["RANK"]) == "0":

@@ -20,7 +20,7 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger import SCHEMA_VERSION, connect
+from arealite.system.ledger.ledger import SCHEMA_VERSION, connect
 
 
 def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:

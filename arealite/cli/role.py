@@ -21,9 +21,9 @@ from arealite.base.names import RunPaths
 from arealite.base.signals import STOP
 from arealite.cli import configs
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system import vitals
+from arealite.system.health import vitals
 from arealite.system.locks import held
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,8 +49,8 @@ def run(role: str, index: int, config: ExperimentConfig) -> int:
 
 def datapipe(config: ExperimentConfig, index: int) -> None:
     """Serve tasks, leases and batches until the trainer finishes."""
-    from arealite.system.datapipe import Datapipe
-    from arealite.system.tasks import load_split
+    from arealite.system.data.tasks import load_split
+    from arealite.system.datapipe.datapipe import Datapipe
 
     pipe = Datapipe(
         config,
@@ -97,7 +97,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     from arealite.api.agent import load_tokenizer
     from arealite.api.llm import clients
     from arealite.impl.rollout.worker import RolloutWorker
-    from arealite.system.worker_link import WorkerLink
+    from arealite.system.links.worker_link import WorkerLink
 
     collector, names = config.trainer.ppo.collector, NameRegistry.of(config)
     host = socket.gethostname()

@@ -26,11 +26,11 @@ from arealite.cli.role import with_externals
 from arealite.impl.launcher.beside import own_servers
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.rollout.sampling import Sampler
-from arealite.system.dataset import identity
+from arealite.system.data.dataset import identity
+from arealite.system.data.samples import Samples
+from arealite.system.data.tasks import load_split
 from arealite.system.locks import held
-from arealite.system.name_registry import NameRegistry
-from arealite.system.samples import Samples
-from arealite.system.tasks import load_split
+from arealite.system.names.registry import NameRegistry
 
 C = TypeVar("C", bound=SamplingRunConfig)
 SHOW_S = 5.0

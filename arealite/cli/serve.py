@@ -17,9 +17,6 @@ from arealite.base.signals import STOP
 from arealite.cli import configs, options
 from arealite.impl.launcher.processes import die_with_parent
 
-SERVING = "serving on "
-"""What the line on stdout begins with that tells host:port, once it listens."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
@@ -47,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _serve(config: EnvServerConfig, told: TextIO) -> None:
     from arealite.impl.env_server.app import EnvServer
+    from arealite.impl.env_server.wire import SERVING
 
     stopped = asyncio.Event()
     for number in (STOP, signal.SIGINT):

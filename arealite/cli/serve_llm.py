@@ -16,8 +16,8 @@ from arealite.base import log
 from arealite.cli import configs, options
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import IS_KEPT, keep
-from arealite.system import vitals
-from arealite.system.name_registry import NameRegistry
+from arealite.system.health import vitals
+from arealite.system.names.registry import NameRegistry
 
 KEPT = ("embedded",)
 """Types that live in one process and are brought back by a parent; others see to it themselves."""

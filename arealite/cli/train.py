@@ -11,7 +11,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
 from arealite.base.errors import UserError
 from arealite.cli import configs, options
-from arealite.system import vitals
+from arealite.system.health import vitals
 from arealite.system.locks import held
 
 FLAGS = ("--resume", "--dry-run")
@@ -90,7 +90,8 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     check(config, has_servers=has_servers)
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names = name_dir(config)
-    names.mkdir(parents=True, exist_ok=True)
+    for folder in (names, paths.root):
+        folder.mkdir(parents=True, exist_ok=True)
     with held(names / ".lock", fix=fix):  # a run in another folder would find our roles
         with held(paths.root / ".lock", fix=fix):
             resume.begin_anew(config)

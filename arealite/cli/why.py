@@ -11,8 +11,9 @@ from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.system.diagnosis import examine
-from arealite.system.explain import explain
+from arealite.cli.fold import fold
+from arealite.system.health.diagnosis import examine
+from arealite.system.health.explain import explain
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,5 +28,5 @@ def main(argv: Sequence[str]) -> int:
     # As it stands: what `imports` names may not be found from here.
     folder = name_dir(cast(ExperimentConfig, base_config.read(paths.config))) / "vitals"
     findings = examine(folder)
-    print(explain(folder, findings, logs=paths.logs))
+    print(fold(explain(folder, findings, logs=paths.logs)))
     return 1 if findings else 0

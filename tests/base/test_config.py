@@ -39,6 +39,16 @@ def test_overrides_win_over_files_and_files_over_defaults(tmp_path: Path):
     assert config.trainer.ppo.updates == 1
 
 
+def test_a_load_leaves_nothing_to_the_next():
+    plain = base_config.load(ExperimentConfig, (), [], {})
+    lists = ["imports=[a]", "logger.types=[]", "trainer.ppo.collector.envs.x.weight=2"]
+    assert base_config.load(ExperimentConfig, (), lists, {}) != plain
+    plain.imports.append("b")
+    again = base_config.load(ExperimentConfig, (), [], {})
+    assert (again.imports, again.trainer.ppo.collector.envs) == ([], {})
+    assert again.logger == plain.logger
+
+
 def test_the_tree_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().seed = 2  # type: ignore[misc]
@@ -49,6 +59,7 @@ def test_the_tree_is_frozen():
     [
         ("trainer.ppo.lrr=1", "Did you mean 'trainer.ppo.lr'?"),
         ("lr=1", "Did you mean 'trainer.ppo.lr'?"),
+        ("launcher.slurm.server=[x]", "Did you mean 'launcher.slurm.servers'?"),
         ("trainer.ppo.lr=fast", "trainer.ppo.lr: Value 'fast'"),
         ("trainer.ppo.total_steps=1.5", "could not be converted to Integer"),
         ("trainer.ppo.loss.eps_low=null", "Incompatible value 'None'"),

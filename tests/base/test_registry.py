@@ -67,3 +67,17 @@ def test_imports_run_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pyt
     assert sys.modules.pop("my_plugin_module").LOADED
     with pytest.raises(UserError, match=r"imports=\[nowhere_to_be_found\]"):
         import_plugins(["nowhere_to_be_found"])
+
+
+def test_a_file_is_imported_by_its_path_with_what_is_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/beside_my_part.py").write_text("HERE = 1")
+    (tmp_path / "parts/my_part_in_a_file.py").write_text("from beside_my_part import HERE")
+    import_plugins(["parts/my_part_in_a_file.py"])
+    assert sys.modules.pop("my_part_in_a_file").HERE == sys.modules.pop("beside_my_part").HERE
+    with pytest.raises(UserError, match=r"imports=\[parts/no_part\.py\]: no module of that name"):
+        import_plugins(["parts/no_part.py"])

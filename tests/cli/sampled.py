@@ -45,7 +45,8 @@ class Letters(Env):
         action = await agents["agent"].act(task.prompt)
         if task.prompt == "check":
             raise RewardTimeout("killed")
-        agents["agent"].reward(float(len(action.text)), length=1.0)
+        rare = {"rare": 0.5} if len(action.text) == 1 else {}
+        agents["agent"].reward(float(len(action.text)), length=1.0, **rare)
 
 
 class Command:

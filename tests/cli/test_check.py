@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import other_model
 from arealite.cli import check, main
 from arealite.cli.configs import load
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 320}
 NESTED = {"architectures": ["X"], "model_type": "x", "text_config": {"vocab_size": 9}}
@@ -53,6 +54,27 @@ def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, val
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(UserError, match=rf"{key}={value}"):
         load(ExperimentConfig, tmp_path / "empty.yaml", [f"{key}={value}"])
+
+
+def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(ExperimentConfig(), model=ModelConfig(path=str(tmp_path)))
+    short, long = (Task(f"t{size}", "x" * size, None, {}) for size in (100, 700))
+
+    class Loaded(Exception):
+        pass
+
+    def load_tokenizer(path: str) -> None:
+        raise Loaded(path)
+
+    monkeypatch.setattr(check, "load_tokenizer", load_tokenizer)
+    with pytest.raises(UserError, match="has no tokenizer"):
+        check.check_prompts(config, [short], [1024])
+    (tmp_path / "tokenizer.json").touch()
+    check.check_prompts(config, [short], [1024])
+    with pytest.raises(Loaded):
+        check.check_prompts(config, [short, long], [1024])
 
 
 def test_it_says_that_it_waits_for_a_server_only_where_it_does(

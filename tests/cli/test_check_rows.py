@@ -16,7 +16,7 @@ from arealite.cli import resume
 from arealite.cli.check import check, check_options
 from tests.impl.trainer.test_offline import faked, rows, settings
 from tests.models import tiny_model
-from tests.system.test_dataset import jsonl
+from tests.system.data.test_dataset import jsonl
 
 GOOD = rows(6)
 

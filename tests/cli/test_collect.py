@@ -11,7 +11,7 @@ import pytest
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.system.chats import load_rows, make_encoder
+from arealite.system.data.chats import load_rows, make_encoder
 from tests.cli.sampled import Answering, Command, no_servers
 
 
@@ -42,7 +42,11 @@ def test_rows_are_the_exact_trajectories(collect: Command) -> None:
     assert first["loss_mask"] == [False] * len(prompt) + [True]
     assert first["logprobs"] == [0.0] * len(prompt) + [-0.5]
     assert first["versions"] == [-1] * len(prompt) + [5]
-    assert (first["reward"], first["reward_parts"], first["turns"]) == (1.0, {"length": 1.0}, 1)
+    assert (first["reward"], first["reward_parts"], first["turns"]) == (
+        1.0,
+        {"length": 1.0, "rare": 0.5},
+        1,
+    )
     assert (first["task_id"], first["sample"], first["seat"]) == ("train-0", 0, "agent")
     assert (first["prompt"], first["messages"], first["ground_truth"]) == ("ok", None, "1")
     assert (last["prompt"], last["messages"]) == (None, [{"role": "user", "content": "ok"}])

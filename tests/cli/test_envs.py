@@ -38,7 +38,7 @@ def test_it_imports_nothing_heavy() -> None:
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "package", lambda name: "")
     needs = {line[0]: line[3] for line in command.rows()}
-    assert needs["textarena"] == "textarena: pip install 'arealite[envs]'"
+    assert needs["textarena"] == "textarena: pip install -e '.[envs]'"
     assert needs["math"] == ""
     monkeypatch.setattr(command, "package", lambda name: "1.0")
     assert {line[0]: line[3] for line in command.rows()}["textarena"] == "textarena"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.cli.evaluate import show
 from tests.cli.sampled import Answering, Command, no_servers
 
 
@@ -42,7 +43,7 @@ def test_rewards_and_pass_at_k_by_source(evaluate: Command) -> None:
     }
     assert easy["pass"]["1"]["low"] < 0.25 < easy["pass"]["1"]["high"]
     assert hard["reward"]["low"] is None, "one task has no spread"
-    assert easy["parts"] == {"length": 1.0}
+    assert easy["parts"] == {"length": 1.0, "rare": 0.5}, "a mean of those that gave it"
     assert (easy["tokens"], easy["turns"], easy["truncated"]) == (2.5, 1.0, 0.0)
     for words in ("easy", "hard", "pass@4", "0.250", "8 samples of 2 tasks", "eval.json"):
         assert words in evaluate.out
@@ -133,3 +134,16 @@ def test_another_config_or_model_is_refused(evaluate: Command) -> None:
     assert len(Answering.asked) == asked
     assert evaluate("name=second", "tasks=2") == 0
     assert sum(row["tasks"] for row in result(evaluate, "second")["results"]) == 2
+
+
+def test_a_pipe_gets_whole_names_and_a_row_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    mean = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    row = {"source": "a source of many words " * 5, "seat": "agent", "tasks": 1, "samples": 2}
+    row |= {"reward": mean, "pass": {}, "parts": {"p" * 60: 1.0}, "tokens": 3.0, "truncated": 0.0}
+    failures = {"timeout": {"attempts": 3, "first": "it took " + "so " * 40 + "long"}}
+    show({"model": "m", "n": 2, "intervals": "", "results": [row], "failures": failures})
+    lines = capsys.readouterr().out.splitlines()
+    (reward,) = [line for line in lines if " reward " in line]
+    assert row["source"].strip() in reward
+    assert any("p" * 60 in line for line in lines)
+    assert lines[-1] == f"3 × timeout: {failures['timeout']['first']}"

@@ -54,7 +54,7 @@ def test_what_is_missing_has_a_command(
     assert shown["etcd"] == "missing: apt-get install etcd-server"
     assert shown["slurm"] == "missing: apt-get install slurm-wlm"
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"
-    assert shown["lora"] == "missing peft: pip install 'arealite[lora]'"
+    assert shown["lora"] == "missing peft: pip install -e '.[lora]'"
     assert shown["CPU cores"] == str(os.cpu_count())
     assert "ddp, fsdp" in shown["train_engine"] and "embedded" in shown["llm_server"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     shown = capsys.readouterr().err
     assert says in shown
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "--help"], ["completion", "bash"], ["--help"], ["--version"], ["envs"], ["info"]],
+    ids=" ".join,
+)
+def test_nobody_reads_on(words: list[str]):
+    """As after `| head`: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [sys.executable, "-m", "arealite.cli.main", *words]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_pipe_of_others_that_breaks_is_a_crash(monkeypatch: pytest.MonkeyPatch):
+    def breaks(argv: object) -> int:
+        raise BrokenPipeError("a child's")
+
+    monkeypatch.setattr("arealite.cli.audit.main", breaks)
+    with pytest.raises(BrokenPipeError, match="a child's"):
+        cli.run("arealite.cli.audit", [])

@@ -166,3 +166,11 @@ def test_an_option_of_the_environment_is_not_the_run_s_of_that_name() -> None:
         assert whole(word, env) == f"trainer.ppo.collector.env.{env}.{word}"
     assert whole("tools.tools=[x]", "tools") == "trainer.ppo.collector.env.tools.tools=[x]"
     assert whole("dataset.train=x", "math") == "dataset.train=x"
+
+
+def test_tools_are_shown_once(play: Play):
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "138+463"}}</tool_call>'
+    code, out, _ = play(f"{call}\n601\n", "tools")
+    assert code == 0
+    assert out.count("tool: {'name': 'calculator'") == 1
+    assert "tool: 601" in out and "reward 1 " in out

@@ -14,7 +14,7 @@ from arealite.base import config as base_config
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.cli.replay import Segment, segments
-from arealite.system.ledger import Ledger
+from arealite.system.ledger.ledger import Ledger
 
 Make = Callable[..., RunPaths]
 

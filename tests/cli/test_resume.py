@@ -15,8 +15,8 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs, resume
 from arealite.impl.engine import checkpoint
-from arealite.system.dataset import identity
-from arealite.system.ledger import Ledger, connect
+from arealite.system.data.dataset import identity
+from arealite.system.ledger.ledger import Ledger, connect
 from tests.system.scenes import experiment, tasks
 
 ROWS = tasks(5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,14 @@ import pytest
 from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
 from arealite.base.config import save
 from arealite.cli.main import main
-from arealite.system.explain import WIDTH
-from arealite.system.waits import OTHER_RANKS
-from tests.system.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown, wait
+from arealite.system.health.diagnosis import examine
+from arealite.system.health.explain import WIDTH
+from arealite.system.health.waits import OTHER_RANKS
+from tests.system.health.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, living, show, shown, wait
 from tests.waiting import until
 
 EPISODES = """
-from arealite.system.limits import Limit, Limits
+from arealite.system.health.limits import Limit, Limits
 async def generate(limits, number):
     with Limit(limits, time.monotonic() + 300, what=f"generation g{number}/0", owner="llm client",
                on="llm_server-a"):
@@ -28,6 +28,23 @@ async def main():
     vitals.watch(asyncio.get_running_loop())
     limits = Limits()
     await asyncio.gather(*(generate(limits, number) for number in range(256)))
+asyncio.run(main())
+"""
+
+HANGS = """
+from arealite.system.health.limits import Limit, Limits
+async def environment(limits):
+    with Limit(limits, time.monotonic() + 600, what="episode g7/0 (train-3)", owner="collector",
+               on="environment mine"):
+        await asyncio.Event().wait()
+def others(number):
+    exec(f"async def other{number}(): await asyncio.Event().wait()", globals())
+    return [globals()[f"other{number}"]() for _ in range(2)]
+async def main():
+    vitals.watch(asyncio.get_running_loop())
+    tasks = [asyncio.create_task(each) for number in range(4) for each in others(number)]
+    tasks.append(asyncio.create_task(environment(Limits()), name="episode g7/0"))
+    await asyncio.gather(*tasks)
 asyncio.run(main())
 """
 
@@ -71,6 +88,19 @@ def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> N
     assert len(lines) < 25 and max(map(len, lines)) <= WIDTH
 
 
+def test_an_environment_that_hangs_is_told_with_the_line_where_it_waits(run: Run, capsys) -> None:
+    with living("rollout-0", run.vitals, HANGS) as process:
+        long = lambda: any(w["waited_s"] > 2 for w in shown("rollout-0", run.vitals)["waits"])  # noqa: E731
+        until(long, what="an episode of two seconds")
+        code, text = why(run, capsys)
+    first = "nobody holds the run up. Longest under way: rollout-0: episode g7/0 (train-3) on "
+    assert code == 0, "an episode may take its time"
+    assert text.startswith(f"{first}environment mine, ")
+    assert f"rollout-0 {process.pid:>26} ok " in text
+    stacks = text.split("STACKS")[1].splitlines()
+    assert "1 x task episode g7/0: " in stacks[2] and stacks[2].endswith(" environment")
+
+
 def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> None:
     with (
         living("datapipe-0", run.vitals, IDLE) as process,
@@ -98,9 +128,7 @@ def test_a_blocked_loop_comes_with_the_line_that_blocks_it(run: Run, capsys) -> 
 
 def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(run: Run, capsys) -> None:
     with living("rollout-0", run.vitals, HOLDS_THE_INTERPRETER) as process:
-        until(
-            lambda: time.monotonic() - shown("rollout-0", run.vitals)["clock"] > 4.2, what="silence"
-        )
+        until(lambda: [f.cause for f in examine(run.vitals)] == ["silent"], what="silence")
         code, text = why(run, capsys)
         assert process.poll() is None
     assert code == 1
@@ -117,6 +145,14 @@ def test_a_dead_run_says_so_with_the_last_words_of_its_roles(run: Run, capsys) -
     assert code == 1
     assert text.startswith("the run itself is not running.")
     assert "* trainer-0 is DEAD" in text and "| Killed by the night shift" in text
+    assert "log: " in text
+
+
+def test_a_log_that_is_not_there_is_not_named(run: Run, capsys) -> None:
+    with living("launcher-0", run.vitals, IDLE) as process:
+        process.kill()
+        process.wait()
+        assert "launcher-0 is DEAD" in (text := why(run, capsys)[1]) and "log: " not in text
 
 
 def test_no_signal_goes_to_a_process_that_only_has_the_pid(run: Run, capsys) -> None:

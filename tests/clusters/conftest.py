@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base.names import RunPaths
-from arealite.system.audit import AuditReport, audit
+from arealite.system.ledger.audit import AuditReport, audit
 from tests.clusters.slurm import Slurm, missing, real_slurm
 from tests.e2e.conftest import ENVIRONMENT, write_rows
 from tests.models import tiny_model

@@ -16,9 +16,9 @@ import pytest
 
 from arealite.api.config import ClusterConfig, ServerConfig
 from arealite.base.errors import RoleError
-from arealite.system import name_etcd
-from arealite.system.audit import audit
-from arealite.system.name_registry import NameRegistry
+from arealite.system.ledger.audit import audit
+from arealite.system.names import etcd as name_etcd
+from arealite.system.names.registry import NameRegistry
 from tests.clusters.etcd import Etcd, etcd, needs_etcd
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site, strays, write_rows
 from tests.models import tiny_model

@@ -17,7 +17,7 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, strays, write_rows
 from tests.models import tiny_model
 from tests.waiting import until

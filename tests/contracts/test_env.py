@@ -18,18 +18,16 @@ from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
 from arealite.api.tool import ToolsEnvConfig
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.impl.env.openenv import OpenEnvEnv
+from arealite.impl.env.adapters.openenv import OpenEnvEnv
 from arealite.impl.rollout.collector import Collector
-from arealite.system.dataset import make_task
+from arealite.system.data.dataset import make_task
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.env_servers import hosted
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.fakes.foreign import ADAPTERS, installed
 from tests.impl.browser.sites import one_task
-from tests.impl.env import (
-    players,
-    test_math,  # registers the reward
-)
+from tests.impl.env.games import players
+from tests.impl.env.math import test_env as test_math  # registers the reward
 from tests.impl.rollout import worlds  # registers the environments
 
 ENVS = {

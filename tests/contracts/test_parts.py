@@ -23,7 +23,7 @@ from arealite.api.reward import Reward, RewardConfig, RewardFactory, rewards
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
 from tests.fakes.foreign import ADAPTERS, installed
-from tests.impl.env import players
+from tests.impl.env.games import players
 
 KINDS: list[tuple[Any, type, type | None]] = [
     (agents, Agent, AgentConfig),
@@ -77,7 +77,11 @@ async def test_a_reward_scores_right_and_wrong(name: str):
         await reward.close()
 
 
-@pytest.mark.parametrize("name", built_in(loggers))
+SERVICES = {"wandb", "trackio"}
+"""They have a service's package, as tests/impl/logger/test_services.py has them."""
+
+
+@pytest.mark.parametrize("name", [n for n in built_in(loggers) if n not in SERVICES])
 def test_a_logger_takes_steps_in_order_and_closes(name: str, tmp_path: Path):
     logger = loggers.get(name)(tmp_path)
     logger.log(0, {"reward/mean": 0.25})

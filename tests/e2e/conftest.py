@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from arealite.base.names import RunPaths
+from arealite.impl.logger.names import describe
 from tests.models import tiny_model
 from tests.waiting import until
 
@@ -95,7 +96,10 @@ class Finished:
     paths: RunPaths
 
     def metrics(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+        lines = [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+        written = {name for line in lines for name in line} - {"step", "time"}
+        assert not [name for name in written if describe(name) is None], "all are documented"
+        return lines
 
     def logs(self) -> str:
         return "\n".join(f"== {f.name}\n{f.read_text()}" for f in self.paths.logs.glob("*.log"))

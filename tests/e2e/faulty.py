@@ -12,7 +12,7 @@ from arealite.api.env import envs
 from arealite.api.fields import opt
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.task import Task
-from arealite.impl.env.math import MathEnv
+from arealite.impl.env.math.env import MathEnv
 
 FOR_EVER = 10_000.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import Site
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]

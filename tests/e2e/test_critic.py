@@ -14,7 +14,7 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, Site
 from tests.e2e.test_replay import REWARD
 from tests.waiting import spawned, until

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from arealite.base.names import RunPaths
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tests.waiting import until
 from tools import soak

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
-from arealite.system.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished, Site, strays
+from arealite.system.ledger.audit import AuditReport, audit
+from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, strays
 from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -51,91 +52,87 @@ def training(site: Site, run_root: Path) -> Iterator[subprocess.Popen[str]]:
         yield run
 
 
-def test_a_run_from_start_to_export(site: Site, tmp_path: Path):
-    done = site.train(tmp_path)
+@dataclass(frozen=True)
+class First:
+    """A finished run of four steps, and what it left; tests go on from a copy of its folder."""
+
+    root: Path
+    done: Finished
+    told: list[dict[str, float]]
+    books: AuditReport
+    version: str
+
+    def copy(self, root: Path) -> Path:
+        shutil.copytree(self.root, root, dirs_exist_ok=True)
+        return root
+
+
+@pytest.fixture(scope="module")
+def first(site: Site, tmp_path_factory: pytest.TempPathFactory) -> First:
+    root = tmp_path_factory.mktemp("first")
+    done = site.train(root, "trainer.ppo.checkpoint.every_steps=1")
     assert done.code == 0, done.shown + done.logs()
-    assert steps_of(done.metrics()) == [0, 1, 2, 3]
-    evals = [line for line in done.metrics() if "eval/accuracy" in line]
+    return First(root, done, done.metrics(), audit(done.paths.ledger), server_version(site))
+
+
+def test_a_run_from_start_to_export(first: First):
+    assert steps_of(first.told) == [0, 1, 2, 3]
+    evals = [line for line in first.told if "eval/reward" in line]
     assert len(evals) == 2, "before the first step and after the last"
-    report = audit(done.paths.ledger)
-    assert report.ok
-    assert not report.lost and not report.repeated
-    assert report.groups.trained == 4 * 4
-    assert server_version(site) == "4"
-    exported = AutoModelForCausalLM.from_pretrained(done.paths.export)
+    assert first.books.ok
+    assert not first.books.lost and not first.books.repeated
+    assert first.books.groups.trained == 4 * 4
+    assert first.version == "4"
+    exported = AutoModelForCausalLM.from_pretrained(first.done.paths.export)
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
-    assert list(done.paths.tensorboard.rglob("events*"))
-    assert "step 4/4" in done.shown
+    assert list(first.done.paths.tensorboard.rglob("events*"))
+    assert "step 4/4" in first.done.shown
 
 
-def without_files(site: Site, run_root: Path, way: str, *options: str) -> Finished:
-    """Train two steps whose weights go to the server by `way`."""
-    by = f"trainer.ppo.publisher.type={way}"
-    done = site.train(run_root, by, *options, "trainer.ppo.total_steps=2")
+def trained(site: Site, run_root: Path, *options: str, steps: int) -> Finished:
+    """Train up to step `steps`, and see that each step stands there once and the server has it."""
+    done = site.train(run_root, *options, f"trainer.ppo.total_steps={steps}")
     assert done.code == 0, done.shown + done.logs()
-    assert server_version(site) == "2"
+    assert steps_of(done.metrics()) == list(range(steps))
+    assert server_version(site) == str(steps)
     lines = [line for line in done.metrics() if "publish/stall_s" in line]
     assert lines and all(line["publish/servers"] == 1 for line in lines)
-    assert steps_of(done.metrics()) == [0, 1]
     assert audit(done.paths.ledger).ok
     return done
 
 
-def test_the_synchronous_trainer_with_weights_in_requests(site: Site, tmp_path: Path):
-    synchronous = ["trainer.type=ppo", "trainer.ppo.max_staleness=0"]
-    done = without_files(site, tmp_path, "tensor", *synchronous)
-    ages = [line["staleness/max"] for line in done.metrics() if "staleness/max" in line]
-    assert ages == [0, 0]
-
-
-def test_two_ranks_and_two_workers_with_weights_through_a_group(site: Site, tmp_path: Path):
-    two = ["launcher.trainer_ranks=2", "launcher.rollout_workers=2"]
-    without_files(site, tmp_path, "distributed", *two, "trainer.ppo.updates=2")
-
-
-def test_resume_goes_on_goes_back_on_purpose_and_begins_anew(
-    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_resume_goes_back_on_purpose_and_begins_anew_synchronously_with_weights_in_requests(
+    site: Site, first: First, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    every = "trainer.ppo.checkpoint.every_steps=1"
-    first = site.train(tmp_path, "trainer.ppo.total_steps=2", every)
-    assert first.code == 0, first.shown + first.logs()
-    again = site.train(tmp_path, "trainer.ppo.total_steps=3", every)
-    assert again.code == 0, again.shown + again.logs()
-    assert steps_of(again.metrics()) == [0, 1, 2]
-    report = audit(again.paths.ledger)
-    assert report.ok
-    assert report.groups.trained == 3 * 4
+    first.copy(tmp_path)
     assert cli.main(["train", *site.command(tmp_path, "seed=2")[2:]]) == 2
     assert "was begun with seed=1, now it is 2" in capsys.readouterr().err
-    back = site.train(tmp_path, "trainer.ppo.total_steps=3", "resume=step-000002")
-    assert back.code == 0, back.shown + back.logs()
+    back = trained(site, tmp_path, "resume=step-000003", steps=4)
     assert "newer checkpoints are now in" in back.shown
-    assert steps_of(back.metrics()) == [0, 1, 2]
-    assert audit(back.paths.ledger).ok
-    anew = site.train(tmp_path, "trainer.ppo.total_steps=1", "resume=never", "seed=2")
-    assert anew.code == 0, anew.shown + anew.logs()
+    other = ["trainer.type=ppo", "trainer.ppo.max_staleness=0", "trainer.ppo.publisher.type=tensor"]
+    anew = trained(site, tmp_path, "resume=never", "seed=2", *other, steps=2)
     assert "the run that was here is now in" in anew.shown
-    assert steps_of(anew.metrics()) == [0]
-    assert audit(anew.paths.ledger).groups.trained == 4
+    ages = [line["staleness/max"] for line in anew.metrics() if "staleness/max" in line]
+    assert ages == [0, 0]
+    assert audit(anew.paths.ledger).groups.trained == 2 * 4
     assert len(list((tmp_path / "e2e").glob("t.before-*/ledger.sqlite"))) == 1
 
 
-def test_resume_at_another_number_of_ranks(site: Site, tmp_path: Path):
-    every = "trainer.ppo.checkpoint.every_steps=1"
-    for steps, ranks in ((1, 2), (2, 1), (3, 2)):
-        number = [f"trainer.ppo.total_steps={steps}", f"launcher.trainer_ranks={ranks}"]
-        done = site.train(tmp_path, *number, every)
-        assert done.code == 0, done.shown + done.logs()
+def test_resume_at_another_number_of_ranks_and_workers_with_weights_through_a_group(
+    site: Site, first: First, tmp_path: Path
+):
+    first.copy(tmp_path)
+    way = ["trainer.ppo.checkpoint.every_steps=1", "trainer.ppo.publisher.type=distributed"]
+    for steps, ranks in ((5, 2), (6, 1)):
+        number = [f"launcher.trainer_ranks={ranks}", f"launcher.rollout_workers={ranks}"]
+        done = trained(site, tmp_path, *way, *number, f"trainer.ppo.updates={ranks}", steps=steps)
         manifest = done.paths.checkpoints / f"step-{steps:06d}" / "manifest.json"
         assert json.loads(manifest.read_text())["world_size"] == ranks
-        assert steps_of(done.metrics()) == list(range(steps))
-    report = audit(done.paths.ledger)
-    assert report.ok
-    assert report.groups.trained == 3 * 4
-    command = [sys.executable, "-m", "arealite.cli.main", "export", str(done.paths.root)]
-    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True)
-    exported = (done.paths.root / "export-step-000003" / "model.safetensors").read_bytes()
-    assert exported == (done.paths.export / "model.safetensors").read_bytes()
+        assert audit(done.paths.ledger).groups.trained == steps * 4
+        if ranks == 2:
+            assert cli.main(["export", str(done.paths.root)]) == 0
+            again = done.paths.root / f"export-step-{steps:06d}" / "model.safetensors"
+            assert again.read_bytes() == (done.paths.export / "model.safetensors").read_bytes()
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(

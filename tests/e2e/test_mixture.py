@@ -1,23 +1,27 @@
-"""Two environments in one run, as real processes: one makes its rows, one reads them."""
+"""One run, as real processes, with its own server and two environments: one reads its rows, the
+other, a user's of two seats, makes them and lives in processes that come and go.
+
+One run for all, because coming up takes longer than what these tests look at.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from arealite.system.audit import audit
-from tests.e2e.conftest import Site
+from arealite.system.ledger.audit import audit
+from tests.e2e.conftest import ROOT, Finished, Site
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
-def test_two_environments_are_trained_and_evaluated_side_by_side(
-    site: Site, tmp_path: Path
-) -> None:
-    key = "trainer.ppo.collector.envs"
+@pytest.fixture(scope="module")
+def mixed(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    key, root = "trainer.ppo.collector.envs", tmp_path_factory.mktemp("mixed")
     done = site.train(
-        tmp_path,
+        root,
+        f"cluster.name_root={root / 'names'}",
+        "launcher.llm_servers=1",
+        "launcher.server_args=[llm_server.embedded.max_running_requests=16]",
         "imports=[tests.e2e.countdown]",
         "dataset.train=''",
         "dataset.eval=null",
@@ -27,13 +31,23 @@ def test_two_environments_are_trained_and_evaluated_side_by_side(
         f"{key}.sums.train={site.folder / 'train.jsonl'}",
         f"{key}.sums.eval={site.folder / 'eval.jsonl'}",
         f"{key}.letters.env.type=countdown",
+        f"{key}.letters.env.countdown.pause_s=0.001",
+        f"{key}.letters.env.runtime.type=subprocess",
+        f"{key}.letters.env.runtime.processes=2",
+        f"{key}.letters.env.runtime.recycle_episodes=12",
         f"{key}.letters.weight=3",
         f"{key}.letters.eval=generated",
         "trainer.ppo.total_steps=6",
-        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        env={"PYTHONPATH": str(ROOT)},
     )
     assert done.code == 0, done.shown + done.logs()
-    lines = done.metrics()
+    report = audit(done.paths.ledger)
+    assert report.ok and report.steps == 6, report.table()
+    return done
+
+
+def test_two_environments_are_trained_and_evaluated_side_by_side(mixed: Finished) -> None:
+    lines = mixed.metrics()
     trained = [line for line in lines if "reward/mean" in line]
     sources = {
         name: sum(f"reward/{name}/mean" in line for line in trained) for name in ("sums", "letters")
@@ -42,9 +56,23 @@ def test_two_environments_are_trained_and_evaluated_side_by_side(
     for line in trained:
         told = [line.get(f"episode/{name}/trajectories", 0.0) for name in sources]
         assert sum(told) == line["episode/trajectories"]
-    assert any("reward/seat/caller/mean" in line for line in trained)
-    (first, *_, last) = [line for line in lines if "eval/accuracy" in line]
+        assert "reward/seat/caller/mean" in line
+    (first, *_, last) = [line for line in lines if "eval/reward" in line]
     for line in (first, last):
         assert line["eval/num_prompts"] == 8 + 4
-        assert {"eval/accuracy/sums", "eval/accuracy/letters"} <= line.keys()
-    assert audit(done.paths.ledger).ok
+        assert {"eval/reward/sums", "eval/reward/letters"} <= line.keys()
+
+
+def test_the_environments_processes_are_renewed_and_none_dies(mixed: Finished) -> None:
+    logs = mixed.logs()
+    assert logs.count("environment process ready") > 2
+    assert "environment process renewed" in logs
+    assert "environment process died" not in logs
+
+
+def test_the_run_starts_and_ends_its_own_server(mixed: Finished) -> None:
+    assert "waiting up to" not in mixed.shown
+    assert "server ready" in (mixed.paths.logs / "llm_server-0.log").read_text()
+    names = mixed.paths.root.parents[1] / "names"
+    assert names.exists()
+    assert not list(names.rglob("llm_server/*.json")), "a server left its name"

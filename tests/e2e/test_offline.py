@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from arealite.base import config as base_config
 from arealite.base.names import RunPaths
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tests.models import tiny_model
 from tests.waiting import spawned, until

@@ -22,8 +22,8 @@ import pytest
 
 from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.base.names import RunPaths
-from arealite.system.audit import audit
-from arealite.system.ledger import connect
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import connect
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, strays
 from tests.waiting import until
 

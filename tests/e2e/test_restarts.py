@@ -21,7 +21,7 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.impl.publisher.staging import TMPFS
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tests.waiting import spawned, until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.system.samples import Samples
+from arealite.system.data.samples import Samples
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, strays
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, Site, strays
 from tests.e2e.test_critic import trainer_of
 from tests.e2e.test_replay import REWARD

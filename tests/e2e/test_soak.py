@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base.names import RunPaths
-from arealite.system.audit import audit
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
 from tools import soak
 

@@ -22,7 +22,7 @@ from arealite.api.config import (
 from arealite.api.engine_config import OptimizerConfig
 from arealite.api.offline import OfflineConfig
 from arealite.api.trainer import TrainerConfig, trainers
-from tests.system.test_dataset import jsonl
+from tests.system.data.test_dataset import jsonl
 from tools.demo_task import SHAPE, answer, draw, held_out, question
 from tools.make_tiny_model import make_tiny_model
 

@@ -21,7 +21,7 @@ from arealite.impl.client import wire
 from arealite.impl.client.routing import Server
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout.worker import RolloutWorker
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.fakes import experiment as small
 from tests.impl.rollout import worlds
 from tests.impl.rollout.test_worker import FakeLink

@@ -26,7 +26,7 @@ from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.publisher.tensor import TensorPublisher
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.sglang.shared import SharedServer, call, shared_server
 from tests.waiting import until
 

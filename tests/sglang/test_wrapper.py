@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_model
 from tests.sglang.real import PYTHON, ROOT
 from tests.sglang.shared import call

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from arealite.api.rollout_messages import Ack, Episode, Result
 from arealite.api.trainer_messages import Batch
-from arealite.system import wire
-from arealite.system.audit import audit
-from arealite.system.ledger import connect
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import connect
+from arealite.system.links import wire
 from tests.simulation.network import SimSocket
 from tests.simulation.scenario import level_of
 
 if TYPE_CHECKING:
-    from arealite.system.datapipe import Datapipe
+    from arealite.system.datapipe.datapipe import Datapipe
     from tests.simulation.simulation import Simulation
 
 MAX_KEPT = 400

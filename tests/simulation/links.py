@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from arealite.system import trainer_link
+from arealite.system.links import trainer_link
 
 BLOCKING = {"poll", "sleep"}
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 import arealite.impl.rollout.worker
-import arealite.system.datapipe
-import arealite.system.datapipe_evals
-import arealite.system.worker_link
-from arealite.system import wire
-from arealite.system.ledger import Ledger
-from arealite.system.limits import Limit
+import arealite.system.datapipe.datapipe
+import arealite.system.datapipe.eval_book
+import arealite.system.links.worker_link
+from arealite.system.health.limits import Limit
+from arealite.system.ledger.ledger import Ledger
+from arealite.system.links import wire
 from tests.simulation.links import async_link
 from tests.simulation.network import SimChannel
 
@@ -102,7 +102,7 @@ def patched(sim: Simulation) -> Generator[None, None, None]:
                     undo.cell(cell, clock.monotonic)
         undo.set(wire, "open_socket", sim.network.open_socket)
         undo.set(wire, "Channel", SimChannel)
-        undo.set(arealite.system.worker_link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
+        undo.set(arealite.system.links.worker_link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
         if hasattr(link, "uuid"):
             undo.set(link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
         undo.set(Limit, "__hash__", lambda limit: hash(limit._task))

@@ -25,9 +25,9 @@ import structlog
 from arealite.api.config import run_paths
 from arealite.base.errors import ArealiteError
 from arealite.impl.rollout.worker import RolloutWorker
-from arealite.system.datapipe import Datapipe
-from arealite.system.ledger import Ledger
-from arealite.system.worker_link import WorkerLink
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.ledger.ledger import Ledger
+from arealite.system.links.worker_link import WorkerLink
 from tests.simulation.adversary import Adversary
 from tests.simulation.checks import Checks
 from tests.simulation.launch import Launch

@@ -11,9 +11,9 @@ import pytest
 
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Ack
-from arealite.system.datapipe_groups import GroupBook
-from arealite.system.datapipe_workers import Workers
-from arealite.system.ledger_writer import LedgerWriter
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.workers import Workers
+from arealite.system.ledger.writer import LedgerWriter
 from tests.simulation.simulation import simulate
 
 SEEDS = 200

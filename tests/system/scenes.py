@@ -18,8 +18,8 @@ from arealite.api.datapipe import DatapipeConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.system.datapipe import Datapipe
-from arealite.system.worker_link import WorkerLink
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.links.worker_link import WorkerLink
 from tests.waiting import settle
 
 

@@ -28,10 +28,10 @@ def step(number, reward, **more):
 
 
 LINES = [
-    {"step": 0, "time": 99.0, "eval/accuracy": 0.3},
+    {"step": 0, "time": 99.0, "eval/reward": 0.3},
     step(0, 0.31, **{"publish/version": 1.0}),
     step(1, 0.5, **{"publish/version": 2.0}),
-    {"step": 2, "time": 103.0, "eval/accuracy": 0.75},
+    {"step": 2, "time": 103.0, "eval/reward": 0.75},
 ]
 
 
@@ -47,8 +47,8 @@ def test_config_is_whole_and_learns_as_the_recipe_says():
 
 def test_summary_condenses_metrics_and_audit():
     assert demo.summarize(LINES, AUDIT) == {
-        "accuracy_before": 0.3,
-        "accuracy_after": 0.75,
+        "reward_before": 0.3,
+        "reward_after": 0.75,
         "weight_updates": 2,
         "mixed_version_trajectories": 5,
         "interrupted_generations": 3,
@@ -61,8 +61,8 @@ def test_summary_condenses_metrics_and_audit():
 
 def test_summary_of_a_run_without_evaluation_says_none():
     summary = demo.summarize([step(0, 0.1)], AUDIT)
-    assert summary["accuracy_before"] is None
-    assert summary["accuracy_after"] is None
+    assert summary["reward_before"] is None
+    assert summary["reward_after"] is None
 
 
 def test_plot_has_one_column_a_value():

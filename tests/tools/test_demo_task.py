@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arealite.impl.reward.math_verify import equal_integers
-from arealite.system.dataset import load_tasks
+from arealite.system.data.dataset import load_tasks
 from tools import demo_task
 from tools.make_tiny_model import TinyModel, make_tiny_model
 

@@ -58,5 +58,5 @@ LESSON = Lesson(
         "trainer.ppo.loss.eps_high=0.28",
         "trainer.ppo.publisher.pause_mode=retract",
     ],
-    curves=("reward/click-test/mean", "reward/click-test-2/mean", "eval/accuracy"),
+    curves=("reward/click-test/mean", "reward/click-test-2/mean", "eval/reward"),
 )

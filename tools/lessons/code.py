@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from arealite.impl.env.code_tasks import one_line
+from arealite.impl.env.code.tasks import one_line
 from tools.lesson import Example, Lesson
 from tools.make_tiny_model import TinyModel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from arealite.api.game_config import TicTacToeConfig
-from arealite.impl.env.tic_tac_toe import SQUARES, TicTacToeEnv
+from arealite.impl.env.games.tic_tac_toe import SQUARES, TicTacToeEnv
 from tools.lesson import Example, Lesson
 from tools.make_tiny_model import TinyModel
 
@@ -68,5 +68,5 @@ LESSON = Lesson(
         "trainer.ppo.loss.eps_high=0.28",
         "trainer.ppo.publisher.pause_mode=retract",
     ],
-    curves=("eval/accuracy/as_x", "eval/accuracy/as_o", "reward/parts/illegal"),
+    curves=("eval/reward/as_x", "eval/reward/as_o", "reward/parts/illegal"),
 )

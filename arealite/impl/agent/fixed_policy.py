@@ -89,9 +89,8 @@ class FixedPolicyAgent(ChatAgent):
 
     async def ask(self, endpoint: Completions, observation: Any) -> Action:
         """Act through an endpoint."""
-        if (
-            turn := sum(each["role"] == "assistant" for each in self.said)
-        ) == self.config.max_turns:
+        turn = sum(each["role"] == "assistant" for each in self.said)
+        if turn == self.config.max_turns:
             return Action("", is_last=True)
         self.said += messages(observation, system=None if self.said else self.config.system_prompt)
         text = await endpoint.ask(self.said, owner=f"seat {self.seat.name}")

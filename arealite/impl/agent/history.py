@@ -13,7 +13,7 @@ from typing import Any
 
 from arealite.api.llm import LLMResponse
 from arealite.base import log
-from arealite.system.chats import encode, render, shared_length
+from arealite.system.data.chats import encode, render, shared_length
 
 logger = log.get(__name__)
 

@@ -12,7 +12,7 @@ from arealite.api.agent import Agent
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import messages, observe
-from arealite.system.chats import tokenize
+from arealite.system.data.chats import tokenize
 
 
 class MathCodeSingleStepAgent(Agent):

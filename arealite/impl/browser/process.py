@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from arealite.api.browser_config import BrowserConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
+from arealite.base.extras import ours
 from arealite.impl.browser.actions import origin
-from arealite.system.deadlines import deadline
-from arealite.system.waits import waiting
+from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import waiting
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser as Chromium  # pyright: ignore[reportMissingImports]
@@ -183,4 +184,4 @@ def _import_pages() -> Any:
     try:
         return import_module("arealite.impl.browser.page")
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}. Install it: pip install 'arealite[browser]'.") from error
+        raise UserError(f"{error}. Install it: pip install {ours('browser')}.") from error

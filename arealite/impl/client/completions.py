@@ -20,7 +20,7 @@ import msgspec
 from arealite.api.agent_config import FixedPolicyConfig
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.impl.client.wire import error_message
-from arealite.system.deadlines import deadline
+from arealite.system.health.deadlines import deadline
 
 MAX_BYTES = 8 << 20
 """Of one answer."""
@@ -85,7 +85,8 @@ class Completions:
         if (
             place.scheme not in ("http", "https")
             or not place.hostname
-            or (place.query or "@" in place.netloc)
+            or place.query
+            or "@" in place.netloc
         ):
             raise UserError(
                 "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, without a key or "

@@ -16,8 +16,8 @@ from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.client import wire
 from arealite.impl.client.routing import Router, Server
-from arealite.system.name_registry import NameRegistry
-from arealite.system.waits import waiting
+from arealite.system.health.waits import waiting
+from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 

@@ -21,9 +21,9 @@ from arealite.base.model_folder import read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
-from arealite.system.deadlines import deadline
-from arealite.system.limits import Limit, Limits
-from arealite.system.name_registry import NameRegistry
+from arealite.system.health.deadlines import deadline
+from arealite.system.health.limits import Limit, Limits
+from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
@@ -33,6 +33,9 @@ MAX_BACKOFF_S = 2.0
 KEEPALIVE_S = 4.0
 """Below the 5 s after which SGLang closes an idle connection."""
 TRY_AGAIN = frozenset((408, 425, 429))
+OWN_SERVER_S = 600.0
+"""How long a server that starts with the run may load its model; one that ends meanwhile is told by
+who watches it."""
 COUNTERS = (
     "requests",
     "interruptions",
@@ -80,7 +83,8 @@ class SGLangClient(LLMClient):
     def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
         self.config = config.sglang
         self._model_path = args.model.path
-        self._server_wait_s = args.server_wait_s
+        own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
+        self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
         self._limits = Limits()
         self._directory = Directory(

@@ -19,7 +19,7 @@ from arealite.api.env_server import Refusal
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, frame
-from arealite.system.limits import Limit, Limits
+from arealite.system.health.limits import Limit, Limits, is_cancelled
 
 CLOSE_S = 1.0
 """A server that is told good-bye has this long to say it, too."""
@@ -140,8 +140,7 @@ class Channel:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise EnvServerLost(f"{name}: {error!r}") from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
+            if not is_cancelled():
                 raise EnvServerLost(f"{name} is gone or silent") from None
             raise
         self.pending = asyncio.ensure_future(self._socket.receive())

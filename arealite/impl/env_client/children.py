@@ -24,13 +24,13 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Server
 from arealite.impl.env_client.servers import Servers, parse
+from arealite.impl.env_server.wire import SERVING
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system.deadlines import deadline
+from arealite.system.health.deadlines import deadline
 
 logger = log.get(__name__)
 
-SERVING = b"serving on "
 START_S = 120.0
 CHECK_S = 0.5
 """How often a child's memory is looked at."""
@@ -128,9 +128,9 @@ class Children:
     async def _address(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
         async with deadline("its port", owner="collector", on=self.name, seconds=START_S):
-            line = await process.stdout.readline()
+            line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
-                return line.removeprefix(SERVING).decode().strip()
+                return line.removeprefix(SERVING).strip()
             ended = how_ended(await process.wait())
         raise UserError(f"a process of {self.name} did not start ({ended}); see above.")
 

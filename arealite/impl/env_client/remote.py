@@ -22,7 +22,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
 from arealite.impl.env_client.servers import Servers
-from arealite.system.deadlines import deadline
+from arealite.system.health.deadlines import deadline
 
 
 class Hosted(msgspec.Struct):

@@ -21,8 +21,8 @@ from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server
-from arealite.system.deadlines import deadline
-from arealite.system.limits import Limits
+from arealite.system.health.deadlines import deadline
+from arealite.system.health.limits import Limits
 
 logger = log.get(__name__)
 

@@ -22,7 +22,7 @@ from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.env_server.draw import Draw
-from arealite.impl.env_server.session import END_S, Session
+from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import (
     CAPACITY,
     MessageTooLarge,
@@ -31,7 +31,7 @@ from arealite.impl.env_server.wire import (
     frame,
     refusal,
 )
-from arealite.system.limits import Limit, Limits
+from arealite.system.health.limits import END_S, Limit, Limits
 
 logger = log.get(__name__)
 decode = msgspec.json.Decoder(Message).decode

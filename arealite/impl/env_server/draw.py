@@ -10,8 +10,8 @@ from arealite.api.env_server import EnvServerConfig, Reset
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.impl.env_server.wire import Refused
-from arealite.system.dataset import load_tasks, make_task
-from arealite.system.tasks import GENERATED, generate
+from arealite.system.data.dataset import load_tasks, make_task
+from arealite.system.data.tasks import GENERATED, generate
 
 
 class Draw:

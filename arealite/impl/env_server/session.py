@@ -25,14 +25,13 @@ from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused
 from arealite.impl.rollout.collector import cause
+from arealite.system.health.limits import END_S, is_cancelled
 
 logger = log.get(__name__)
 
 SETTLE_TURNS = 10
 """Turns of the loop that seats which act at the same time get to come to their next wait: then one
 answer tells of all of them."""
-END_S = 5.0
-"""An episode that is cancelled has this long for what it cleans up; then it is left alone."""
 
 
 class RemoteSeat(Agent):
@@ -167,8 +166,7 @@ class Session:
             async with limit:
                 await self.env.run(task, **seats)
         except (Exception, asyncio.CancelledError) as raised:
-            own = asyncio.current_task()
-            if isinstance(raised, asyncio.CancelledError) and own and own.cancelling():
+            if isinstance(raised, asyncio.CancelledError) and is_cancelled():
                 raise  # the episode is cancelled, and not something that it waited for
             self._failure = cause(raised)
             if limit.expired():

@@ -11,6 +11,8 @@ from arealite.base import errors
 from arealite.base.errors import ArealiteError, EpisodeError, InvariantError, UserError
 
 encode = msgspec.json.Encoder().encode
+SERVING = "serving on "
+"""What the line on a server's stdout begins with that tells host:port, once it listens."""
 CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 FATAL: dict[str, type[ArealiteError]] = {
     f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)

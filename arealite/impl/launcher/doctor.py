@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arealite.base import log
-from arealite.system.diagnosis import Finding, examine
+from arealite.system.health.diagnosis import Finding, examine
 
 EXAMINE_S = 1.0
 QUIET_S = 10.0

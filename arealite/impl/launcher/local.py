@@ -24,11 +24,11 @@ from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
-from arealite.system import vitals
-from arealite.system.audit import audit
-from arealite.system.diagnosis import Finding, examine
-from arealite.system.explain import explain
-from arealite.system.name_registry import NameRegistry
+from arealite.system.health import vitals
+from arealite.system.health.diagnosis import Finding, examine
+from arealite.system.health.explain import explain
+from arealite.system.ledger.audit import audit
+from arealite.system.names.registry import NameRegistry
 
 TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
@@ -48,6 +48,9 @@ class LocalLauncher(Launcher):
         self.vitals = name_dir(config) / "vitals"
         total, evaluates = config.trainer.ppo.total_steps, config.evaluates
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
+        if not config.trainer.is_offline:  # a run that is given again may have nothing to train
+            begins = [int(file.stem) for file in self.paths.configs.glob("*.yaml")]
+            self.progress.newest = max(begins, default=0) - 1
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
@@ -80,13 +83,14 @@ class LocalLauncher(Launcher):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         vitals.watch(loop)
-        doctor = asyncio.ensure_future(self._doctor().run())
-        try:
-            code = await self._watch()
-        finally:
-            doctor.cancel()
-            await self._end_all()
-        self.progress.poll()
+        with self.progress.shown():
+            doctor = asyncio.ensure_future(self._doctor().run())
+            try:
+                code = await self._watch()
+            finally:
+                doctor.cancel()
+                await self._end_all()
+            self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
     def _doctor(self) -> Doctor:

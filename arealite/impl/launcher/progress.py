@@ -1,15 +1,20 @@
-"""The live progress line of a run: reads metrics.jsonl as it grows and shows the newest step.
+"""What a launcher's console shows of its run: a panel on a terminal, elsewhere a line now and then.
 
 Apart from the launcher, because what a person sees is not what a process does.
 """
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
+from rich.live import Live
+
+from arealite.base.names import RunPaths
+from arealite.impl.view.terminal import Terminal
+from arealite.system.health.snapshot import Metrics, Watch, is_step
 
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -22,26 +27,25 @@ COLUMNS = (
     ("accuracy", "train/accuracy", "{:.3f}"),
 )
 """What is shown: label, metric, format."""
+DRAW_S, LAST_S = 1.0, 5.0
+"""How often the panel is drawn, and how long its last state may take."""
 
 
 class Progress:
-    """Shows one line a step: rewritten in place on a terminal, printed every `every` steps
-    elsewhere."""
+    """Says what happens; besides, every `every` steps, or all the time where the panel can be
+    drawn, how far the run is."""
 
     def __init__(
         self, metrics: Path, total_steps: int, *, evaluates: bool = False, every: int = 5
     ) -> None:
-        self._file = metrics
-        self._inode = self._offset = 0
+        self._metrics, self._run = Metrics(metrics), RunPaths(metrics.parent)
         self._total = total_steps
         self.newest = -1
         """The furthest step that was trained since."""
         self._evaluates, self._evaluated = evaluates, -1
         self._every = every
-        self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-        self._read = set[float]()
-        """Times of the lines so far: equal ones are one, but another host's clock orders none."""
-        self._new_lines()  # an earlier run's
+        self._terminal, self._is_drawn = Terminal(), False
+        self._metrics.poll()  # an earlier run's
 
     @property
     def trained(self) -> bool:
@@ -55,35 +59,21 @@ class Progress:
 
     def poll(self) -> None:
         """Show what was written since the last call."""
-        for metrics in self._new_lines():
+        for metrics in self._metrics.poll():
             self.show(metrics)
 
-    def _new_lines(self) -> list[dict[str, float]]:
-        found = list[dict[str, float]]()
-        if not self._file.exists():
-            return found
-        if (inode := self._file.stat().st_ino) != self._inode:  # a resumed trainer writes it anew
-            self._inode, self._offset = inode, 0
-        with self._file.open("rb") as file:
-            file.seek(self._offset)
-            lines = file.read().split(b"\n")
-        for line in lines[:-1]:
-            self._offset += len(line) + 1
-            with suppress(ValueError):  # torn: its writer was killed
-                metrics = json.loads(line)
-                if metrics["time"] not in self._read:
-                    self._read.add(metrics["time"])
-                    found.append(metrics)
-        return found
-
-    def show(self, metrics: dict[str, float]) -> None:
+    def show(self, metrics: Mapping[str, float]) -> None:
         """Show one line of metrics."""
         step = int(metrics["step"])
-        if held_out := [key for key in ("eval/loss", "eval/accuracy") if key in metrics]:
+        if any(key.startswith("eval/") for key in metrics):
             self._evaluated = step
+            held_out = [
+                key for key in ("eval/reward", "eval/loss", "eval/accuracy") if key in metrics
+            ]
             told = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in held_out)
-            self._console.print(f"eval at step {step}: held-out {told}")
-        if not metrics.keys() & {"reward/mean", "train/epoch"}:
+            told = f"held-out {told}" if told else "every sample failed"
+            self.say(f"eval at step {step}: {told}")
+        if not is_step(metrics):
             return
         self.newest = max(self.newest, step)
         self._total = int(metrics.get("train/total_steps", self._total))
@@ -92,14 +82,36 @@ class Progress:
         parts += [
             f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics
         ]
-        text = "  ".join(parts)
-        if self._console.is_terminal:
-            self._console.print(f"\r\x1b[2K{text}", end="\n" if done == self._total else "")
-        elif done == 1 or done % self._every == 0 or done == self._total:
-            self._console.print(text)
+        is_due = done == 1 or done % self._every == 0 or done == self._total
+        if is_due and not self._is_drawn:
+            self.say("  ".join(parts))
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
-        if self._console.is_terminal:
-            self._console.print("\r\x1b[2K", end="")
-        self._console.print(text)
+        self._terminal.print(text)
+
+    @contextmanager
+    def shown(self) -> Generator[None]:
+        """Keep the panel below what is said in the body's time, where it can be drawn; its last
+        state stays."""
+        self._is_drawn = self._terminal.is_drawable
+        if not self._is_drawn:
+            yield
+            return
+        over = threading.Event()
+        with self._terminal.keep_panel() as live:
+            # A thread, because a store or a disk that is away must not hold the launcher up.
+            thread = threading.Thread(target=self._draw, args=(live, over), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join(LAST_S)
+
+    def _draw(self, live: Live, over: threading.Event) -> None:
+        """Draw until it is over, and once more. Waits for: the clock. Unblocks: nobody."""
+        watch = Watch(self._run)
+        while not over.wait(DRAW_S):
+            self._terminal.draw(live, watch)
+        self._terminal.draw(live, watch)

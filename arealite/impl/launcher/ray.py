@@ -23,10 +23,11 @@ from typing import Any
 
 from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import UserError
+from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, Child, counts
-from arealite.system.deadlines import deadline
-from arealite.system.diagnosis import Finding
+from arealite.system.health.deadlines import deadline
+from arealite.system.health.diagnosis import Finding
 
 LOST = -signal.SIGKILL
 """The exit code of a role whose actor, or node, is gone."""
@@ -219,7 +220,7 @@ def library() -> Any:
         return import_module("ray")
     except ImportError as error:
         raise UserError(
-            "launcher.type=ray needs Ray. Install it: pip install 'arealite[ray]'"
+            f"launcher.type=ray needs Ray. Install it: pip install {ours('ray')}"
         ) from error
 
 

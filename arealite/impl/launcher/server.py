@@ -20,8 +20,8 @@ from arealite.base.signals import STOP
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import STOPPING, Budget
-from arealite.system import diagnosis
-from arealite.system.name_registry import NameRegistry
+from arealite.system.health import diagnosis
+from arealite.system.names.registry import NameRegistry
 
 TERMINATE_S = 10.0
 """From a person's signal to SIGKILL."""

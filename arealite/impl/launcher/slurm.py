@@ -25,8 +25,8 @@ from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, counts
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
-from arealite.system.deadlines import deadline
-from arealite.system.diagnosis import Finding
+from arealite.system.health.deadlines import deadline
+from arealite.system.health.diagnosis import Finding
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"

@@ -1,4 +1,4 @@
-"""Writes metrics as TensorBoard scalars.
+"""Writes metrics as TensorBoard scalars: `tensorboard --logdir runs` shows those of all runs.
 
 Through torch's writer, which is imported with the first line: only trainer rank 0 writes any.
 """

@@ -22,8 +22,8 @@ from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
-from arealite.system.deadlines import deadline
-from arealite.system.waits import waiting
+from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import waiting
 
 logger = log.get(__name__)
 

@@ -13,7 +13,7 @@ from arealite.api.publisher import PublishReport
 from arealite.impl.publisher.control import Server
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.publisher.staging import TMPFS, Staging
-from arealite.system.name_registry import Entry
+from arealite.system.names.registry import Entry
 
 if TYPE_CHECKING:
     import torch

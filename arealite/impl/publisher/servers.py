@@ -29,8 +29,8 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, PushTimes, Server
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.verify import Print, wrong
-from arealite.system.name_registry import NameRegistry
-from arealite.system.vitals import watch as watch_loop
+from arealite.system.health.vitals import watch as watch_loop
+from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 

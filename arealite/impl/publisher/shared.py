@@ -29,8 +29,8 @@ from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.server.embedded import EmbeddedServer
-from arealite.system.vitals import watch
-from arealite.system.waits import waiting
+from arealite.system.health.vitals import watch
+from arealite.system.health.waits import waiting
 
 logger = log.get(__name__)
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
+from traceback import extract_tb
 from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
@@ -27,7 +28,7 @@ from arealite.base import errors, log
 from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
 from arealite.base.registry import unknown
 from arealite.impl.rollout.segments import make_segments
-from arealite.system.limits import Limit, Limits
+from arealite.system.health.limits import Limit, Limits, is_cancelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,8 +129,7 @@ class Collector:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as raised:  # SystemExit, and a panic in Rust, are no Exception
-            task = asyncio.current_task()
-            if isinstance(raised, asyncio.CancelledError) and task and task.cancelling():
+            if isinstance(raised, asyncio.CancelledError) and is_cancelled():
                 raise  # the episode is cancelled, and not something that it waited for
             error = cause(raised)
             if isinstance(error, FATAL):
@@ -220,7 +220,13 @@ class Collector:
             logger.warning(
                 "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
-        return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL])
+        return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL] + place(error))
+
+
+def place(error: BaseException) -> str:
+    """Return where an exception that nobody foresaw was raised: file and line; else ""."""
+    frames = [] if isinstance(error, EpisodeError) else extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def recorded(

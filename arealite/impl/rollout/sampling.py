@@ -15,9 +15,9 @@ from arealite.api.rollout_messages import Failure, Lease
 from arealite.api.task import Task
 from arealite.base.errors import RoleError
 from arealite.impl.rollout.collector import Collector
-from arealite.system.datapipe_group import BACK_OFF_S, MAX_BACK_OFF_S
-from arealite.system.datapipe_groups import FAILURE_WINDOW
-from arealite.system.samples import Samples
+from arealite.system.data.samples import Samples
+from arealite.system.datapipe.group_book import FAILURE_WINDOW
+from arealite.system.ledger.group import back_off_s, too_many
 
 Job = tuple[int, Task, int]
 """Number of the task, the task, which of its samples."""
@@ -74,7 +74,7 @@ class Sampler:
         for job in jobs:
             for attempt in range(self._ppo.max_attempts):
                 if attempt:
-                    await asyncio.sleep(min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (attempt - 1)))
+                    await asyncio.sleep(back_off_s(attempt))
                 if await self._attempt(job):
                     self._done += 1
                     break
@@ -94,10 +94,6 @@ class Sampler:
             return True
         self._first = self._first or episode.failure
         await self.samples.fail(episode.failure)
-        if sum(self._window) > self._share * FAILURE_WINDOW:
-            raise RoleError(
-                f"{sum(self._window)} of the last {len(self._window)} episodes failed, more than "
-                f"datapipe.max_failed_share={self._share} allows. The first: "
-                f"{self._first.failure_class}: {self._first.detail}"
-            )
+        if why := too_many(self._window, self._first, share=self._share):
+            raise RoleError(why)
         return False

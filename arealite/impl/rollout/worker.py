@@ -17,13 +17,13 @@ from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.impl.rollout.collector import Collector, cause
-from arealite.system import vitals
-from arealite.system.limits import END_S
+from arealite.system.health import vitals, waits
+from arealite.system.health.limits import END_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arealite.system.worker_link import WorkerLink
+    from arealite.system.links.worker_link import WorkerLink
 
 logger = log.get(__name__)
 
@@ -103,7 +103,7 @@ class RolloutWorker:
                 if key in self._running:
                     continue  # the lease was sent twice
                 self._running[key] = task = episodes.create_task(
-                    self._episode(lease, member, turns)
+                    self._episode(lease, member, turns), name=f"episode {lease.group_id}/{member}"
                 )
                 task.add_done_callback(lambda _, key=key: self._running.pop(key))
 
@@ -127,9 +127,11 @@ class RolloutWorker:
         counters = self._counters
         counters["episodes"] += 1
         if episode.failure is not None:
-            counters[f"failed_{episode.failure.failure_class}"] += 1
+            failed = f"failed_{episode.failure.failure_class}"
+            counters[failed] += 1
+            waits.counters[failed] = counters[failed]  # seen also when no step comes of it
             if source:
-                counters[f"failed_{episode.failure.failure_class}/{source}"] += 1
+                counters[f"{failed}/{source}"] += 1
         for header in episode.headers:
             counters["interruptions"] += header.interruptions
             counters["tokens"] += header.trained_tokens

@@ -24,7 +24,7 @@ from typing import Any
 from arealite.api.sandbox import Outcome, Sandbox, SandboxConfig, SandboxFailed
 from arealite.base.errors import DeadlineError
 from arealite.impl.sandbox import bwrap
-from arealite.system.deadlines import deadline
+from arealite.system.health.deadlines import deadline
 
 START_S, END_S, PROBE_S = 60.0, 10.0, 30.0
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}

@@ -28,8 +28,8 @@ from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import ServedModel
 from arealite.impl.server.weights import check_layers, load_model
-from arealite.system import vitals
-from arealite.system.name_registry import NameRegistry
+from arealite.system.health import vitals
+from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 

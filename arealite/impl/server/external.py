@@ -24,8 +24,8 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.system.deadlines import deadline
-from arealite.system.name_registry import Entry, NameRegistry
+from arealite.system.health.deadlines import deadline
+from arealite.system.names.registry import Entry, NameRegistry
 
 logger = log.get(__name__)
 

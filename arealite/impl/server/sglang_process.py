@@ -24,9 +24,9 @@ from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system import vitals
-from arealite.system.deadlines import deadline
-from arealite.system.name_registry import NameRegistry
+from arealite.system.health import vitals
+from arealite.system.health.deadlines import deadline
+from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
 logger = log.get(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 from arealite.api.tool import MCPServerConfig, Tool, ToolError
 from arealite.base import log
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
-from arealite.base.extras import extra
-from arealite.system.deadlines import deadline
+from arealite.base.extras import extra, ours
+from arealite.system.health.deadlines import deadline
 
 logger = log.get(__name__)
 
@@ -50,7 +50,7 @@ class MCPServer:
         Raises:
             UserError: it does not answer, lacks a tool of `config.tools`, or the SDK is missing.
         """
-        self._sdk = extra("mcp", "'arealite[tools]'")
+        self._sdk = extra("mcp", ours("tools"))
         try:
             self._session = await self._begin()
         except MCPUnavailable as error:

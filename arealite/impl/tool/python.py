@@ -9,7 +9,7 @@ from typing import Any
 
 from arealite.api.sandbox import SandboxConfig, SandboxFactory
 from arealite.api.tool import PythonToolConfig, Tool, ToolError, function
-from arealite.base.extras import extra
+from arealite.base.extras import extra, ours
 
 MAX_CHARS = 20_000
 MONTY_MB = 64
@@ -94,7 +94,7 @@ class _Monty(_Runner):
     """A pool of processes that interpret a subset of Python, without files, network or imports."""
 
     async def setup(self, stack: AsyncExitStack) -> None:
-        self.monty = extra("pydantic_monty", "'arealite[tools]'")
+        self.monty = extra("pydantic_monty", ours("tools"))
         pool = self.monty.AsyncMonty(max_processes=self.config.concurrency)
         self.pool = await stack.enter_async_context(pool)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from arealite.api.tool import SearchToolConfig, Tool, ToolError, function
 from arealite.base.errors import UserError
-from arealite.system.dataset import jsonl_rows
+from arealite.system.data.dataset import jsonl_rows
 
 MAX_WORDS = 32
 """Of a query; more are left out."""

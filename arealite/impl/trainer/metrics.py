@@ -17,9 +17,10 @@ import numpy as np
 from arealite.algo.advantages import group_counts
 from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
 from arealite.api.publisher import PublishReport
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.impl.trainer.batch import TrainBatch
-from arealite.system.waits import ITSELF, waiting
+from arealite.system.health.waits import ITSELF, waiting
+from arealite.system.ledger.token_stats import TokenStats
 
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not means over its tokens."""
@@ -75,12 +76,7 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
     count = len(headers)
     rewards, groups = [h.reward for h in headers], [(h.group_id, h.seat) for h in headers]
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
-    parts: defaultdict[str, list[float]] = defaultdict(list)
-    for h in headers:
-        for name, value in h.reward_parts.items():
-            parts[f"reward/parts/{name}"].append(value)
-        for name, value in h.waits.items():
-            parts[f"episode/wait/{name}"].append(value)
+    waits, parts = means(h.waits for h in headers), means(h.reward_parts for h in headers)
     return {
         **spread("reward/", rewards),
         **spread("length/tokens_", [h.num_tokens for h in headers]),
@@ -96,7 +92,8 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         "staleness/versions_per_trajectory_mean": sum(spans) / count,
         "staleness/versions_per_trajectory_max": float(max(spans)),
         "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
-        **{name: sum(values) / len(values) for name, values in sorted(parts.items())},
+        **{f"episode/wait/{name}": mean for name, mean in waits.items()},
+        **{f"reward/parts/{name}": mean for name, mean in parts.items()},
         **of_each(headers),
         **{f"episode/{name}": value for name, value in group_counts(rewards, groups).items()},
     }
@@ -173,6 +170,32 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     }
     sums = {name: float(array.sum()) for name, array in values.items()}
     return sums, {k: float(values[k].max(initial=0.0)) for k in ("diff", "diff_current", "stale")}
+
+
+def token_stats(batch: TrainBatch) -> TokenStats:
+    """Return what this rank knows of its sampled tokens; rows have their advantages."""
+    rows, sampled = batch.rows, [mask_T for own in batch.owned for mask_T in own.sampled]
+    unseen = np.full(max(map(len, sampled), default=0), np.nan, np.float32)
+    prox = [row.fields.get("prox_logprobs", unseen[: len(row.tokens)]) for row in rows]
+    mask = np.concatenate([np.zeros(0, bool), *sampled])
+
+    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays)[mask] if arrays else np.zeros(0)
+
+    in_loss = joined([row.loss_mask for row in rows])
+    behaviour = [row.fields["behav_logprobs"] for row in rows]
+
+    def packed(values_N: np.ndarray) -> bytes:
+        with np.errstate(over="ignore"):  # what no half can hold is infinite
+            return np.where(in_loss, values_N, np.nan).astype("<f2").tobytes()
+
+    headers = [batch.headers[own.index] for own in batch.owned]
+    return TokenStats(
+        [header.trajectory_id for header in headers],
+        [header.trained_tokens for header in headers],
+        packed(joined([row.fields["advantages"] for row in rows])),
+        packed(joined(prox) - joined(behaviour)),
+    )
 
 
 def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:

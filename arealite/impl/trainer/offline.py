@@ -33,8 +33,8 @@ from arealite.impl.trainer.parts import (
     open_loggers,
 )
 from arealite.impl.trainer.world import World
-from arealite.system.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
-from arealite.system.datapipe_group import permutation
+from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
+from arealite.system.data.dataset import permutation
 
 logger = log.get(__name__)
 

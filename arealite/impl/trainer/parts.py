@@ -24,9 +24,10 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.base.signals import STOP
 from arealite.impl.engine import checkpoint
+from arealite.impl.logger.guarded import GuardedLogger
 from arealite.impl.trainer.world import World
-from arealite.system.name_registry import NameRegistry
-from arealite.system.trainer_link import TrainerLink
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
@@ -68,9 +69,15 @@ def assemble(config: ExperimentConfig) -> Parts:
 
 
 def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
-    """Open what rank 0 writes metrics to."""
-    names = dict.fromkeys(["jsonl", *config.logger.types])
-    return [loggers.get(name)(run_paths(config).root) for name in names]
+    """Open what rank 0 writes metrics to; of a failure of others than metrics.jsonl the trainer
+    hears nothing.
+
+    That file is the run's own record: the launcher reads from it how far the run is.
+    """
+    root, names = run_paths(config).root, dict.fromkeys(config.logger.types)
+    names.pop("jsonl", None)
+    others = [GuardedLogger(root, loggers.get(name)) for name in names]
+    return [loggers.get("jsonl")(root), *others]
 
 
 def make_engines(config: ExperimentConfig) -> dict[str, Any]:

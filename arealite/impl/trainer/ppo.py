@@ -29,7 +29,8 @@ from arealite.impl.trainer.parts import (
     let_go_of,
     prune,
 )
-from arealite.system.trainer_link import TrainerLink
+from arealite.system.ledger import token_stats
+from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
 
@@ -65,6 +66,7 @@ class PPOTrainer(Trainer):
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
         self.value_loss_fn = value_loss(self.ppo.critic)
         self.clock = metrics.Stopwatch()
+        self.notes_tokens = self.ppo.token_stats
         self.line: dict[str, float] = {}
         """Metrics of the step under way."""
         self.interruptions = 0
@@ -177,6 +179,7 @@ class PPOTrainer(Trainer):
         with self.clock("time/report_s"):
             sums, maxima = metrics.token_sums(batch)
             sums, maxima = self.world.sum(sums), self.world.max(maxima)
+            self.note_tokens(batch)
             learners = [self.engine, *([self.critic] if self.critic else [])]
             fingerprint = "".join(engine.fingerprint() for engine in learners)
             if not self.world.lead:
@@ -332,6 +335,16 @@ class PPOTrainer(Trainer):
             if self.world.lead:
                 self.link.checkpointed(step, str(path))
                 prune(paths, self.ppo.checkpoint.keep)
+
+    def note_tokens(self, batch: TrainBatch) -> None:
+        """Keep what reports show of tokens; a disk that fails ends that, and never the run."""
+        if self.notes_tokens:
+            try:
+                stats, folder = metrics.token_stats(batch), run_paths(self.config).token_stats
+                token_stats.write(folder, batch.step, self.world.rank, stats)
+            except OSError as error:
+                self.notes_tokens = False
+                logger.warning("token stats end", step=batch.step, error=str(error))
 
     def evaluate(self, step: int) -> None:
         """Ask for an evaluation; one runs at a time."""

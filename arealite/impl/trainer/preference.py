@@ -9,7 +9,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence
 from arealite.impl.trainer.offline import OfflineParts, OfflineTrainer, Rows, Unit
 from arealite.impl.trainer.parts import make_reference
-from arealite.system.chats import ASSISTANT, Example
+from arealite.system.data.chats import ASSISTANT, Example
 
 PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
 

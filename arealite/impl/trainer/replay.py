@@ -20,8 +20,8 @@ from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, Train
 from arealite.base.errors import ArealiteError, InvariantError
 from arealite.impl.trainer.parts import Parts, make_engines
 from arealite.impl.trainer.world import World
-from arealite.system.datapipe_trainer import shard
-from arealite.system.ledger import connect, decode_header, read_payloads
+from arealite.system.datapipe.trainer_desk import shard
+from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 
 
 class Differs(ArealiteError):
@@ -109,7 +109,8 @@ def replay(
         Differs: a step is not.
     """
     ppo = config.trainer.ppo
-    ppo = replace(ppo, checkpoint=replace(ppo.checkpoint, every_steps=0, export=False))
+    checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
+    ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
     config = replace(
         config,
         resume="auto",

@@ -7,7 +7,7 @@ import numpy as np
 from arealite.algo.supervised import cross_entropy
 from arealite.api.engine import LossFn, Sequence
 from arealite.impl.trainer.offline import OfflineTrainer, Unit
-from arealite.system.chats import ASSISTANT, Example
+from arealite.system.data.chats import ASSISTANT, Example
 
 
 class SFTTrainer(OfflineTrainer):

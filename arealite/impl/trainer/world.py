@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from arealite.base.errors import RoleError
-from arealite.system.waits import OTHER_RANKS, counters, waiting
+from arealite.system.health.waits import OTHER_RANKS, counters, waiting
 
 TIMEOUT = timedelta(hours=1)
 """Of a collective: longer than any evaluation or publish that one rank may wait for alone."""

@@ -20,7 +20,7 @@ from arealite.api.trajectory import decode_segments
 from arealite.base.errors import ContextOverflow, UserError
 from arealite.impl.agent import history
 from arealite.impl.rollout.collector import Collector
-from arealite.system.chats import encode, render
+from arealite.system.data.chats import encode, render
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
 from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, spaced, talker

@@ -23,7 +23,7 @@ from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import DeadlineError, RewardNotFinite, UserError
 from arealite.impl.client.completions import FixedPolicyFailed
 from arealite.impl.rollout.collector import Collector
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.completions import FakeCompletions
 from tests.fakes.experiment import lease, tokenizer

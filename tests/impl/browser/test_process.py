@@ -57,7 +57,7 @@ async def test_without_playwright_it_says_what_to_install(monkeypatch) -> None:
         raise ModuleNotFoundError("No module named 'playwright'", name="playwright")
 
     monkeypatch.setattr("arealite.impl.browser.process.import_module", missing)
-    with pytest.raises(UserError, match=r"pip install 'arealite\[browser\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[browser\]'"):
         await Browser(BrowserConfig(executable="true"), []).setup()
 
 

@@ -14,7 +14,7 @@ from blockbuster import blockbuster_ctx
 from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, SGLangClientConfig
 from arealite.impl.client.sglang import SGLangClient
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 
 

@@ -14,7 +14,7 @@ from arealite.api.llm import SamplingConfig
 from arealite.base.errors import UserError
 from arealite.impl.client import completions
 from arealite.impl.client.completions import Completions, FixedPolicyFailed
-from arealite.system import waits
+from arealite.system.health import waits
 from tests.fakes.completions import FakeCompletions
 
 HELLO = [{"role": "user", "content": "hello"}]

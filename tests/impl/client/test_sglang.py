@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from arealite.api.launcher import LauncherConfig
 from arealite.api.llm import LLMClientConfig, LLMResponse
 from arealite.base.errors import (
     ContextOverflow,
@@ -415,6 +416,15 @@ async def test_without_servers_the_start_says_what_to_do(experiment) -> None:
     with pytest.raises(DeadlineError, match="launch_llm_server"):
         await client.start()
     await client.close()
+
+
+@pytest.mark.parametrize(("own", "seconds"), [(0, 0.1), (1, 600.0)])
+def test_a_server_that_starts_with_the_run_has_its_time(
+    experiment, own: int, seconds: float
+) -> None:
+    object.__setattr__(experiment, "server_wait_s", 0.1)
+    object.__setattr__(experiment, "launcher", LauncherConfig(llm_servers=own))
+    assert SGLangClient(experiment, LLMClientConfig())._server_wait_s == seconds
 
 
 async def test_many_at_once_all_come_back_right(site) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arealite.impl.engine import checkpoint
+from tests.impl.engine import worker
 from tests.impl.engine.helpers import (
     LOSS,
     VARIANTS,
@@ -29,23 +28,15 @@ from tests.impl.engine.helpers import (
 )
 from tests.impl.engine.worker import ONE_EMPTY, UNEVEN
 from tests.models import tiny_model
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.processes]
 
 
-def launch(scenario: str, folder: Path, model: Path, world: int) -> list[int]:
-    """Run the worker script as `world` ranks; return their exit codes."""
-    command = [sys.executable, "-m", "tests.impl.engine.worker", scenario, str(folder), str(model)]
-    environment = os.environ | {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(world)
-    ]
-    try:
-        return [rank.wait(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(timeout=60)
+def launch(scenario: str, folder: Path, model: Path, world: int) -> list[int | None]:
+    """Run a scenario of the worker as `world` ranks; return their exit codes."""
+    ranks = [{"WORLD_SIZE": str(world), "RANK": str(rank)} for rank in range(world)]
+    return run_ranks(worker.main, (scenario, folder, str(model)), ranks)
 
 
 @pytest.fixture(scope="module", params=["ranks", "copies"])

@@ -118,5 +118,5 @@ def test_errors_name_the_fix(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError, match=r"engine\.fsdp\.lora\.targets \['w_in'\].*not found"):
         make_engine(model, lora=LoRAConfig(rank=4, targets=["w_in"]))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'arealite\[lora\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[lora\]'"):
         make_engine(model, lora=LoRAConfig(rank=4))

@@ -1,4 +1,4 @@
-"""One rank of a small gloo group; `python -m tests.impl.engine.worker <scenario> <folder> <model>`.
+"""One rank of a small gloo group.
 
 RANK and WORLD_SIZE come from the environment; ranks meet through a file in the folder.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,9 +141,8 @@ def kill_in_save(folder: Path, model: str) -> None:
     engine.save(folder / "step-2", {"step": 2})
 
 
-def main() -> None:
+def main(scenario: str, folder: Path, model: str) -> None:
     """Run one scenario as one rank."""
-    scenario, folder, model = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -161,7 +159,3 @@ def main() -> None:
     }
     scenarios[scenario](folder, model)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -14,13 +14,13 @@ import pytest
 
 from arealite.impl.launcher import doctor
 from arealite.impl.launcher.doctor import Doctor, describe
-from arealite.system.diagnosis import Finding
+from arealite.system.health.diagnosis import Finding
 from tests.waiting import until
 
 SHOWS = """
 import sys, threading
 from pathlib import Path
-from arealite.system import vitals
+from arealite.system.health import vitals
 vitals.start(sys.argv[2], Path(sys.argv[1]))
 threading.Event().wait(600)
 """
@@ -90,6 +90,30 @@ async def test_who_waits_for_one_that_is_dead_is_ended(
         assert await asyncio.wait_for(asyncio.to_thread(waiter.wait), 60) == -signal.SIGKILL
     finally:
         watching.cancel()
+
+
+async def test_who_gets_no_cpu_is_told_and_lives(
+    tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+):
+    """Another one would get none either."""
+    monkeypatch.setattr(doctor, "EXAMINE_S", 0.01)
+    starved = Finding("rollout-0", "starved", 999.0, "it waited for a CPU", pid=stopped[0].pid)
+    looks, enough = list[Path](), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def examine(folder: Path) -> list[Finding]:
+        looks.append(folder)
+        if len(looks) == 4:
+            loop.call_soon_threadsafe(enough.set)
+        return [starved]
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    said: list[str] = []
+    watching = asyncio.ensure_future(Doctor(tmp_path, lambda f: f.pid, said.append).run())
+    await asyncio.wait_for(enough.wait(), 60)
+    watching.cancel()
+    assert said == ["rollout-0 is starved: it waited for a CPU"]
+    assert stopped[0].poll() is None
 
 
 async def test_what_cannot_be_examined_does_not_end_it(

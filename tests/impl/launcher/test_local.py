@@ -345,12 +345,25 @@ def test_who_leaves_before_the_run_is_over_has_died(
     assert f"{name} died (left too early)" in shown
 
 
+def test_of_a_finished_run_that_is_given_again_anybody_may_leave_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervisor, "EARLY_S", 2.0)
+    configs = tmp_path / "e" / "t" / "configs"
+    configs.mkdir(parents=True)
+    (configs / "000003.yaml").touch()  # as `resume` notes it: three steps are trained
+    stays = "import time\ntime.sleep(5.0)"  # longer than who leaves early has
+    code, shown, launcher = run(tmp_path, steps=3, datapipe="pass", rollout="pass", trainer=stays)
+    assert_nothing_survives(launcher)
+    assert (code, "died" in shown) == (0, False), shown
+
+
 def test_a_worker_that_leaves_before_the_last_evaluation_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervisor, "EARLY_S", 2.0)  # more than it takes to see the last step
     trained, lives, done = tmp_path / "trained", tmp_path / "lives", tmp_path / "done"
-    evaluated = trains(1).replace("reward/mean", "eval/accuracy")
+    evaluated = trains(1).replace("reward/mean", "eval/reward")
     trainer = f"""
 {trains(0)}
 if os.environ["RANK"] == "1":
@@ -379,7 +392,7 @@ def test_a_role_that_dies_after_the_trainers_end_is_not_needed(tmp_path: Path):
 
 def test_a_stopped_child_is_named_and_killed_and_comes_back(tmp_path: Path):
     lives, done = tmp_path / "lives", tmp_path / "done"
-    shows = "from arealite.system import vitals; from pathlib import Path; "
+    shows = "from arealite.system.health import vitals; from pathlib import Path; "
     shows += f"vitals.start('rollout-0', Path({str(tmp_path / 'vitals')!r})); "
     stops = shows + "os.kill(os.getpid(), signal.SIGSTOP)"
     ends = f"open({str(done)!r}, 'w')\n" + after(done)

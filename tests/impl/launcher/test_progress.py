@@ -1,15 +1,23 @@
-"""The progress line: new lines once each, also when a resumed run writes its metrics anew."""
+"""What a launcher's console shows: lines once each, also when a resumed run writes its metrics
+anew; on a terminal the panel, which leaves the terminal as it was."""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from arealite.impl.launcher import progress as progress_module
 from arealite.impl.launcher.progress import Progress
+from tests.system.health.run_folder import Run
+from tests.system.health.run_folder import line as line_of
+from tests.terminals import Screen, Terminal, terminal
+from tests.waiting import until
 
 
 def line(step: int, *, at: float, **metrics: float) -> str:
@@ -51,8 +59,8 @@ def test_log_lines_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_evaluations_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/accuracy": 0.25})
-    assert capsys.readouterr().out == "eval at step 2: held-out accuracy 0.250\n"
+    Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/reward": 0.25})
+    assert capsys.readouterr().out == "eval at step 2: held-out reward 0.250\n"
 
 
 def test_an_offline_run_tells_its_total_with_each_step(
@@ -77,12 +85,21 @@ def test_an_offline_run_tells_its_total_with_each_step(
 def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Path):
     plain, evaluates = (Progress(tmp_path / "m", 3, evaluates=each) for each in (False, True))
     for progress in (plain, evaluates):
-        progress.show({"step": 1, "time": 0.0, "eval/accuracy": 0.25})
+        progress.show({"step": 1, "time": 0.0, "eval/reward": 0.25})
         assert not progress.finished
         progress.show(json.loads(line(2, at=0.0)))
     assert plain.finished and evaluates.trained and not evaluates.finished
-    evaluates.show({"step": 3, "time": 0.0, "eval/accuracy": 0.5})
+    evaluates.show({"step": 3, "time": 0.0, "eval/reward": 0.5})
     assert evaluates.finished
+
+
+def test_an_evaluation_whose_samples_all_failed_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    progress = Progress(tmp_path / "m", 3, evaluates=True)
+    progress.show({"step": 3, "time": 0.0, "eval/failed": 16.0, "eval/num_prompts": 16.0})
+    assert progress.finished
+    assert capsys.readouterr().out == "eval at step 3: every sample failed\n"
 
 
 def test_lines_of_a_host_whose_clock_is_behind_are_shown(
@@ -93,3 +110,171 @@ def test_lines_of_a_host_whose_clock_is_behind_are_shown(
     file.write_text(line(0, at=now - 3600) + line(1, at=now - 7200))
     progress.poll()
     assert len(capsys.readouterr().out.splitlines()) == 2 and progress.trained
+
+
+# ---------------------------------------------------------------- on a terminal
+
+SHOWN = """
+import subprocess, sys
+from pathlib import Path
+from arealite.base import log
+from arealite.impl.launcher import progress as module
+from tests.waiting import until
+
+root = Path(sys.argv[1])
+module.DRAW_S = 0.05
+progress = module.Progress(root / "metrics.jsonl", 3, every=1)
+def trained(step):
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write((root / f"step-{step}").read_text())
+    progress.poll()
+with progress.shown():
+    progress.say("the first line")
+    trained(0); trained(1)
+    until((root / "go").exists, what="the test")
+    BODY
+print("after it")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    for step in range(3):
+        told = line_of(step, at=time.time() + step, time__step_s=1.5)
+        (run.paths.root / f"step-{step}").write_text(told)
+    return run
+
+
+def shown(run: Run, body: str, **environment: str) -> AbstractContextManager[Terminal]:
+    """Run a launcher's console; what `body` does comes after a panel of two steps is shown."""
+    return terminal(["-c", SHOWN.replace("BODY", body), str(run.paths.root)], **environment)
+
+
+def go_on(run: Run) -> None:
+    (run.paths.root / "go").touch()
+
+
+def panels(screen: Screen) -> list[int]:
+    """Return in which lines panels begin; each is whole."""
+    tops = [n for n, text in enumerate(screen.lines) if text.startswith("╭")]
+    bottoms = [n for n, text in enumerate(screen.lines) if text.startswith("╰")]
+    assert len(tops) == len(bottoms), "\n".join(screen.lines)
+    return tops
+
+
+def test_a_terminal_has_the_panel_below_what_is_said(run: Run):
+    body = "log.get('a').warning('of ours'); progress.say('a line\\nof two'); trained(2)"
+    with shown(run, body) as on:
+        mode = on.mode
+        on.until("2 of 3")
+        (top,) = panels(screen := on.screen())
+        assert screen.lines[:top] == ["the first line"], "and no lines of steps"
+        go_on(run)
+        assert on.end() == 0 and on.mode == mode
+        (top,) = panels(screen := on.screen())
+    assert sum("of ours" in text for text in screen.lines[:top]) == 1
+    assert screen.lines[top - 2 : top] == ["a line", "of two"]
+    assert "finished" in screen.lines[top] and "3 of 3" in screen.lines[top + 1], "the last state"
+    assert screen.lines[-2:] == ["after it", ""] and not screen.is_cursor_hidden
+
+
+def test_an_exception_comes_below_the_panels_last_state(run: Run):
+    with shown(run, "raise KeyError('so it ends')") as on:
+        on.until("2 of 3")
+        go_on(run)
+        assert on.end() == 1
+        (top,) = panels(screen := on.screen())
+    said = screen.lines.index("Traceback (most recent call last):")
+    assert said > top and "so it ends" in screen.lines[-2] and not screen.is_cursor_hidden
+
+
+def test_what_others_write_and_type_leaves_the_last_panel_whole(run: Run):
+    body = "subprocess.run(['sh', '-c', 'echo of a child >&2']); trained(2)"
+    with shown(run, body) as on:
+        on.until("2 of 3")
+        on.press("typed\n")
+        go_on(run)
+        assert on.end() == 0
+        lines = on.screen().lines
+    last = max(n for n, text in enumerate(lines) if text.startswith("╭"))
+    assert "3 of 3" in lines[last + 1] and lines[-3].startswith("╰"), "\n".join(lines)
+
+
+def test_a_resized_terminal_gets_a_panel_that_fits(run: Run):
+    with shown(run, "trained(2)") as on:
+        on.until("2 of 3")
+        on.resize(50, 12)
+        on.until(f"╰{'─' * 46}╯")
+        on.resize(100, 30)
+        on.until(f"╰{'─' * 96}╯")
+        go_on(run)
+        assert on.end() == 0
+        assert on.read().rstrip().endswith("after it")
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true"}])
+def test_a_terminal_that_cannot_be_drawn_on_gets_lines(run: Run, environment: dict[str, str]):
+    with shown(run, "trained(2)", **environment) as on:
+        go_on(run)
+        assert on.end() == 0
+        told = [f"step {step}/3  reward 0.500" for step in (1, 2, 3)]
+        assert on.read().splitlines() == ["the first line", *told, "after it"]
+
+
+def test_a_panel_that_cannot_be_made_says_why_and_ends_nothing(run: Run):
+    broken = SHOWN.replace("root =", "module.Watch.read = lambda self: 1 / 0\nroot =")
+    with terminal(["-c", broken.replace("BODY", "trained(2)"), str(run.paths.root)]) as on:
+        on.until("no panel: ZeroDivisionError")
+        go_on(run)
+        assert on.end() == 0 and on.screen().lines[-2] == "after it"
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from arealite.base.config import save
+from tests.impl.launcher.test_local import UNTIL_TERM, ScriptedLauncher, after
+done = Path(sys.argv[1]) / "done"
+scripts = dict.fromkeys(("datapipe", "rollout"), after(done))
+scripts["trainer"] = UNTIL_TERM + f"open({str(done)!r}, 'w')"
+launcher = ScriptedLauncher(Path(sys.argv[1]), scripts)
+save(launcher.config, launcher.paths.config)
+sys.exit(launcher.run())
+"""
+
+
+def test_ctrl_c_in_a_terminal_ends_a_launcher_with_its_last_panel(run: Run):
+    with terminal(["-c", STOPPED, str(run.paths.root)], columns=200) as on:
+        mode = on.mode
+        on.until("╰")
+        logs = run.paths.root / "e" / "t" / "logs"
+        until(lambda: (logs / "trainer-0.log").read_text() == "ready\n", what="the trainer")
+        on.press("\x03")
+        assert on.end() == 130 and on.mode == mode, on.read()[-2000:]
+        (top,) = panels(screen := on.screen(columns=200))
+    assert "stopping after this step" in screen.lines[top - 1]
+    assert screen.lines[-2].startswith("run folder: ") and not screen.is_cursor_hidden
+
+
+def test_a_store_that_is_away_holds_no_line_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked, told, waited = threading.Event(), threading.Event(), list[bool]()
+
+    class Away:
+        def __init__(self, _: object) -> None: ...
+
+        def read(self) -> None:
+            asked.set()
+            waited.append(told.wait(10))
+            raise OSError("away")
+
+    monkeypatch.setattr(progress_module, "Watch", Away)
+    monkeypatch.setattr(progress_module, "DRAW_S", 0.01)
+    monkeypatch.setattr(progress_module.Terminal, "is_drawable", True)
+    progress = Progress(tmp_path / "metrics.jsonl", 3)
+    progress._terminal.is_interactive = True
+    with progress.shown():
+        assert asked.wait(10)
+        progress.say("a line")
+        told.set()
+    assert all(waited)

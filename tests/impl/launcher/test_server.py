@@ -33,7 +33,7 @@ life = len(open(lives).read().split())
 """
 NAMED = """
 from arealite.api.config import ClusterConfig, ServerConfig
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 names = NameRegistry.of(ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1])))
 names.put("llm_server", f"x-{os.getpid()}", {"pid": os.getpid(), "host": "127.0.0.1"})
 """

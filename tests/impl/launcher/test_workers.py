@@ -17,7 +17,7 @@ from tests.impl.launcher.test_local import SUICIDE, ScriptedLauncher, launched, 
 DATAPIPE = """
 import os, time
 from pathlib import Path
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 names, wish = NameRegistry(Path("{names}")), Path("{root}/wish")
 while not os.path.exists("{root}/done"):
     if wish.exists(): names.put("datapipe", "0", {{"workers": int(wish.read_text())}})

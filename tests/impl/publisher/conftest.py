@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from arealite.impl.publisher import servers as base
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import Site, tensors
 

@@ -14,7 +14,7 @@ from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 
 

@@ -213,6 +213,8 @@ async def test_no_server_confirms(site: Site) -> None:
         server.fail_next("500", count=1000, path="/update_weights_from_disk")
         with pytest.raises(RoleError, match=rf"no server took version 1 .*s0 at {server.url}.*500"):
             await site.publish(1, timeout_s=2.0)
+        assert site.publisher is not None
+        await asyncio.to_thread(site.publisher.close)  # else it may be trying to heal it just now
         assert server.paused is None
 
 

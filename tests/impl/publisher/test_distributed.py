@@ -25,7 +25,7 @@ from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.server import IS_KEPT
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.distributed import DistributedPublisher
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_model
 from tests.waiting import until
 

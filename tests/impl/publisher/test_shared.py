@@ -25,7 +25,7 @@ from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.publisher.shared import SharedPublisher
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.impl.engine.helpers import loss_of, make_engine, make_rows
 from tests.models import tiny_model
 from tests.waiting import until

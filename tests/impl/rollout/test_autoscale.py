@@ -16,10 +16,10 @@ from arealite.api.task import Task
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
-from arealite.system.datapipe import Datapipe
-from arealite.system.name_registry import NameRegistry
-from arealite.system.trainer_link import TrainerLink
-from arealite.system.worker_link import WorkerLink
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.links.worker_link import WorkerLink
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.experiment import experiment, tokenizer
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
-from arealite.system import limits, vitals
+from arealite.system.health import limits, vitals
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
@@ -101,6 +102,12 @@ async def test_a_failed_episode_is_data(what: str, kind: str, detail: str) -> No
     assert episode.failure.failure_class == kind
     assert detail in episode.failure.detail
     assert (episode.headers, payloads, episode.member) == ([], [], 2)
+
+
+async def test_an_error_that_nobody_foresaw_tells_its_place() -> None:
+    episode, _ = await collector().run(lease(prompt="crash"), 0)
+    assert episode.failure is not None
+    assert re.search(r"KeyError: 'lost' \(/.*/worlds\.py:\d+\)$", episode.failure.detail)
 
 
 async def test_a_slow_episode_fails_at_its_deadline() -> None:

@@ -24,12 +24,12 @@ from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader, decode_segments
 from arealite.base.config import save
-from arealite.system import datapipe_workers
-from arealite.system.audit import audit
-from arealite.system.datapipe import Datapipe
-from arealite.system.ledger import connect
-from arealite.system.name_registry import NameRegistry
-from arealite.system.trainer_link import TrainerLink
+from arealite.system.datapipe import workers as datapipe_workers
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import connect
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
 from tests.system.scenes import in_thread

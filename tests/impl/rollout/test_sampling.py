@@ -16,7 +16,8 @@ from arealite.base.errors import GenerationRefused, RoleError, UserError
 from arealite.impl.rollout import sampling
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.rollout.sampling import Sampler
-from arealite.system.samples import Samples
+from arealite.system.data.samples import Samples
+from arealite.system.ledger import group as open_group
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, tokenizer
 from tests.impl.rollout import worlds
@@ -26,7 +27,7 @@ assert worlds is not None
 
 @pytest.fixture(autouse=True)
 def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "BACK_OFF_S", 0.0)
+    monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
 
 
 @pytest.fixture

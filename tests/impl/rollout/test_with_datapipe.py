@@ -15,9 +15,9 @@ from arealite.api.trajectory import decode_segments
 from arealite.base.errors import EpisodeError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
-from arealite.system.datapipe import Datapipe
-from arealite.system.trainer_link import TrainerLink
-from arealite.system.worker_link import WorkerLink
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.links.worker_link import WorkerLink
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, tokenizer
 from tests.impl.rollout import worlds  # registers the environments

@@ -17,8 +17,8 @@ from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.base.errors import EpisodeError, InvariantError, RoleError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
-from arealite.system import vitals
-from arealite.system.worker_link import Turns
+from arealite.system.health import vitals
+from arealite.system.links.worker_link import Turns
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds

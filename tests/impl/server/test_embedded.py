@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from arealite.api.config import name_dir
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.server.embedded import EmbeddedServer
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.embedded import embedded, running, server_config
 
 

@@ -19,7 +19,7 @@ from arealite.api.llm_server import ExternalServersConfig
 from arealite.base.errors import UserError
 from arealite.cli import role
 from arealite.impl.server import external
-from arealite.system.name_registry import NameRegistry
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 
 MODEL = {

@@ -24,7 +24,7 @@ from arealite.base.errors import RoleError, UserError
 from arealite.impl.server import sglang_process
 from arealite.impl.server.sglang import SGLangServer
 from arealite.impl.server.sglang_process import SGLangProcess
-from arealite.system.name_registry import Entry, NameRegistry
+from arealite.system.names.registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config
 from tests.waiting import eventually, until
 

@@ -142,7 +142,7 @@ async def test_a_server_that_hangs_as_it_is_started_again_is_not_the_agents_faul
 async def test_without_the_sdk_it_says_what_to_install(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     box = toolbox(config(tmp_path / "pids"))
-    with pytest.raises(UserError, match=r"pip install 'arealite\[tools\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[tools\]'"):
         await box.setup()
     await box.close()
 

@@ -100,7 +100,7 @@ async def test_what_the_sandbox_says_is_told(monkeypatch, outcome: Outcome, said
 async def test_without_monty_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     tool = PythonTool(PythonToolConfig(backend="monty"))
-    with pytest.raises(UserError, match=r"pip install 'arealite\[tools\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[tools\]'"):
         await tool.setup()
     await tool.close()
 

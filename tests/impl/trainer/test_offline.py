@@ -34,9 +34,9 @@ from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.offline import OfflineParts, OfflineTrainer, Rows
 from arealite.impl.trainer.world import World
-from arealite.system.chats import load_rows
+from arealite.system.data.chats import load_rows
 from tests.models import tiny_model
-from tests.system.test_dataset import jsonl
+from tests.system.data.test_dataset import jsonl
 
 KINDS = ("sft", "dpo", "reward")
 HEADS = {"sft": "logprobs", "dpo": "logprobs", "reward": "values"}

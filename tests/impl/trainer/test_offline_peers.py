@@ -18,7 +18,7 @@ from arealite.api.trainer import trainers
 from arealite.impl.trainer.offline import OfflineTrainer
 from tests.impl.trainer.test_offline import settings
 from tests.models import tiny_model
-from tests.system.test_dataset import jsonl
+from tests.system.data.test_dataset import jsonl
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from arealite.impl.launcher.processes import rank_environments, threads
+from tests.impl.trainer import worker
 from tests.impl.trainer.worker import KINDS
 from tests.models import tiny_model
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
-
-
-def launch(folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.impl.trainer.worker", str(folder)]
-    return [
-        subprocess.Popen(command, env=os.environ | threads(1) | rank)
-        for rank in rank_environments(world_size)
-    ]
 
 
 @pytest.fixture(scope="module")
 def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("steps")
     tiny_model(folder / "model", init_std=0.1)
-    ranks = launch(folder, 1) + launch(folder, 2)
-    try:
-        assert [rank.wait(timeout=200) for rank in ranks] == [0, 0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(timeout=10)
+    ranks = [rank | threads(1) for size in (1, 2) for rank in rank_environments(size)]
+    assert run_ranks(worker.main, (folder,), ranks, seconds=200) == [0, 0, 0]
     names = "1-0", "2-0", "2-1"
     return {name: torch.load(folder / f"out-{name}.pt", weights_only=False) for name in names}
 

@@ -29,10 +29,10 @@ from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import encode_segments
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
 from arealite.impl.trainer.ppo import PPOTrainer
-from arealite.system.audit import audit
-from arealite.system.datapipe import Datapipe
-from arealite.system.name_registry import NameRegistry
-from arealite.system.worker_link import WorkerLink
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.ledger.audit import audit
+from arealite.system.links.worker_link import WorkerLink
+from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.trainer.trajectories import header, segment
 from tests.models import tiny_model

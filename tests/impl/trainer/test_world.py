@@ -11,8 +11,8 @@ from torch.distributed import TCPStore
 from arealite.base.errors import RoleError
 from arealite.impl.trainer import world as module
 from arealite.impl.trainer.world import World, meet
-from arealite.system import waits
-from arealite.system.waits import OTHER_RANKS
+from arealite.system.health import waits
+from arealite.system.health.waits import OTHER_RANKS
 
 
 def test_a_collective_shows_in_the_table_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a step of PPO on given episodes; `python -m tests.impl.trainer.worker FOLDER`.
+"""One rank of a step of PPO on given episodes.
 
 The folder holds `model`; ranks leave `out-<world size>-<rank>.pt`: the weights of policy and critic
 and the step's metrics. RANK, WORLD_SIZE and MASTER_* come from the environment.
@@ -6,7 +6,6 @@ and the step's metrics. RANK, WORLD_SIZE and MASTER_* come from the environment.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,9 @@ class GivenLink(ScriptedLink):
         return batch(episodes(step), **sent)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Train with one kind of advantage, then with another."""
-    folder, out = Path(sys.argv[1]), dict[str, Any]()
+    out = dict[str, Any]()
     world = Stays.join(threads=1, seed=1)
     GivenLink.rank, GivenLink.size = world.rank, world.size
     for kind in KINDS:
@@ -154,7 +153,3 @@ def weights(parts: Parts) -> dict[str, torch.Tensor]:
         if engine is not None
         for name, value in engine.stream_weights()
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,36 @@
+"""`arealite report RUN`: everything about a run in one HTML file, to look at and to give away."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from arealite.base.names import RunPaths
+from arealite.impl.view.report import write_report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report of a run folder, and say what is in it."""
+    parser = argparse.ArgumentParser(
+        prog="arealite report", description="Write a run's report: one HTML file, no network."
+    )
+    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
+    parser.add_argument(
+        "--trajectories", type=int, default=10_000, metavar="N",
+        help="show at most N, in whole groups evenly over the steps (10000)",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    if options.trajectories < 0:
+        parser.error(f"--trajectories {options.trajectories}: use a number from 0 on")
+    paths, began = RunPaths(options.run), time.monotonic()
+    out: Path = options.out or paths.report
+    made = write_report(paths, out, most=options.trajectories)
+    left_out = made["trajectories"] - made["shown"]
+    print(
+        f"{out}: {made['shown']} trajectories ({left_out} left out), "
+        f"{made['bytes'] / 1e6:.1f} MB, {time.monotonic() - began:.1f} s"
+    )
+    return 0

@@ -1,0 +1,90 @@
+"""`arealite top RUN`: the launcher's panel of a run that lives or is over, from any machine that
+sees its folders."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from arealite.base import log
+from arealite.base.names import RunPaths
+from arealite.impl.launcher.progress import Progress
+from arealite.impl.view.panel import panel
+from arealite.impl.view.terminal import Terminal
+from arealite.system.health.snapshot import Watch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show a run until it is over, or until q or Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="arealite top", description="Show what a run is doing, until it is over; q ends it."
+    )
+    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser.add_argument("--once", action="store_true", help="print the panel once")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds: 2")
+    options = parser.parse_args(argv)
+    if not 0.1 <= options.every <= 3600.0:
+        parser.error(f"--every {options.every:g} must be from 0.1 to 3600 seconds")
+    log.setup("top", "error")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    watch, terminal = Watch(RunPaths(options.run)), Terminal()
+    try:
+        if terminal.is_drawable and not options.once:
+            draw(watch, terminal, every_s=options.every)
+        else:
+            tell(watch, terminal, every_s=0.0 if options.once else options.every)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def draw(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+    """Keep the panel on a terminal; its last state stays."""
+    with terminal.keep_panel() as live, keyboard() as pressed:
+        terminal.draw(live, watch)
+        while not watch.is_over and pressed(every_s) != "q":
+            terminal.draw(live, watch)
+
+
+def tell(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+    """Print a line a step while the run lives, and at last the panel, as plain text; with no
+    `every_s` the panel as it is now."""
+    shot = watch.read()
+    progress = Progress(watch.paths.metrics, shot.total_steps, every=1)
+    while every_s and not watch.is_over:
+        select.select([], [], [], every_s)
+        shot = watch.read()
+        progress.poll()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal may know no blocks.
+        sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportUnknownMemberType]
+    terminal.print(panel(shot, width=terminal.width))
+
+
+@contextmanager
+def keyboard() -> Generator[Callable[[float], str]]:
+    """Yield what waits some seconds for a key and returns it; "" if none came."""
+    keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    before = [termios.tcgetattr(key) for key in keys]
+
+    def pressed(seconds: float) -> str:
+        ready = select.select(keys, [], [], seconds)[0]
+        return (os.read(ready[0], 1) or b"q").decode(errors="replace") if ready else ""
+
+    try:
+        for key in keys:
+            tty.setcbreak(key)
+        yield pressed
+    finally:
+        for key, mode in zip(keys, before, strict=True):
+            termios.tcsetattr(key, termios.TCSADRAIN, mode)

@@ -1,0 +1,1 @@
+"""Other people's environments, made to look like ours."""

@@ -1,0 +1,107 @@
+"""Environment: Gymnasium's, and any with its `reset` and `step`, whose actions can be words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.observation import Observation
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.impl.env.adapters.blocking import Instance, Instances
+from arealite.impl.env.adapters.foreign import maker, seed_of, seeded_rows
+from arealite.impl.env.games.choices import chosen
+
+HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
+
+
+class GymnasiumEnv(Env):
+    """One seat acts until the environment, or the config, ends the episode."""
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self._instances = Instances(threads=config.threads)
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield a seed a row, with the rules as prompt."""
+        name = (config.factory or config.env_id).rpartition(":")[2]
+        return seeded_rows(name, config.rules or f"You act in {name}.", split, seed)
+
+    async def setup(self) -> None:
+        """Make the first environment, and see that an agent can act in it."""
+        self._instances.make = maker("gymnasium", self.config)
+        try:
+            async with self._instances.one() as instance:
+                space = getattr(instance.env, "action_space", None)
+        except Exception as error:
+            raise UserError(f"env.gymnasium: it cannot be made: {error}") from error
+        self._first, self.choices = actions(space, self.config.actions)
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Reset with the task's seed, then step to the end; a step's reward is its turn's."""
+        agent, config, illegal = agents["agent"], self.config, 0
+        rules = task.text
+        if self.choices and not config.rules:
+            rules += f" Answer with one of: {', '.join(self.choices)}."
+        async with self._instances.one() as instance:
+            seed = seed_of(task)
+            seen, _ = await instance.call(lambda: instance.env.reset(seed=seed))
+            text = f"{rules}\n{await self._shown(instance, seen)}"
+            for _ in range(config.max_steps):
+                action = await agent.act(Observation(text, self.choices))
+                move = self.parse(action.text)
+                if move is None:
+                    illegal += 1
+                    agent.reward(config.illegal_reward, illegal=1.0)
+                    text, done = "That is no action.", illegal >= config.max_illegal
+                    text += f" Answer with one of: {', '.join(self.choices)}."
+                else:
+                    seen, reward, *ends, _ = await instance.call(instance.env.step, move)
+                    agent.reward(float(reward))
+                    done = any(ends)
+                    text = "" if done else await self._shown(instance, seen)
+                if done or action.is_last:
+                    break
+                text = f"{rules}\n{text}" if config.repeat_rules else text
+
+    def parse(self, text: str) -> Any:
+        """Return the action that an answer names; None: none."""
+        if not self.choices:
+            return text
+        name = chosen(text, self.choices)
+        return None if name is None else self._first + self.choices.index(name)
+
+    async def _shown(self, instance: Instance, seen: Any) -> str:
+        """Return what is seen as a text: as the environment draws it, where it draws texts."""
+        if getattr(instance.env, "render_mode", None) == "ansi":
+            return HIGHLIGHT.sub(r"[\1]", str(await instance.call(instance.env.render))).strip()
+        if isinstance(seen, dict):
+            return "\n".join(f"{name}: {value}" for name, value in seen.items())
+        return str(seen)
+
+    async def close(self) -> None:
+        """Close all environments."""
+        await self._instances.close()
+
+
+def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:
+    """Return the number of the first action and the names of all, () where any text is one.
+
+    Raises:
+        UserError: actions are neither texts nor numbered, or their names are not as many.
+    """
+    kind = type(space).__name__
+    if space is None or kind == "Text":
+        return 0, ()
+    if kind != "Discrete":
+        raise UserError(
+            f"env.gymnasium: an agent writes texts or numbers, and its action is {space}."
+        )
+    first, count = int(space.start), int(space.n)
+    if names and len(names) != count:
+        raise UserError(f"env.gymnasium.actions has {len(names)} names, the actions are {count}.")
+    return first, tuple(names) or tuple(str(first + i) for i in range(count))

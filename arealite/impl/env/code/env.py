@@ -1,0 +1,234 @@
+"""Writes a program: it is run in a sandbox, on cases that it cannot see, and rewarded by those
+that pass.
+
+What a program returns or prints is compared here, and asserts run beside it, in a process of their
+own: no program can report itself as right (`harness.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import marshal
+import random
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.observation import messages
+from arealite.api.sandbox import SandboxFactory, SandboxFailed
+from arealite.api.task import Task
+from arealite.base.errors import EpisodeError
+from arealite.impl.env.code.tasks import one_line
+from arealite.impl.env.code.values import decode, encode, same, same_text
+
+MODULES = "values", "program", "harness"
+FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+class BrokenTests(EpisodeError):
+    """A row's tests are missing or cannot be run: its programs have no reward."""
+
+    failure_class = "code_tests"
+
+
+class Cases(NamedTuple):
+    """The cases of a row."""
+
+    mode: str
+    """stdio, calls or tests."""
+    entry: str
+    """The function that they are about, "" for none."""
+    work: dict[str, Any]
+    """What the harness is told."""
+    expected: list[Any]
+    """One a case; [] where tests decide."""
+
+
+class Verdict(NamedTuple):
+    """What became of a program."""
+
+    passed: int
+    total: int
+    is_loaded: bool
+
+
+class CodeEnv(Env):
+    """Asks for a program and scores it by test cases."""
+
+    resumable = True
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield functions of one line to complete, each with five cases."""
+        dice = random.Random(f"code/{seed}/{split}")
+        while True:
+            yield one_line(dice)
+
+    async def setup(self) -> None:
+        """Choose a sandbox."""
+        factory = SandboxFactory(self.args)
+        self.sandbox = await asyncio.to_thread(factory.make_sandbox, self.config.sandbox)
+        await self.sandbox.setup()
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Let the agent write, and reward it: the share of cases that pass, more where all do.
+
+        Raises:
+            BrokenTests: the row has no cases that can be run.
+            SandboxFailed: the program could not be run.
+        """
+        agent, cases = agents["agent"], read_cases(task, self.config.case_timeout_s)
+        action = await agent.act(task.prompt)
+        begin = time.perf_counter()
+        verdict = await self.judge(program(action.text, prompt_text(task), cases.entry), cases)
+        agent.record.seconds_scoring += time.perf_counter() - begin
+        share, solved = verdict.passed / verdict.total, float(verdict.passed == verdict.total)
+        reward = share * self.config.partial + self.config.bonus * solved
+        if not verdict.is_loaded:
+            reward = self.config.error_reward
+        agent.reward(reward, passed=share, solved=solved, loaded=float(verdict.is_loaded))
+
+    async def judge(self, source: str, cases: Cases) -> Verdict:
+        """Run all cases of one program, in one sandbox."""
+        job = json.dumps({"source": source, "entry": cases.entry, "mode": cases.mode})
+        stdin = f"{len(job):010}{job}{json.dumps(cases.work)}"
+        outcome = await self.sandbox.run(harness(), stdin=stdin)
+        if outcome.status == "exited" and outcome.code != 0:
+            raise SandboxFailed(f"the harness failed: {outcome.stderr[-500:]}")
+        said = [*heard(outcome.stdout)]
+        for each in said:
+            if "broken" in each:
+                raise BrokenTests(": ".join(each["broken"]))
+        results = [each for each in said if "case" in each]
+        total = len(cases.expected) or max(
+            sum(each.get("total", 0) for each in said), sum(each["of"] for each in results), 1
+        )
+        passed = sum(self._passed(each, cases.expected) for each in results)
+        return Verdict(passed, total, any("loaded" in each for each in said))
+
+    def _passed(self, result: dict[str, Any], expected: list[Any]) -> int:
+        """Return how many cases a line of the harness says have passed."""
+        if "passed" in result:
+            return int(result["passed"])
+        due = expected[result["case"]]
+        if "stdout" in result:
+            is_same = same_text(result["stdout"], due, self.config.tolerance)
+            return int(result["code"] == 0 and is_same)
+        try:
+            got = decode(result["value"], lambda _: object()) if "value" in result else object()
+            return int(same(got, due, self.config.tolerance))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return 0
+
+    async def close(self) -> None:
+        """Stop the sandbox."""
+        await self.sandbox.close()
+
+
+def heard(text: str) -> Iterator[dict[str, Any]]:
+    """Yield what a harness said, without a line that was cut off."""
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError):
+            yield json.loads(line)
+
+
+@cache
+def harness() -> str:
+    """Return a program that makes the harness's modules, compiled, and so runs the last."""
+    named = [f"arealite.impl.env.code.{name}" for name in MODULES[:-1]] + ["__main__"]
+    texts = [Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES]
+    codes = [
+        marshal.dumps(compile(text, name, "exec"))
+        for text, name in zip(texts, MODULES, strict=True)
+    ]
+    return (
+        f"import marshal, sys\nfor name, code in {[*zip(named, codes, strict=True)]!r}:\n"
+        "    module = sys.modules[name] = type(sys)(name)\n"
+        "    exec(marshal.loads(code), module.__dict__)\n"
+    )
+
+
+# ---------------------------------------------------------------- rows
+
+
+def read_cases(task: Task, seconds: float) -> Cases:
+    """Return a row's cases: `cases` [{args, kwargs, expected}] or [{stdin, stdout}], `test` with a
+    `check(candidate)` as in HumanEval, or `test_list` of asserts as in MBPP.
+
+    Functions that a prompt gives before the one it asks for are the tests' own, whatever the
+    program makes of them. Classes are the program's, as its functions get their objects.
+
+    Raises:
+        BrokenTests: it has none of these.
+    """
+    info = task.extra_info
+    entry, cases = info.get("entry_point") or "", list(info.get("cases") or [])
+    if cases and cases[0].get("stdin") is not None:
+        work = {"inputs": [case["stdin"] for case in cases]}
+        return Cases("stdio", "", {**work, "seconds": seconds}, [case["stdout"] for case in cases])
+    if cases and entry:
+        calls = [[list(case.get("args") or []), dict(case.get("kwargs") or {})] for case in cases]
+        work = {"calls": encode(calls, str)}
+        return Cases(
+            "calls", entry, {**work, "seconds": seconds}, [case["expected"] for case in cases]
+        )
+    tests, (given, _) = list(info.get("test_list") or []), head_of(prompt_text(task), entry)
+    if info.get("test") and entry:
+        tests = [f"{info['test']}\ncheck(candidate)\n"]
+    if not tests:
+        raise BrokenTests(
+            f"{task.task_id} has no test cases in extra_info: cases (with entry_point, or of stdin "
+            "and stdout), test (with entry_point) or test_list"
+        )
+    setup = info.get("setup") or info.get("test_setup_code") or ""
+    if is_python(given) and not re.search(r"^class ", given, re.MULTILINE):
+        setup = f"{given}\n{setup}"
+    return Cases("tests", entry, {"setup": setup, "tests": tests, "seconds": seconds}, [])
+
+
+def prompt_text(task: Task) -> str:
+    """Return what the task asks, without what else a chat says."""
+    return str(messages(task.prompt)[-1]["content"])
+
+
+def program(text: str, prompt: str, entry: str) -> str:
+    """Return the program in a completion: its last fenced block, or all of it.
+
+    Where the prompt is the head of a function, as HumanEval's, what stands before that function
+    belongs to the program, and a completion without it is its body.
+    """
+    code, (before, head) = fenced(text), head_of(prompt, entry)
+    name = re.escape(entry)
+    if not re.search(rf"^(?:(?:async )?def|class) {name}\b|^{name} *=", code, re.MULTILINE):
+        return head + code
+    return f"{before}\n{code}" if before and is_python(before) else code
+
+
+def fenced(text: str) -> str:
+    """Return the last fenced block of a text, or all of it."""
+    return [text, *FENCE.findall(text)][-1]
+
+
+def head_of(prompt: str, entry: str) -> tuple[str, str]:
+    """Return what a prompt that is code has before the function, and all of it; else ""."""
+    head = fenced(prompt)
+    begin = head.find(f"def {entry}(") if entry else -1
+    return (head[:begin], head) if begin >= 0 else ("", "")
+
+
+@lru_cache(1024)
+def is_python(text: str) -> bool:
+    """Return whether a text of the data set is a program."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

@@ -1,0 +1,316 @@
+"""Runs a program on the inputs of its test cases, or tests against it, inside a sandbox.
+
+Apart from `env.py` because it runs there: it and the two modules it needs are all that is sent
+along. The program under test has a process of its own (`program.py`), so it patches, exits and
+prints nothing here, where the tests are.
+
+On stdin come ten digits, a job `{source, entry, mode}` of that length, and the tests. On stdout
+goes a line of JSON for each thing that is known.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from arealite.impl.env.code.program import ENDED, Line, describe, wait_and_fork
+from arealite.impl.env.code.values import decode, encode
+
+START_S, MAX_SIZE = 60.0, 1 << 18
+
+
+class Unsupported(BaseException):
+    """The tests cannot be run here."""
+
+
+class ProgramError(Exception):
+    """The program raised, ended, was ended, or answered what is no answer."""
+
+
+class Program:
+    """The program, as the tests see it; started again where it has ended."""
+
+    def __init__(self, line: Line, out: int, seconds: float) -> None:
+        self.line, self.out, self.seconds = line, out, seconds
+        self.pid, self.starts, self.printed = 0, 0, b""
+        self.names: dict[str, Any] = {}
+
+    def start(self, stdin: str | None = None) -> None:
+        """Start the program, with an input or to be asked, and learn its global values.
+
+        Raises:
+            Exception: it cannot be loaded, or its values are none.
+        """
+        self.line.send("start")
+        answer: dict[str, Any] = {}
+        while "pid" not in answer:  # the end of one before may come first
+            answer = self._hear(time.monotonic() + START_S)
+        self.pid = int(answer["pid"])
+        self.starts, self.printed = self.starts + 1, b""
+        self.line.send(stdin)
+        loaded = self._answer()["loaded"].items()
+        self.names = {name: self.value(data, name) for name, data in loaded}
+
+    def ask(self, operation: str, *parts: Any) -> Any:
+        """Return what an operation on the program's values gives.
+
+        Raises:
+            Unsupported: `parts` cannot be passed to it.
+            Exception: what the program raised, where it is one of Python's, else ProgramError.
+        """
+        self.line.send([operation, *[encode(part, self._pass) for part in parts]])
+        return self._answer()["value"]
+
+    def finish(self) -> int:
+        """Wait for the program's end; return its exit code."""
+        answer: dict[str, Any] = {}
+        while ENDED not in answer:
+            answer = self._bounded(time.monotonic() + self.seconds)
+        os.set_blocking(self.out, False)
+        with suppress(BlockingIOError):
+            self._drain()
+        return int(answer[ENDED])
+
+    def value(self, data: Any, name: str = "") -> Any:
+        """Return what the program's data stands for."""
+        return decode(data, lambda number: Remote(self, int(number), name))
+
+    def _pass(self, value: Any) -> int:
+        if isinstance(value, Remote):
+            return value.number()
+        raise Unsupported(f"a test passes a {type(value).__name__} to the program")
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._bounded(time.monotonic() + self.seconds)
+        if ENDED in answer:
+            raise ProgramError(f"the program ended with code {answer[ENDED]}")
+        if "error" in answer:
+            kind, text = answer["error"]
+            raise python_error(str(kind), str(text))
+        return answer
+
+    def _bounded(self, deadline: float) -> dict[str, Any]:
+        """Hear, and kill the program where it gives no answer."""
+        try:
+            return self._hear(deadline)
+        except (TimeoutError, ValueError):
+            os.kill(self.pid, signal.SIGKILL)
+            self.printed = b""
+            while ENDED not in self._hear(time.monotonic() + START_S):
+                self.printed = b""
+            raise
+
+    def _hear(self, deadline: float) -> dict[str, Any]:
+        while b"\n" not in self.line.rest:
+            left = max(0.0, deadline - time.monotonic())
+            ready = select.select([self.line.read, self.out], [], [], left)[0]
+            if not ready:
+                raise TimeoutError("the program took too long")
+            if self.out in ready:
+                self._drain()
+            if self.line.read in ready:
+                self.line.fill()
+            if len(self.line.rest) > MAX_SIZE:
+                self.line.rest = b""
+                raise ValueError("the program answered too much")
+        answer = self.line.receive()
+        if not isinstance(answer, dict):
+            raise ValueError("the program wrote what it should not")
+        if ENDED in answer:
+            self.pid = 0
+        return answer
+
+    def _drain(self) -> None:
+        self.printed += os.read(self.out, 1 << 16)
+        if len(self.printed) > MAX_SIZE:
+            raise ValueError("the program printed too much")
+
+
+class Remote:
+    """A value of the program that is no plain data: a function, a class, an object."""
+
+    def __init__(self, program: Program, number: int, name: str) -> None:
+        self.__dict__.update(_program=program, _number=number, _start=program.starts, _name=name)
+
+    def number(self) -> int:
+        """Return what the program knows it by: where it was started again, by another number."""
+        program: Program = self._program
+        if not program.pid:
+            program.start()
+        if self._start != program.starts:
+            again = program.names.get(self._name)
+            if not isinstance(again, Remote):
+                raise ProgramError("the program that had this value has ended")
+            self.__dict__.update(_number=again.number(), _start=program.starts)
+        return self._number
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._ask("call", list(args), options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise AttributeError(name)
+        return self._ask("get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ask("list"))
+
+    def __len__(self) -> int:
+        return int(self._ask("len"))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __str__(self) -> str:
+        return str(self._ask("str"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and self._ask("eq", other) is True
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _ask(self, operation: str, *parts: Any) -> Any:
+        program: Program = self._program
+        return program.value(program.ask(operation, self, *parts))
+
+
+def python_error(kind: str, text: str) -> Exception:
+    """Return an exception of Python's own by its name, else a ProgramError."""
+    known = getattr(builtins, kind, None)
+    error: Exception = ProgramError(f"{kind}: {text}")
+    if isinstance(known, type) and issubclass(known, Exception):
+        with suppress(TypeError):  # some want more than a text
+            error = known(text)
+    error.program = True  # type: ignore[attr-defined]
+    return error
+
+
+def run_inputs(program: Program, texts: list[str], report: Callable[..., None]) -> None:
+    """Run the program on each stdin."""
+    for case, text in enumerate(texts):
+        try:
+            program.start(text)
+        except Exception as error:  # noqa: BLE001
+            return report(error=describe(error))
+        if case == 0:
+            report(loaded=True)
+        try:
+            code = program.finish()
+            report(case=case, stdout=program.printed.decode(errors="replace"), code=code)
+        except Exception as error:  # noqa: BLE001
+            report(case=case, error=describe(error))
+    return None
+
+
+def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..., None]) -> None:
+    """Call one function with the arguments of each case."""
+    function = program.names.get(name)
+    for case, (args, options) in enumerate(calls):
+        try:
+            if not isinstance(function, Remote):
+                raise TypeError(f"{name} is no function")
+            report(case=case, value=program.ask("call", function, args, options))
+        except Exception as error:  # noqa: BLE001
+            report(case=case, error=describe(error))
+
+
+def run_tests(program: Program, work: dict[str, Any], report: Callable[..., None]) -> None:
+    """Run sources with asserts; each assert is a case."""
+    import ast
+
+    class Counting(ast.NodeTransformer):
+        asserts = 0
+
+        def visit_Assert(self, node: ast.Assert) -> ast.AST:
+            self.asserts += 1
+            frame = ast.parse("try: pass\nexcept Exception: _failed()\nelse: _passed()").body[0]
+            frame.body = [node]  # type: ignore[attr-defined]
+            return frame
+
+    def failed() -> None:
+        error = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
+        if isinstance(error, ImportError) and not hasattr(error, "program"):
+            raise Unsupported(f"a test cannot be run here: {error}")
+        verdicts.append(False)
+
+    trees, counts = [], []
+    for source in [work["setup"], *work["tests"]]:
+        counter = Counting()
+        tree = ast.fix_missing_locations(counter.visit(ast.parse(source)))
+        trees.append(compile(tree, "<test>", "exec"))
+        counts.append(max(1, counter.asserts))
+    report(total=sum(counts[1:]))
+    names = {**program.names, "candidate": program.names.get(work["entry"])}
+    names |= {"_failed": failed, "_passed": lambda: verdicts.append(True)}
+    for case, (tree, count) in enumerate(zip(trees, counts, strict=True), start=-1):
+        verdicts: list[bool] = []
+        try:
+            exec(tree, names)
+            verdicts += [] if verdicts else [True]
+        except Exception:  # noqa: BLE001
+            failed()
+        if case >= 0:
+            report(case=case, passed=sum(verdicts), of=max(count, len(verdicts)))
+
+
+def receive(count: int) -> bytes:
+    """Read from stdin and no further."""
+    text = b""
+    while len(text) < count and (piece := os.read(0, min(count - len(text), 1 << 16))):
+        text += piece
+    return text
+
+
+def main() -> None:
+    """Run one program's cases."""
+    results, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
+    job = json.loads(receive(int(receive(10))))
+    (ask, asked), (answer, answered), (out, printed) = os.pipe(), os.pipe(), os.pipe()
+    if os.fork() == 0:
+        for file in (0, 1, 2):
+            os.dup2(nothing, file)
+        for file in (results, nothing, asked, answer, out):
+            os.close(file)
+        wait_and_fork(job, Line(ask, answered), printed)
+    for file in (ask, answered, printed):
+        os.close(file)
+    os.dup2(nothing, 1)
+
+    def report(**known: Any) -> None:
+        os.write(results, json.dumps(known).encode() + b"\n")
+
+    work = json.loads(receive(1 << 30))
+    program = Program(Line(answer, asked), out, work["seconds"])
+    if job["mode"] == "stdio":
+        return run_inputs(program, work["inputs"], report)
+    try:
+        program.start()
+    except Exception as error:  # noqa: BLE001
+        return report(error=describe(error))
+    report(loaded=True)
+    try:
+        if job["mode"] == "calls":
+            return run_calls(program, job["entry"], program.value(work["calls"]), report)
+        return run_tests(program, {**work, "entry": job["entry"]}, report)
+    except (Unsupported, SyntaxError) as error:
+        return report(broken=describe(error))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

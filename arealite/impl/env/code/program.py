@@ -1,0 +1,144 @@
+"""The process of a program under test: it runs there, and answers what is asked of it.
+
+It is forked before the tests are read, and its files are closed but for two pipes: it knows no
+expected value, and all it can say is what its functions return, as plain data.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from arealite.impl.env.code.values import decode, encode
+
+ENDED = "ended"
+
+
+class Line:
+    """Two pipes: one JSON value a line each way."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self.read, self.write, self.rest = read, write, b""
+
+    def send(self, message: Any) -> None:
+        """Send one value."""
+        text = json.dumps(message).encode() + b"\n"
+        while text:
+            text = text[os.write(self.write, text) :]
+
+    def fill(self) -> None:
+        """Read what there is; exit where the other side has ended."""
+        piece = os.read(self.read, 1 << 16)
+        if not piece:
+            os._exit(0)
+        self.rest += piece
+
+    def receive(self) -> Any:
+        """Wait for one value."""
+        while b"\n" not in self.rest:
+            self.fill()
+        text, _, self.rest = self.rest.partition(b"\n")
+        return json.loads(text)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, args, options: function(*args, **options),
+    "get": getattr, "set": setattr, "list": list, "len": len, "item": operator.getitem,
+    "str": str, "eq": operator.eq, "next": next,
+}  # fmt: skip
+
+
+def wait_and_fork(job: dict[str, Any], line: Line, out: int) -> None:
+    """Fork a process for the program whenever one is asked for, and tell how it ended."""
+    while True:
+        if line.receive() != "start":
+            continue  # was meant for one that has ended
+        pid = os.fork()
+        if pid == 0:
+            be_program(job, line, out)
+        line.send({"pid": pid})
+        status = os.waitpid(pid, 0)[1]
+        line.send({ENDED: os.waitstatus_to_exitcode(status)})
+
+
+def be_program(job: dict[str, Any], line: Line, out: int) -> None:
+    """Run the program: from its stdin to its end, or to be asked for its functions."""
+    stdin = line.receive()
+    if stdin is not None:
+        os.dup2(out, 1)
+        feed(stdin.encode(errors="replace"))
+    os.close(out)
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    names, code = module.__dict__, 0
+    try:
+        compiled = compile(job["source"], "<program>", "exec")
+    except BaseException as error:  # noqa: BLE001  (whatever it is, it is told)
+        line.send({"error": describe(error)})
+        os._exit(1)
+    if stdin is not None:
+        line.send({"loaded": {}})
+        try:
+            exec(compiled, names)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:  # noqa: BLE001
+            code = 1
+        sys.stdout.flush()
+        os._exit(code & 255)
+    try:
+        exec(compiled, names)
+        if job["entry"]:
+            names[job["entry"]]
+    except BaseException as error:  # noqa: BLE001
+        line.send({"error": describe(error)})
+        os._exit(1)
+    serve(names, line)
+
+
+def serve(names: dict[str, Any], line: Line) -> None:
+    """Answer what is asked of the program's values."""
+    kept: list[Any] = []
+
+    def keep(value: Any) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    visible = {n: v for n, v in names.items() if n[:2] != "__" and not isinstance(v, type(sys))}
+    line.send({"loaded": {name: encode(value, keep) for name, value in visible.items()}})
+    while True:
+        operation, *parts = line.receive()
+        try:
+            parts = [decode(part, kept.__getitem__) for part in parts]
+            answer = {"value": encode(OPERATIONS[operation](*parts), keep)}
+            json.dumps(answer)
+        except BaseException as error:  # noqa: BLE001
+            answer = {"error": describe(error)}
+        line.send(answer)
+
+
+def describe(error: BaseException) -> list[str]:
+    """Return an error's kind and text."""
+    try:
+        return [type(error).__name__, str(error)[:500]]
+    except BaseException:  # noqa: BLE001  (its own __str__)
+        return ["Exception", ""]
+
+
+def feed(text: bytes) -> None:
+    """Make `text` this process's stdin."""
+    read, write = os.pipe()
+    if len(text) > 1 << 16 and os.fork() == 0:
+        os.close(read)
+        while text:
+            text = text[os.write(write, text) :]
+        os._exit(0)
+    elif len(text) <= 1 << 16:
+        os.write(write, text)
+    os.close(write)
+    os.dup2(read, 0)
+    os.close(read)

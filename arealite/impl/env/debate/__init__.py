@@ -1,0 +1,1 @@
+"""Two seats argue, rules or a third seat judge."""

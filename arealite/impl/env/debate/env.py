@@ -1,0 +1,111 @@
+"""A debate: one seat argues for a claim, the other against it; rules or a third seat judge.
+
+Each observation has the rules, the claim and all that was said, so that an agent without a memory
+can take part.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.task import Task
+from arealite.base.errors import EpisodeError, UserError
+from arealite.impl.env.debate.rules import judge
+from arealite.impl.env.debate.topics import TOPICS
+
+SIDES = {"pro": "for", "con": "against"}
+HELD_OUT = 5
+"""One topic in so many is left to the other splits, and never trained on."""
+RULES = """\
+This is a debate of {rounds} speeches a side. Pro argues for the claim, con against it; they speak \
+in turn, pro first. What counts: {words} words or some more, evidence, reasoning, structure, \
+keeping to the claim and to your side, and answering what the other side says.
+Claim: {claim}
+"""
+VERDICT = re.compile(r"pro\s*[=:]\s*(\d+(?:\.\d+)?)\W+con\s*[=:]\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+ASK = "You are the judge. Score each side from 0 to 10, and end with a line like: pro=5 con=5\n"
+
+
+class JudgeUnreadable(EpisodeError):
+    """The judge gave no scores, so nobody can be rewarded."""
+
+    failure_class = "judge_unreadable"
+
+
+class DebateEnv(Env):
+    """A debate between seats pro and con, judged by rules or by a seat judge."""
+
+    seats = ("pro", "con", "judge")
+    resumable = True
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        if config.judge == "rules":
+            self.seats = ("pro", "con")
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield the built-in claims, over and over in another order."""
+        held = [(i % HELD_OUT == 0) != (split == "train") for i in range(len(TOPICS))]
+        topics = [topic for topic, is_ours in zip(TOPICS, held, strict=True) if is_ours]
+        dice = random.Random(f"debate/{split}/{seed}")
+        while True:
+            yield from ({"prompt": topic} for topic in dice.sample(topics, len(topics)))
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Let both speak, and reward each with its score, and what the better one wins.
+
+        Raises:
+            JudgeUnreadable: the seat judge gave no verdict.
+            UserError: the seat judge is one that is trained.
+        """
+        config, claim, speeches = self.config, task.text, dict[str, list[str]](pro=[], con=[])
+        rules = RULES.format(rounds=config.rounds, words=config.words, claim=claim)
+        said = ""
+        for number in range(config.rounds):
+            for side, stance in SIDES.items():
+                turn = f"You are {side}. Give your speech {number + 1}, {stance} the claim.\n"
+                text = (await agents[side].act(f"{rules}{said}{turn}")).text.strip()
+                speeches[side].append(text)
+                said += f"[{side}, speech {number + 1}] {text}\n"
+        scores = {
+            side: judge(claim, speeches[side], speeches[other], words=config.words, first=first)
+            for side, other, first in (("pro", "con", True), ("con", "pro", False))
+        }
+        if config.judge == "model":
+            scores = await self.ask(agents["judge"], rules, speeches)
+        totals = {side: fmean(parts.values()) for side, parts in scores.items()}
+        for side, other in (("pro", "con"), ("con", "pro")):
+            ahead = totals[side] - totals[other]
+            won = 0 if abs(ahead) < config.win_margin else (ahead > 0) - (ahead < 0)
+            value = totals[side] + config.win_reward * won
+            agents[side].reward(value, score=totals[side], win=float(won > 0), **scores[side])
+
+    async def ask(
+        self, agent: Agent, rules: str, speeches: dict[str, list[str]]
+    ) -> dict[str, dict[str, float]]:
+        """Return the judge's scores in [0, 1], the mean of two verdicts: each side comes first
+        once."""
+        if agent.trainable:
+            hint = "Set collector.seats.judge.type=fixed_policy (or another that is not trained)."
+            raise UserError(f"the seat judge of a debate is trained, but never rewarded. {hint}")
+        found: dict[str, list[float]] = {"pro": [], "con": []}
+        for order in (("pro", "con"), ("con", "pro")):
+            told = "".join(
+                f"[{side}, speech {n}] {text}\n"
+                for side in order
+                for n, text in enumerate(speeches[side], start=1)
+            )
+            answer = (await agent.act(f"{rules}{told}{ASK}")).text
+            verdicts = VERDICT.findall(answer)
+            if not verdicts or max(map(float, verdicts[-1])) > 10:
+                raise JudgeUnreadable(f"no scores as in 'pro=5 con=5' in: {answer[-200:]!r}")
+            for side, score in zip(found, verdicts[-1], strict=True):
+                found[side].append(float(score) / 10)
+        return {side: {"judge": fmean(each)} for side, each in found.items()}

@@ -1,0 +1,1 @@
+"""Games: boards, dilemmas, and texts to reverse."""

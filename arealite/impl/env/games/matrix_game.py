@@ -1,0 +1,144 @@
+"""Matrix games: both seats choose at the same time, once or again and again.
+
+Each observation has the rules, the payoffs and all that was chosen before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product, repeat
+from statistics import fmean
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.observation import Observation
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+from arealite.impl.env.games.choices import chosen
+
+Payoffs = dict[tuple[str, str], tuple[float, float]]
+GAMES: dict[str, Mapping[str, Sequence[float]]] = {
+    "prisoners_dilemma": {
+        "cooperate cooperate": [3, 3],
+        "cooperate defect": [0, 5],
+        "defect cooperate": [5, 0],
+        "defect defect": [1, 1],
+    },
+    "stag_hunt": {
+        "stag stag": [4, 4],
+        "stag hare": [0, 3],
+        "hare stag": [3, 0],
+        "hare hare": [2, 2],
+    },
+    "chicken": {
+        "swerve swerve": [0, 0],
+        "swerve straight": [-1, 1],
+        "straight swerve": [1, -1],
+        "straight straight": [-10, -10],
+    },
+    "matching_pennies": {
+        f"{row} {column}": [1, -1] if row == column else [-1, 1]
+        for row, column in product(("heads", "tails"), repeat=2)
+    },
+    "rock_paper_scissors": {
+        f"{row} {column}": [[0, 0], [1, -1], [-1, 1]][(i - j) % 3]
+        for (i, row), (j, column) in product(enumerate(("rock", "paper", "scissors")), repeat=2)
+    },
+}
+"""What row and column get, by what they choose."""
+
+
+class MatrixGameEnv(Env):
+    """A matrix game between seats row and column, by a name or your own payoffs."""
+
+    seats = ("row", "column")
+    resumable = True
+    rounds = 1
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self.payoffs = payoffs(config)
+        self.choices = [tuple(dict.fromkeys(pair[i] for pair in self.payoffs)) for i in (0, 1)]
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield the game, ever the same."""
+        payoffs(config)
+        yield from repeat({"prompt": "your own" if config.payoffs else config.game})
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Let both choose, round by round; each is rewarded after every round."""
+        seats = [agents[name] for name in self.seats]
+        told: list[list[str]] = [[], []]
+        for number in range(self.rounds):
+            async with asyncio.TaskGroup() as tasks:
+                acts = [
+                    tasks.create_task(agent.act(self.show(i, number, told[i])))
+                    for i, agent in enumerate(seats)
+                ]
+            actions = [act.result() for act in acts]
+            made = [chosen(actions[i].text, self.choices[i]) for i in (0, 1)]
+            for i, agent in enumerate(seats):
+                value, own, other = self.value(i, made), made[i], made[1 - i]
+                parts = {f"chose_{each}": (each == own) / self.rounds for each in self.choices[i]}
+                agent.reward(value / self.rounds, illegal=float(own is None), **parts)
+                line = f"Round {number + 1}: you: {own or 'unreadable'}, "
+                told[i].append(f"{line}the other: {other or 'unreadable'}. You got {value:g}.\n")
+
+    def value(self, seat: int, made: list[str | None]) -> float:
+        """Return what a seat gets for a round; where the other's choice is unreadable, its mean
+        over all of the other's choices."""
+        own = made[seat]
+        if own is None:
+            return self.config.illegal_reward
+        other = made[1 - seat]
+        against = self.choices[1 - seat] if other is None else (other,)
+        pairs = [(own, each) if seat == 0 else (each, own) for each in against]
+        return fmean(self.payoffs[pair][seat] for pair in pairs)
+
+    def show(self, seat: int, number: int, told: list[str]) -> Observation:
+        """Return what a seat sees before a round."""
+        mine = {pair: (each[seat], each[1 - seat]) for pair, each in self.payoffs.items()}
+        table = "".join(
+            f"you {pair[seat]}, the other {pair[1 - seat]}: you get {own:g}, the other {other:g}\n"
+            for pair, (own, other) in mine.items()
+        )
+        often = f", {self.rounds} times" if self.rounds > 1 else ""
+        rules = f"You and another player choose at the same time{often}. What you get:\n{table}"
+        ask = f"Answer with one of: {', '.join(self.choices[seat])}. An unreadable answer is "
+        ask += f"worth {self.config.illegal_reward:g}.\n"
+        now = f"Round {number + 1} of {self.rounds}.\n" if self.rounds > 1 else ""
+        return Observation(rules + ask + "".join(told) + now, self.choices[seat])
+
+
+class PrisonersDilemmaEnv(MatrixGameEnv):
+    """The prisoner's dilemma, or another matrix game, again and again between the same two."""
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self.rounds = config.rounds
+
+
+def payoffs(config: Any) -> Payoffs:
+    """Return the game's payoffs.
+
+    Raises:
+        UserError: there is no such game, or your own lacks a pair of choices.
+    """
+    if not config.payoffs and config.game not in GAMES:
+        raise UserError(unknown("matrix game", config.game, list(GAMES)))
+    given = config.payoffs or GAMES[config.game]
+    pairs = {tuple(key.split()): tuple(values) for key, values in given.items()}
+    whole = all(len(key) == len(values) == 2 for key, values in pairs.items())
+    if whole:
+        rows, columns = zip(*pairs, strict=True)
+        whole = {*product(rows, columns)} == {*pairs}
+    if not whole:
+        raise UserError(
+            "payoffs: each pair of choices needs two numbers, what row and column get. Write "
+            "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}."
+        )
+    return pairs  # pyright: ignore[reportReturnType]

@@ -1,0 +1,80 @@
+"""Tic-tac-toe: two seats in turn, for self-play or against a scripted one.
+
+Every observation has the rules and the board, so that an agent without a memory can play.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.observation import Observation
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.impl.env.games.choices import chosen
+
+SQUARES = tuple("123456789")
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+RULES = """\
+Tic-tac-toe. Players x and o take turns; each puts its mark on a free square, and three of one's \
+own in a row, column or diagonal win. A free square shows its number. Answer with the number of \
+your square alone, or end with it; any other answer loses the game. You are {seat}.
+"""
+
+
+class TicTacToeEnv(Env):
+    """Tic-tac-toe between seats x and o; x begins."""
+
+    seats = ("x", "o")
+    resumable = True
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield openings."""
+        for number in count():
+            dice = random.Random(f"tic-tac-toe/{split}/{seed}/{number}")
+            moves = dice.sample(SQUARES, dice.randint(0, config.opening_moves))
+            yield {"prompt": "tic-tac-toe", "extra_info": {"opening": "".join(moves)}}
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Play from the task's `extra_info.opening`, squares as in "159", to the end.
+
+        Raises:
+            UserError: the opening is none.
+        """
+        opening = str(task.extra_info.get("opening", ""))
+        if len(opening) > 4 or len({*SQUARES} & {*opening}) != len(opening):
+            hint = "Write up to four different squares, as in '159'."
+            raise UserError(f"{task.task_id}: extra_info.opening='{opening}'. {hint}")
+        board, moved, winner, illegal = list(SQUARES), set[str](), "", ""
+        for number in range(9):
+            seat, other = "xo"[number % 2], "ox"[number % 2]
+            move = opening[number : number + 1]
+            if not move:
+                free = tuple(square for square in board if square in SQUARES)
+                action = await agents[seat].act(Observation(self.show(board, seat), free))
+                moved.add(seat)
+                move = chosen(action.text, SQUARES)
+                if move not in free:
+                    winner, illegal = other, seat
+                    break
+            board[int(move) - 1] = seat
+            if any(board[a] == board[b] == board[c] for a, b, c in LINES):
+                winner = seat
+                break
+        for seat in moved:
+            value = self.config.draw_reward
+            if winner:
+                value = self.config.win_reward if seat == winner else self.config.loss_reward
+            if seat == illegal:
+                value = self.config.illegal_reward
+            agents[seat].reward(value, win=float(seat == winner), illegal=float(seat == illegal))
+
+    def show(self, board: list[str], seat: str) -> str:
+        """Return what a seat sees before its move."""
+        rows = "\n".join(" ".join(board[i : i + 3]) for i in (0, 3, 6))
+        return f"{(self.config.rules or RULES).replace('{seat}', seat)}\n{rows}\n"

@@ -1,0 +1,76 @@
+"""The built-in environment: one question, one answer, one reward.
+
+The shortest environment there is, and the one to copy for a new one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.reward import RewardFactory
+from arealite.api.task import Task
+from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import unknown
+from arealite.impl.env.math.tasks import KINDS, TOP, make_question
+
+HELD_OUT = 8
+"""One question in so many is left to the other splits, and never trained on."""
+
+
+class MathEnv(Env):
+    """Scores an agent's answer against the task's ground truth."""
+
+    resumable = True
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self.scorer = RewardFactory(args).make_reward(config.reward)
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield questions of `kinds` and `levels`; `extra_info` says which.
+
+        Raises:
+            UserError: there is no such kind or level.
+        """
+        for name, given, known in (("kind", config.kinds, KINDS), ("level", config.levels, TOP)):
+            for each in given or [None]:
+                if each not in known:
+                    raise UserError(unknown(f"{name} of questions", str(each), [*map(str, known)]))
+        dice = random.Random(f"math/{split}/{seed}")
+        while True:
+            kind, level = dice.choice(config.kinds), dice.choice(config.levels)
+            question, answer = make_question(dice, kind, level)
+            if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
+                about = {"data_source": kind, "level": level}
+                prompt = f"{question} {config.instruction}".strip()
+                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": about}
+
+    async def setup(self) -> None:
+        """Start the reward function."""
+        await self.scorer.setup()
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Let the agent answer, and reward it; an answer cut at its limit is scored as it is.
+
+        Raises:
+            EpisodeError: the task has no ground truth.
+        """
+        agent = agents["agent"]
+        if task.ground_truth is None:
+            raise EpisodeError(f"{task.task_id} has no ground_truth; env.type=math needs one a row")
+        action = await agent.act(task.prompt)
+        begin = time.perf_counter()
+        score = await self.scorer.score(action.text, task.ground_truth)
+        agent.record.seconds_scoring += time.perf_counter() - begin
+        agent.reward(score)
+
+    async def close(self) -> None:
+        """Stop the reward function."""
+        await self.scorer.close()

@@ -1,0 +1,1 @@
+"""Pages to act on, in a real browser."""

@@ -1,0 +1,180 @@
+"""WebArena's tasks, on sites that the user serves: work on real web applications, then be checked.
+
+Tasks are read as WebArena publishes them (config/test.raw.json of its repository); addresses stand
+in them as __SHOPPING__, and are put in from the config or from WA_SHOPPING.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.task import Task
+from arealite.base import log
+from arealite.base.errors import EpisodeError, UserError
+from arealite.impl.browser.play import play
+from arealite.impl.browser.process import Browser
+from arealite.impl.env.web import webarena_checks as checks
+
+if TYPE_CHECKING:
+    from arealite.impl.browser.page import Page
+
+logger = log.get(__name__)
+
+SITES = ("shopping", "shopping_admin", "reddit", "gitlab", "wikipedia", "map", "homepage")
+PLACE = re.compile(r"__([A-Z]+(?:_[A-Z]+)*)__")
+JUDGE = """Question: {question}
+Right answer: {right}
+Given answer: {given}
+Does the given answer mean the same as the right one? Say yes or no."""
+
+
+class WebArenaEnv(Env):
+    """Lets an agent work on the sites of a task until it stops; 1 where all checks pass, else 0."""
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        if config.judge:
+            self.seats = ("agent", "judge")
+
+    async def setup(self) -> None:
+        """Start the browser, which reaches the configured sites and nothing else."""
+        sites = addresses(self.config.sites)
+        if not sites:
+            raise UserError("webarena.sites is empty, and no WA_SHOPPING, … is set: no sites.")
+        self.browser = Browser(self.config.browser, [*sites.values()])
+        await self.browser.setup()
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield the tasks of the file again and again, each time in another order, without those
+        whose checks are not implemented."""
+        tasks, rng = load_tasks(config), random.Random(f"{split}-{seed}")
+        if config.held_out:
+            is_train, every = split == "train", config.held_out
+            tasks = [task for n, task in enumerate(tasks) if bool((n + 1) % every) == is_train]
+        if not tasks:
+            raise UserError(f"webarena.tasks={config.tasks} has no tasks for {split}.")
+        while True:
+            rng.shuffle(tasks)
+            for task in tasks:
+                about = {"task": task, "data_source": "+".join(task["sites"])}
+                yield {"prompt": task["intent"], "extra_info": about}
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Play one task, and check what became of it.
+
+        Raises:
+            EpisodeError: page or browser failed; or the task's checks are not implemented.
+        """
+        about, agent = task.extra_info.get("task"), agents["agent"]
+        if not isinstance(about, dict):
+            raise EpisodeError(f"{task.task_id} has no WebArena task in extra_info.task")
+        if missing := checks.unsupported(about):
+            raise checks.UnsupportedCheck(f"{task.task_id}: {missing}")
+        async with self.browser.page(storage_state=about.get("storage_state") or {}) as page:
+            start, *others = str(about["start_url"]).split(" |AND| ")
+            await page.open(start)
+            page.notes += [f"Another page of this task: {other}" for other in others]
+            steps, goal = self.config.max_steps, about["intent"]
+            answer, _ = await play(page, agent, goal=goal, max_steps=steps, look=page.look)
+            judge = partial(self._judge, about, agents.get("judge"))
+            score = float(await self._check(page, about["eval"], answer or "", judge))
+        agent.reward(score, success=score, stopped=float(answer is not None))
+
+    async def _check(self, page: Page, rules: Any, answer: str, judge: checks.Judge) -> bool:
+        kinds = rules["eval_types"]
+        if "string_match" in kinds and not await checks.string_match(
+            answer, rules["reference_answers"], judge
+        ):
+            return False
+        if "url_match" in kinds and not checks.url_match(page.tab.url, rules["reference_url"]):
+            return False
+        targets = rules["program_html"] if "program_html" in kinds else []
+        for target in targets:
+            if not checks.content_match(await find(page, target), target["required_contents"]):
+                return False
+        return True
+
+    async def _judge(self, about: Any, judge: Agent | None, right: str, given: str) -> bool:
+        if judge is None:
+            return checks.words(right) == checks.words(given)
+        if right == "N/A":
+            right = "It cannot be done. " + (about["eval"].get("string_note") or "")
+        question = JUDGE.format(question=about["intent"], right=right, given=given)
+        said = checks.words((await judge.act(question)).text)
+        return "yes" in said and "no" not in said
+
+    async def close(self) -> None:
+        """Stop the browser."""
+        await self.browser.close()
+
+
+async def find(page: Page, target: dict[str, Any]) -> str:
+    """Return the text that a target of `program_html` is about, "" where the page has none."""
+    if target["url"] != "last":
+        await page.open(target["url"])
+    locator = target["locator"].strip()
+    if not locator:
+        return str(await page.evaluate("() => document.documentElement.outerHTML"))
+    first = "; ".join(target.get("prep_actions", []))
+    script = (
+        f"() => {{ try {{ {first} }} catch {{}} try {{ return {locator} }} catch {{ return '' }} }}"
+    )
+    return str(await page.evaluate(script) or "")
+
+
+def addresses(config: dict[str, str]) -> dict[str, str]:
+    """Return the sites' URLs by name: those of the config, else of WA_<NAME>."""
+    own = {name: os.environ.get(f"WA_{name.upper()}", "") for name in SITES}
+    return {name: url.rstrip("/") for name, url in {**own, **config}.items() if url}
+
+
+def load_tasks(config: Any) -> list[dict[str, Any]]:
+    """Read the tasks that can be played and checked, with the sites' addresses put in.
+
+    Raises:
+        UserError: there is no such file, or it has no such task; or a file with cookies is missing.
+    """
+    if not config.tasks:
+        raise UserError("webarena.tasks is not set. Name a file of tasks in WebArena's JSON.")
+    path, sites = Path(config.tasks), addresses(config.sites)
+    left_out: Counter[str] = Counter()
+    made: list[dict[str, Any]] = []
+    try:
+        for task in json.loads(path.read_text(encoding="utf-8")):
+            text = json.dumps(task)
+            lacking = {name for name in PLACE.findall(text) if name.lower() not in sites}
+            if why := (checks.unsupported(task) and "func:") or ", ".join(sorted(lacking)):
+                left_out[why] += 1
+                continue
+            for name, url in sites.items():
+                text = text.replace(f"__{name.upper()}__", json.dumps(url)[1:-1])
+            made.append(json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"webarena.tasks={path}: no list of tasks in JSON ({why}).") from error
+    if left_out:
+        logger.warning("tasks left out", by_what_they_need=dict(left_out), kept=len(made))
+    if not made:
+        raise UserError(
+            f"webarena.tasks={path}: no task that can be played. Set webarena.sites, or WA_…, for: "
+            + ", ".join(left_out)
+        )
+    if missing := {task["storage_state"] for task in made if cookies_lack(task)}:
+        raise UserError(f"{min(missing)}: no such file; it is the storage_state of a task.")
+    return made
+
+
+def cookies_lack(task: dict[str, Any]) -> bool:
+    """Say whether the file with a task's cookies is named, but not there."""
+    return bool(task.get("storage_state")) and not Path(task["storage_state"]).is_file()

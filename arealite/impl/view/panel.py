@@ -1,0 +1,160 @@
+"""One panel that shows what a run is doing: a pure function of a snapshot.
+
+Shapes and numbers say everything, so it can be read without colours and copied as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from operator import itemgetter
+from statistics import fmean
+
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from arealite.impl.launcher.doctor import describe
+from arealite.impl.view.report_run import roles
+from arealite.system.health.snapshot import PUBLISHING, Snapshot
+from arealite.system.names.registry import Entry
+
+MAX_WIDTH, BAR, SPARK, SERVERS, FINDINGS = 118, 10, 20, 8, 3
+SHAPES = "█▓▒░"
+STYLES = ("cyan", "green", "yellow", "dim")
+"""Of a bar's parts; the last is the rest."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+Row = tuple[int, str, Text]
+"""How soon it is left out where there is no room, its label, and what it says."""
+
+
+def panel(shot: Snapshot, *, width: int = MAX_WIDTH, height: int = 100) -> RenderableType:
+    """Show a run, in at most `height` lines: what matters least is left out first."""
+    rows = [*progress(shot), *shares(shot), *weights(shot), *health(shot)]
+    if not rows[-1][2]:  # nothing came of the last part
+        rows.pop()
+    while len(rows) > max(height - 2, 1):
+        rows.remove(max(rows, key=lambda row: row[0]))
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(width=10, no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for _, label, text in rows:
+        grid.add_row(Text(label, "bold"), text)
+    title = Text(f"{shot.name} · {shot.kind} · {shot.state}", "bold")
+    return Panel(grid, title=title, title_align="left", width=min(width, MAX_WIDTH))
+
+
+def progress(shot: Snapshot) -> Iterator[Row]:
+    """Say how far it is, and what came of it."""
+    metrics, newest, total = shot.metrics, shot.metrics.newest, shot.total_steps
+    seconds = [line.get("time/step_s", 0.0) for line in metrics.recent]
+    text = f"{metrics.steps:,} of {f'{total:,}' if total else '?'}"
+    if newest:
+        text += f"  {100 * metrics.steps // (total or 1)} %  {fmean(seconds):.3g} s a step"
+        left = timedelta(seconds=round(max(0, total - metrics.steps) * fmean(seconds)))
+        text += f"  {left} left" if shot.state == "running" else ""
+    yield -1, "step", Text(text)
+    for name, key in (("reward", "reward/mean"), ("loss", "train/loss")):
+        if values := metrics.curves.get(key):
+            text = f"{values[-1]:.3f}  {values[-1] - values[0]:+.3f} since step 1  "
+            yield 0, name, Text(f"{text}{spark(values)} {min(values):.3g} … {max(values):.3g}")
+    if "train/accuracy" in newest:
+        yield 1, "accuracy", Text(f"{newest['train/accuracy']:.3f}")
+    for name in ("reward", "accuracy", "loss"):
+        values = {k: v[f"eval/{name}"] for k, v in metrics.evals.items() if f"eval/{name}" in v}
+        ends = dict.fromkeys((max(values), min(values))) if values else {}
+        told = ", ".join(f"{values[step]:.3f} after {step:,} steps" for step in ends)
+        if told:
+            yield 1, "held-out", Text(f"{name} {told}")
+    if "staleness/mean" in newest:
+        text = f"{newest['staleness/mean']:.1f} versions on average"
+        yield 2, "staleness", Text(f"{text}, {newest['staleness/max']:.0f} at most")
+    for kind in ("trained", "generated"):
+        rates = [line.get(f"throughput/{kind}_tokens_per_s", 0.0) for line in metrics.recent]
+        if any(rates):
+            yield 1, kind, Text(f"{fmean(rates, seconds):,.0f} tokens a second")
+
+
+def shares(shot: Snapshot) -> Iterator[Row]:
+    """Show where the time of each role went in the newest steps."""
+    lines = [*shot.metrics.recent]
+    if lines:
+        yield 9, "", Text()
+        yield 8, "time", Text(f"% of the last {len(lines)} steps", "dim")
+    for order, (role, parts) in enumerate(roles(lines).items()):
+        if any(parts.values()) and (role == "trainer" or "reward/mean" in shot.metrics.newest):
+            yield 3 + order % 4, role, bar(parts)
+
+
+def weights(shot: Snapshot) -> Iterator[Row]:
+    """Say what the weight updates cost."""
+    curves = {part: shot.metrics.curves.get(f"publish/{part}_s") for part in PUBLISHING}
+    found = {part: values for part, values in curves.items() if values}
+    if found:
+        yield 9, "", Text()
+        yield 6, "weights", Text("".join(f"{part:>10}" for part in found) + "  in ms", "dim")
+    for order, name, pick in ((6, "last", itemgetter(-1)), (8, "mean", fmean), (7, "worst", max)):
+        numbers = (f"{1000 * pick(values):>10,.1f}" for values in found.values())
+        if found:
+            yield order, f"  {name}", Text("".join(numbers))
+
+
+def health(shot: Snapshot) -> Iterator[Row]:
+    """Say who is there, what failed, and who holds the run up."""
+    newest, failed = shot.metrics.newest, sorted(shot.failures.items())
+    yield 9, "", Text()
+    if shot.servers or "publish/version" in newest:
+        yield from servers(shot.servers)
+    if failed or "rollout/episodes" in newest:
+        said = ", ".join(f"{name} {count:,}" for name, count in failed)
+        yield 5 - 4 * bool(failed), "failures", Text(said or "none")
+    label = "held up by" if any(each.victims for each in shot.findings) else "in trouble"
+    for number, finding in enumerate(shot.findings[:FINDINGS]):
+        yield number, "" if number else label, Text(describe(finding), "bold red")
+
+
+def servers(entries: Sequence[Entry]) -> Iterator[Row]:
+    """Say which servers live, all of them together and each."""
+    if len(entries) != 1:
+        yield 2, "servers", Text(f"{len(entries)} live{told(entries)}")
+    for number, entry in enumerate(entries[:SERVERS]):
+        label, order = ("servers", 2) if len(entries) == 1 else ("", 10 + number)
+        yield order, label, Text(f"{entry.id}{told([entry])}  beat {entry.age_s:.1f} s")
+
+
+def told(entries: Sequence[Entry]) -> str:
+    """Say what servers say of themselves: versions, and requests that run and wait."""
+    versions = sorted({str(entry.value.get("version")) for entry in entries})
+    loads = [load for entry in entries if (load := entry.value.get("load"))]
+    text = f"  version {' '.join(versions)}" if versions else ""
+    for kind in ("running", "waiting"):
+        text += f"  {sum(load[kind] for load in loads):,} {kind}" if loads else ""
+    return text
+
+
+def spark(values: Sequence[float]) -> str:
+    """Draw a curve in at most SPARK characters, from its lowest to its highest."""
+    count = min(SPARK, len(values))
+    means = [
+        fmean(values[i * len(values) // count : (i + 1) * len(values) // count])
+        for i in range(count)
+    ]
+    low, high = min(means), max(means)
+    return "".join(BLOCKS[int(7.99 * ((v - low) / (high - low or 1.0)))] for v in means)
+
+
+def bar(parts: Mapping[str, float]) -> Text:
+    """Draw a role's parts as one bar, with a legend; their shares add up to 100."""
+    named = [part for part in parts if part != "other"]
+    largest = sorted(named, key=lambda part: -parts[part])[: len(SHAPES) - 1]
+    shown = {part: parts[part] for part in named if part in largest}
+    shown["other"] = sum(parts.values()) - sum(shown.values())
+    drawn, legend, whole, before = Text(), Text(), sum(parts.values()), 0.0
+    for (part, value), shape, style in zip(shown.items(), SHAPES, STYLES, strict=False):
+        upto = before + value / whole
+        drawn.append(shape * (round(BAR * upto) - round(BAR * before)), style)
+        if share := round(100 * upto) - round(100 * before):
+            legend.append(f"  {shape}", style).append(f"{part} {share}")
+        before = upto
+    return drawn + legend

@@ -1,0 +1,106 @@
+"""Writes the report of a run: one HTML file that needs nothing else, neither network nor server.
+
+Order is what makes it open at once: the page, the table and the curves come first, the tokens after
+them. What a trajectory says is data of people unknown: it is in the file as compressed bytes only,
+and the page may run no script but its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import zlib
+from base64 import b64encode
+from contextlib import suppress
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from arealite import __version__
+from arealite.base import config as base_config
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.impl.view import report_rows, report_run
+from arealite.impl.view.report_text import Vocabulary
+
+HERE = Path(__file__).parent
+SCRIPTS = "data", "charts", "run", "table", "tokens", "main"
+"""report_<name>.js, in the order in which they stand in the page."""
+
+
+def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
+    """Write the report of a run, which may be going on, with at most so many trajectories.
+
+    Returns how many are in it, how many there are, and the file's bytes.
+
+    Raises:
+        UserError: the folder is no run's, or the file cannot be written.
+    """
+    if not (paths.config.exists() or paths.metrics.exists() or paths.ledger.exists()):
+        raise UserError(f"{paths.root} is no run. Name its folder, as in runs/EXPERIMENT/TRIAL.")
+    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            counts = _write(paths, file, most=most)
+        temporary.replace(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error}. Name another file with --out.") from error
+    finally:
+        with suppress(OSError):  # not there, or nothing can be
+            temporary.unlink()
+    return {**counts, "bytes": out.stat().st_size}
+
+
+def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
+    run, has_ledger = report_run.describe(paths), paths.ledger.exists()
+    rows, total = report_rows.choose(paths.ledger, most) if has_ledger else ([], 0)
+    counts = {"shown": len(rows), "trajectories": total}
+    table = report_rows.table(rows) if has_ledger else None
+    about = {**run, **counts, "written": time.time(), "arealite": __version__, "table": table}
+    file.write(page(run["name"], about))
+    chunks = report_rows.Chunks(paths)
+    for number, chunk in enumerate(report_rows.cut(rows)):
+        for name, packed in zip("tx", chunks.pack(chunk), strict=True):
+            file.write(block(f"{name}{number}", packed))
+    vocabulary = Vocabulary.find(model_folders(paths))
+    words = vocabulary.table(chunks.ids) if vocabulary else None
+    file.write(block("end", {"vocabulary": words, "unreadable": chunks.unreadable}))
+    file.write("</body></html>\n")
+    return counts
+
+
+def page(name: str, about: dict[str, Any]) -> str:
+    """Return the page up to where its tokens begin."""
+    style = (HERE / "report.css").read_text("utf-8")
+    scripts = "\n".join((HERE / f"report_{n}.js").read_text("utf-8") for n in SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{scripts}\n}})();\n'
+    allowed = {"style-src": style, "script-src": script}
+    hashes = {k: b64encode(sha256(v.encode()).digest()).decode() for k, v in allowed.items()}
+    policy = "; ".join(f"{k} 'sha256-{v}'" for k, v in hashes.items())
+    holes = {
+        "{policy}": f"default-src 'none'; base-uri 'none'; form-action 'none'; {policy}",
+        "{title}": escape(name),
+        "{style}": style,
+        "{about}": block("about", about),
+        "{script}": script,
+    }
+    text = (HERE / "report.html").read_text("utf-8")
+    return re.sub("|".join(map(re.escape, holes)), lambda hole: holes[hole[0]], text)
+
+
+def block(name: str, data: bytes | dict[str, Any]) -> str:
+    """Return data as an element that no browser runs or shows."""
+    raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    packed = b64encode(zlib.compress(raw, 4)).decode()
+    return f'<script type="application/octet-stream" id="{name}">{packed}</script>\n'
+
+
+def model_folders(paths: RunPaths) -> list[Path]:
+    """List where the run's tokenizer may be: the model it began with, the one it left."""
+    config = base_config.read(paths.config) if paths.config.exists() else {}
+    model = (config.get("model") or {}).get("path")
+    return [*([Path(model)] if model else []), paths.export]

@@ -1,0 +1,63 @@
+"""What each token id stands for, as bytes: exact where tokens are parts of one character.
+
+Read from the model's tokenizer.json by the tokenizers package alone: transformers would load torch,
+and a report is to be there in a second. Decoding ids one by one would lose what bytes they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+ALPHABET = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PLAIN)
+}
+"""The character that byte-level BPE writes for each byte: itself where it can be printed, else the
+next from 256 on (GPT-2's encoder)."""
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of SentencePiece's byte fallback."""
+
+
+class Vocabulary:
+    """The tokens of one tokenizer.json."""
+
+    def __init__(self, file: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._decoder = repr(self._tokenizer.decoder)
+
+    @classmethod
+    def find(cls, folders: Iterable[Path]) -> Vocabulary | None:
+        """Open the first of the models' folders that has a tokenizer; None where none has."""
+        for file in (folder.expanduser() / "tokenizer.json" for folder in folders):
+            with suppress(Exception):  # the package raises nothing narrower: a report does without
+                return cls(file)
+        return None
+
+    def piece(self, token: int) -> bytes:
+        """Return what a token adds to the text; pieces in a row are the text, byte for byte."""
+        if token in self._added:
+            return self._added[token].content.encode()
+        text = self._tokenizer.id_to_token(token)
+        if text is None:  # models have more ids than tokenizers
+            return f"⟨{token}⟩".encode()
+        if "ByteLevel" in self._decoder:
+            return b"".join(bytes([ALPHABET[c]]) if c in ALPHABET else c.encode() for c in text)
+        if "ByteFallback" in self._decoder and (byte := BYTE.fullmatch(text)):
+            return bytes.fromhex(byte[1])
+        return text.replace("▁", " ").encode()
+
+    def table(self, tokens: Iterable[int]) -> dict[str, Any]:
+        """Return pieces of tokens for a report: a character of a piece is a byte."""
+        ids = sorted(tokens)
+        return {
+            "ids": ids,
+            "pieces": [self.piece(token).decode("latin-1") for token in ids],
+            "special": [t for t in ids if t in self._added and self._added[t].special],
+        }

@@ -1,0 +1,1 @@
+"""Rows, tasks, tokens of chats, and samples."""

@@ -1,0 +1,330 @@
+"""Texts and chats as tokens: the prompts of agents, and the rows of offline trainers.
+
+Here for both, so that a supervised row has the very tokens that an agent would send and sample.
+Shape letter: T = tokens of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.trajectory import decode_segments
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.system.data.dataset import check_prompt, read_rows
+from arealite.system.ledger.ledger import connect
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLUMNS = (
+    *("messages", "prompt", "completion", "chosen", "rejected"),
+    *("tokens", "loss_mask", "reward"),
+)
+CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
+"""Kinds of tokens: before the first trained answer; of an answer; of anyone else after it."""
+Row = tuple[str, dict[str, Any]]
+"""Where it stands, and its columns."""
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row as a model sees it."""
+
+    tokens: np.ndarray
+    """int32 [T]"""
+    kinds: np.ndarray
+    """uint8 [T]"""
+
+
+# ------------------------------------------------------------ tokens
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """Turn a prompt into token ids; chat messages go through the chat template.
+
+    The episodes of a group share one prompt, so the ids are cached by the prompt's content. The
+    list is shared: nobody may change it.
+
+    Raises:
+        UserError: chat messages, and the tokenizer has no chat template.
+    """
+    encoded = _encode(prompt)
+    cached = _short if len(encoded) <= SHORT else _long
+    return cached(tokenizer, encoded)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
+    prompt = msgspec.json.decode(encoded)
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
+    return _render(tokenizer, prompt)
+
+
+SHORT = 1024
+"""Bytes of a prompt of which many are kept: a game has thousands of positions."""
+_short, _long = lru_cache(maxsize=16384)(_tokenize), lru_cache(maxsize=2048)(_tokenize)
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    tools: Sequence[Any] = (),
+    add_generation_prompt: bool = True,
+) -> str:
+    """Return the text that the chat template makes of messages and of the tools' schemas.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or it refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "The prompt is a list of chat messages, but the model's tokenizer has no chat "
+            "template. Use a chat model, or write the dataset's prompts as plain text."
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except Exception as error:  # a template is a program of other people
+        raise UserError(
+            f"the model's chat template refuses the messages: {error}. Leave out what it does not "
+            "know (a system prompt, tools), or give the tokenizer another template."
+        ) from error
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise what a chat template wrote: its special tokens are in the text."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _render(
+    tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool = True
+) -> list[int]:
+    text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    return encode(tokenizer, text)
+
+
+# ------------------------------------------------------------ rows
+
+
+def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
+    """Return (training rows, held-out rows), [] where a run has none of these."""
+    data = config.dataset
+    least = config.trainer.sft.min_reward if config.trainer.type == "sft" else None
+    held_out = load_rows(data.eval, "eval", min_reward=least) if data.eval else []
+    return load_rows(data.train, "train", min_reward=least), held_out
+
+
+def load_rows(path: str, split: str, *, min_reward: float | None = None) -> list[Row]:
+    """Read a JSONL or Parquet file, or what a run collected (its folder, or its ledger.sqlite).
+
+    Raises:
+        UserError: there are none, or none with at least `min_reward`.
+    """
+    place = Path(path).expanduser()
+    ledger = RunPaths(place).ledger if path and place.is_dir() else place
+    is_ledger = ledger.suffix == ".sqlite"
+    found = _collected(ledger) if is_ledger else list(read_rows(path, split, COLUMNS))
+    if not found:
+        raise UserError(f"dataset.{split}={path} has no rows.")
+    if min_reward is None:
+        return found
+    rows = [row for row in found if _reward(row, unknown=min_reward) >= min_reward]
+    if not rows:
+        raise UserError(
+            f"dataset.{split}={path}: none of its {len(found)} rows has a reward of at least "
+            f"trainer.sft.min_reward={min_reward}. Lower it."
+        )
+    return rows
+
+
+def _reward(row: Row, *, unknown: float) -> float:
+    if not isinstance(reward := row[1].get("reward"), int | float | None):
+        raise UserError(f"{row[0]}: `reward` must be a number, or null where it is not known.")
+    return unknown if reward is None else reward
+
+
+def _collected(ledger: Path) -> list[Row]:
+    """Return a row a segment of the trajectories in a ledger, as they came."""
+    if not ledger.is_file():
+        raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
+    with closing(connect(ledger, read_only=True)) as db:
+        sql = "SELECT trajectory_id, reward, payload FROM trajectories ORDER BY rowid"
+        return [
+            (f"{ledger}, {name}", {"tokens": s.tokens, "loss_mask": s.loss_mask, "reward": reward})
+            for name, reward, payload in db.execute(sql)
+            for s in decode_segments(payload)
+        ]
+
+
+def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str]:
+    """Return what must not change within a trial, by name: it decides which step sees which row."""
+    digest = blake2b(digest_size=4)
+    for _, row in rows:
+        digest.update(msgspec.msgpack.encode(row))
+    return {
+        "trainer.type": config.trainer.type,
+        "dataset_rows": str(len(rows)),
+        "dataset_digest": digest.hexdigest(),
+        "seed": str(config.seed),
+        "shuffle": str(config.dataset.shuffle),
+        "batch_size": str(config.trainer.offline.batch_size),
+    }
+
+
+# ------------------------------------------------------------ examples
+
+
+def make_encoder(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Row], list[Example]]:
+    """Return what makes a row one example (sft) or two (dpo, reward: chosen, rejected).
+
+    A row longer than `max_tokens` is cut at its end. It raises UserError, with the row's place and
+    what to do, for a row that cannot be used.
+    """
+    limit, only_last = config.trainer.offline.max_tokens, config.trainer.sft.turns == "last"
+
+    def supervised(row: Row) -> list[Example]:
+        where, columns = row
+        held = {name for name, value in columns.items() if value is not None}
+        if "tokens" in held:
+            return [_collected_example(columns, where, limit)]
+        if "messages" in held:
+            if isinstance(messages := check_prompt(columns["messages"], where, "messages"), str):
+                what = '`messages` must be a list of {"role": …, "content": …}.'
+                raise UserError(f"{where}: {what}")
+            return [_chat(tokenizer, messages, where, limit, only_last=only_last)]
+        if {"prompt", "completion"} <= held:
+            return [_answer(tokenizer, columns, where, "completion", limit)]
+        raise _unknown(row, "`messages`, `prompt` and `completion`, or `tokens` and `loss_mask`")
+
+    def pair(row: Row) -> list[Example]:
+        where, columns = row
+        if columns.get("chosen") is None or columns.get("rejected") is None:
+            raise _unknown(row, "`chosen` and `rejected`, and mostly `prompt`")
+        if columns["chosen"] == columns["rejected"]:
+            raise UserError(f"{where}: `chosen` and `rejected` are equal. Remove the row.")
+        return [_answer(tokenizer, columns, where, name, limit) for name in ("chosen", "rejected")]
+
+    return supervised if config.trainer.type == "sft" else pair
+
+
+def _unknown(row: Row, wanted: str) -> UserError:
+    where, columns = row
+    has = ", ".join(name for name, value in columns.items() if value is not None) or "none"
+    return UserError(f"{where}: a row needs the columns {wanted}; it has {has}.")
+
+
+def _collected_example(columns: dict[str, Any], where: str, limit: int) -> Example:
+    tokens, mask = columns["tokens"], columns.get("loss_mask")
+    if isinstance(tokens, bytes) and isinstance(mask, bytes):
+        tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
+    tokens_T, mask_T = np.asarray(tokens), np.asarray(mask)
+    is_whole = tokens_T.dtype.kind in "iu" and mask_T.dtype.kind in "iub"
+    if not is_whole or tokens_T.ndim != 1 or tokens_T.shape != mask_T.shape:
+        what = "`tokens` must be token ids, and `loss_mask` as many 0 and 1"
+        raise UserError(f"{where}: {what}. Write both as lists of equal length.")
+    mask_T = mask_T.astype(bool)
+    kinds_T = np.where(mask_T, ASSISTANT, np.where(mask_T.cumsum() > 0, NEXT_STATE, CONTEXT))
+    return _example(tokens_T, kinds_T, limit)
+
+
+def _answer(
+    tokenizer: PreTrainedTokenizerBase, columns: dict[str, Any], where: str, name: str, limit: int
+) -> Example:
+    """Encode an answer to the row's prompt: both texts, or messages after messages.
+
+    Answers without a prompt begin with the conversation that they share.
+    """
+    answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
+    if prompt is None and isinstance(answer, list):
+        shared = shared_length(columns["chosen"], columns["rejected"])
+        prompt, answer = answer[:shared], answer[shared:]
+    elif prompt is not None:
+        prompt = check_prompt(prompt, where)
+    if isinstance(prompt, list) and isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if isinstance(prompt, list) and isinstance(answer, list):
+        return _chat(tokenizer, prompt + answer, where, limit, first=len(prompt))
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        raise UserError(f"{where}: `prompt` and `{name}` must both be texts, or both messages.")
+    context, sampled = tokenize(tokenizer, prompt), _sampled(tokenizer, answer)
+    kinds = [CONTEXT] * len(context) + [ASSISTANT] * len(sampled)
+    return _example(context + sampled, kinds, limit)
+
+
+def _chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    where: str,
+    limit: int,
+    *,
+    first: int = 0,
+    only_last: bool = False,
+) -> Example:
+    """Encode a conversation whose assistant messages from `first` on are learned.
+
+    Each is what would have been sampled after the prompt that the template makes of the messages
+    before it, closed by EOS: so each prompt has to begin with all that was said before.
+    """
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise UserError(f"{where}: no message of the assistant to learn from. Remove the row.")
+    if only_last:
+        turns, messages = turns[-1:], messages[: turns[-1] + 1]
+    ids, kinds = list[int](), list[int]()
+    for turn in [*turns, len(messages)]:
+        if turn == turns[-1] + 1 == len(messages):
+            break  # nothing is said after the last answer
+        try:
+            answered = turn < len(messages)
+            prompt = _render(tokenizer, messages[:turn], add_generation_prompt=answered)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        if prompt[: len(ids)] != ids:
+            raise UserError(
+                f"{where}: from token {shared_length(prompt, ids)} on, the chat template tells the "
+                f"conversation before message {turn + 1} differently than it went, so no agent "
+                "would have sampled it so. Set trainer.sft.turns=last, give each answer a row of "
+                "its own, or change the template."
+            )
+        kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
+        sampled = _sampled(tokenizer, messages[turn]["content"]) if answered else []
+        ids, kinds = prompt + sampled, kinds + [ASSISTANT] * len(sampled)
+    return _example(ids, kinds, limit)
+
+
+def _sampled(tokenizer: Any, text: str) -> list[int]:
+    """Return what an agent would have sampled to say `text`."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("the model's tokenizer has no EOS token, with which an answer ends.")
+    return [*encode(tokenizer, text), tokenizer.eos_token_id]
+
+
+def _example(tokens: Any, kinds: Any, limit: int) -> Example:
+    return Example(np.asarray(tokens[:limit], np.int32), np.asarray(kinds[:limit], np.uint8))
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of what two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

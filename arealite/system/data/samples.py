@@ -1,0 +1,110 @@
+"""The samples of an evaluation or a collection, durable as they come in: one SQLite file.
+
+So that an interrupted command goes on where it was, and no sample is made twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from arealite.api.rollout_messages import Episode, Failure
+from arealite.api.trajectory import TrajectoryHeader
+from arealite.base.errors import UserError
+from arealite.system.ledger.ledger import connect
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS samples (
+    task INTEGER, member INTEGER, headers BLOB, payloads BLOB, PRIMARY KEY (task, member));
+CREATE TABLE IF NOT EXISTS failures (kind TEXT PRIMARY KEY, count INTEGER, detail TEXT);
+"""
+SHOWN = 80
+"""Longer values are not told."""
+encode = msgspec.msgpack.encode
+headers_of = msgspec.msgpack.Decoder(list[TrajectoryHeader]).decode
+payloads_of = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+class Samples:
+    """Finished episodes by (task, member), and how many attempts failed why."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._db = connect(file)
+        self._db.executescript(SCHEMA)
+        self._writing = asyncio.Lock()
+        self._committing = threading.Lock()
+        """A commit goes on when whoever waits for it is cancelled."""
+        self._waiting: list[tuple[str, tuple[object, ...]]] = []
+
+    def begin(self, identity: Mapping[str, str]) -> None:
+        """Note what all samples have in common, or see that it is what they have.
+
+        Raises:
+            UserError: the samples that are here are of something else.
+        """
+        held = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
+        for key, now in identity.items():
+            before = held.get(key, now)
+            if before != now:
+                short = max(len(before), len(now)) <= SHOWN
+                what = f"with {key}={before}, now it is {now}" if short else f"with another {key}"
+                raise UserError(
+                    f"{self.file.parent} was begun {what}. Put it back, or choose another name=…"
+                )
+        self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", identity.items())
+
+    def done(self) -> set[tuple[int, int]]:
+        """Return (task, member) of each finished sample."""
+        return {*self._db.execute("SELECT task, member FROM samples")}
+
+    async def add(self, task: int, episode: Episode, payloads: list[bytes]) -> None:
+        """Keep a finished episode; return when it is durable."""
+        row = task, episode.member, encode(episode.headers), encode(payloads)
+        await self._write("INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)", row)
+
+    async def fail(self, failure: Failure) -> None:
+        """Count a failed attempt; return when that is durable."""
+        sql = "INSERT INTO failures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
+        await self._write(sql, (failure.failure_class, failure.detail))
+
+    async def _write(self, sql: str, row: tuple[object, ...]) -> None:
+        """Write what waits, in one transaction, and this with it."""
+        self._waiting.append((sql, row))
+        async with self._writing:
+            batch, self._waiting = self._waiting, []
+            if batch:
+                await asyncio.to_thread(self._commit, batch)
+
+    def _commit(self, batch: list[tuple[str, tuple[object, ...]]]) -> None:
+        with self._committing:
+            self._db.execute("BEGIN")
+            for sql, row in batch:
+                self._db.execute(sql, row)
+            self._db.execute("COMMIT")
+
+    def failures(self) -> dict[str, tuple[int, str]]:
+        """Return how many attempts failed and what the first one said, by class."""
+        rows = self._db.execute("SELECT kind, count, detail FROM failures ORDER BY count DESC")
+        return {kind: (count, detail) for kind, count, detail in rows}
+
+    def headers(self) -> Iterator[tuple[int, int, list[TrajectoryHeader]]]:
+        """Yield (task, member, headers), in this order."""
+        sql = "SELECT task, member, headers FROM samples ORDER BY task, member"
+        for task, member, headers in self._db.execute(sql):
+            yield task, member, headers_of(headers)
+
+    def payloads(self, task: int, member: int) -> list[bytes]:
+        """Return a payload for each header of a sample."""
+        sql = "SELECT payloads FROM samples WHERE task = ? AND member = ?"
+        return payloads_of(self._db.execute(sql, (task, member)).fetchone()[0])
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._committing:
+            self._db.close()

@@ -1,0 +1,92 @@
+"""The tasks of a run: rows of a file, rows that an environment makes, or both, mixed by weight.
+
+Every process that needs them makes the same list: it depends on the config and the files alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+from msgspec import structs
+
+from arealite.api.collector import PartConfig
+from arealite.api.config import ExperimentConfig
+from arealite.api.env import envs
+from arealite.api.env_config import EnvConfig
+from arealite.api.task import Task
+from arealite.system.data.dataset import load_tasks, make_task
+
+GENERATED = "generated"
+"""The name of a file that is none: the environment makes the rows."""
+
+
+def load_split(config: ExperimentConfig, split: str) -> list[Task]:
+    """Return the tasks of `train` or `eval`, [] where a run has no held-out ones.
+
+    With several environments (`collector.envs`) each task has the name of its own in
+    `extra_info.env`. Training tasks are then `dataset.rows` in all, shared out by the weights;
+    fewer rows of a file come again, more are left out.
+
+    Raises:
+        UserError: as load_tasks; or an environment makes no tasks of its own.
+    """
+    data, envs = config.dataset, config.trainer.ppo.collector.envs
+    is_train = split == "train"
+    path, count = (data.train, data.rows) if is_train else (data.eval, data.eval_rows)
+    if envs:
+        return _mixed(config, split, count)
+    if path == GENERATED:
+        return [*islice(generate(config.trainer.ppo.collector.env, split, config.seed), count)]
+    return load_tasks(path or "", split) if is_train or path else []
+
+
+def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
+    """Yield the tasks that an environment makes, without end.
+
+    Raises:
+        UserError: it makes none, or one that cannot be used.
+    """
+    rows = envs.get(config.type).rows(getattr(config, config.type, None), split=split, seed=seed)
+    for index, row in enumerate(rows):
+        yield make_task(row, f"{split}-{index}", f"row {index} made by environment {config.type}")
+
+
+def shares(weights: dict[str, float], count: int) -> dict[str, int]:
+    """Share `count` out by weight: whole numbers that add up to it, none off by one or more."""
+    total, ends, passed = sum(weights.values()), dict[str, int](), 0.0
+    for name, weight in weights.items():
+        passed += weight
+        ends[name] = round(count * passed / total)
+    begins = [0, *ends.values()]
+    return {name: end - begin for (name, end), begin in zip(ends.items(), begins, strict=False)}
+
+
+def _mixed(config: ExperimentConfig, split: str, count: int) -> list[Task]:
+    parts = config.trainer.ppo.collector.envs
+    if split == "train":
+        counts = shares({name: part.weight for name, part in parts.items()}, count)
+        drawn = {n: islice(_own(config, p, split), counts[n]) for n, p in parts.items()}
+    else:
+        held_out = {name: part for name, part in parts.items() if part.eval}
+        drawn = {
+            name: islice(_own(config, part, split), count)
+            if part.eval == GENERATED
+            else load_tasks(part.eval or "", split)
+            for name, part in held_out.items()
+        }
+    named = [_named(task, name) for name, tasks in drawn.items() for task in tasks]
+    return [structs.replace(task, task_id=f"{split}-{n}") for n, task in enumerate(named)]
+
+
+def _own(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[Task]:
+    path = part.train if split == "train" else part.eval
+    if path == GENERATED:
+        return generate(part.env, split, config.seed)
+    return cycle(load_tasks(path or "", split))
+
+
+def _named(task: Task, name: str) -> Task:
+    extra: dict[str, Any] = {**task.extra_info, "env": name}
+    return structs.replace(task, extra_info=extra)

@@ -1,0 +1,1 @@
+"""The process between workers and trainer: what is leased, kept and batched."""

@@ -1,0 +1,348 @@
+"""The process between rollout workers and trainer: leases tasks, keeps results, composes batches.
+
+One event loop that only reacts: to messages, to commits, and to a clock four times a second. What
+it knows is in `group_book`; here is who is told what, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from typing import cast
+
+import msgspec
+import zmq
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
+from arealite.api.task import Task
+from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Refused
+from arealite.base import log
+from arealite.base.errors import InvariantError, UserError
+from arealite.system.data.dataset import identity
+from arealite.system.datapipe.curriculum import Curriculum
+from arealite.system.datapipe.eval_book import EvalBook
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.scaling import Scaling
+from arealite.system.datapipe.trainer_desk import OutOfStep, TrainerDesk
+from arealite.system.datapipe.workers import Held, Worker, Workers
+from arealite.system.ledger.group import too_many
+from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
+from arealite.system.ledger.writer import LedgerWriter
+from arealite.system.links import wire
+from arealite.system.names.registry import NameRegistry
+
+logger = log.get(__name__)
+
+TICK_S = 0.25
+WAITING_S = 1.0
+"""How often an unanswered request hears who is waited for."""
+REFUSE_S = 5.0
+"""How long a stopped datapipe goes on to tell the trainer why."""
+DRAIN_S = 15.0
+"""How long workers have to hand in what they hold."""
+SAVE_S = 600.0
+"""How long after a stopped wait the trainer has to save and finish."""
+FAREWELL_S = 5.0
+"""After a Finish, how long the trainer is listened to while its last steps are in no checkpoint."""
+LINGER_MS = 1000
+
+
+class Datapipe:
+    """Owner of the dataset's cursor, the leases, the ledger and the batches of one trial."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        train: Sequence[Task],
+        eval: Sequence[Task],
+        registry: NameRegistry | None,
+        address: str = "tcp://127.0.0.1:0",
+        context: wire.Context | None = None,
+    ) -> None:
+        """Open the trial's ledger.
+
+        Raises:
+            UserError: it cannot be written, or was begun with another dataset, seed or group size.
+        """
+        if not train:
+            raise UserError("dataset.train has no rows: there is nothing to train on.")
+        ppo = config.trainer.ppo
+        self.config = config
+        self.address = address
+        self.ready = asyncio.Event()
+        """Set once `address` is where to connect."""
+        self._registry = registry
+        self._context = context
+        self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
+        self.book = GroupBook(
+            self.ledger,
+            train,
+            ppo=ppo,
+            seed=config.seed,
+            shuffle=config.dataset.shuffle,
+            curriculum=Curriculum(config, train) if config.datapipe.curriculum.by else None,
+        )
+        rows = list(eval)[: ppo.eval.num_prompts or None]
+        self.evals = EvalBook(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
+        for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):
+            self.evals.results[eval_id] = msgspec.json.decode(metrics)
+        self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
+        self.scaling = None
+        if registry is not None and ppo.collector.autoscale.enabled:
+            self.scaling = Scaling(config, registry, book=self.book, workers=self.workers)
+        self._stopped_at = self._progress = self._told = time.monotonic()
+        self._fatal: InvariantError | None = None
+        self._done = asyncio.Event()
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Serve until the run is finished and the workers have handed in what they hold.
+
+        Raises:
+            InvariantError: a promise broke, or the ledger cannot be written; the trainer was told.
+        """
+        server = wire.open_socket(self._context, zmq.ROUTER)
+        server.bind(self.address)
+        self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
+        self.desk = TrainerDesk(
+            self.book,
+            self.evals,
+            config=self.config,
+            send=self._send,
+            workers=self.workers,
+            writer=self.writer,
+        )
+        self._restore()
+        self._channel = wire.Channel(server, self._receive)
+        try:
+            async with self._registered(), asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._guard(self.writer.run), name="ledger writer")
+                self._tasks.create_task(self._tick_forever(), name="clock")
+                if self.scaling:
+                    self._tasks.create_task(self.scaling.run(self._done), name="scaling")
+                logger.info("datapipe ready", address=self.address, step=self.book.next_step)
+                self.ready.set()
+                await self._done.wait()
+                self.writer.close()
+        finally:
+            self._channel.close(linger_ms=LINGER_MS)
+            self.ledger.close()
+        if self._fatal is not None:
+            raise self._fatal
+        logger.info("datapipe ends", **dict(self.book.counts))
+
+    def _registered(self) -> AbstractAsyncContextManager[None]:
+        if self._registry is None:
+            return nullcontext()
+        about = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
+        beat = self.config.cluster.heartbeat_s
+        wish = self.scaling.wish if self.scaling else dict[str, int]
+        return self._registry.registered("datapipe", "0", lambda: about | wish(), heartbeat_s=beat)
+
+    def _restore(self) -> None:
+        """Give leases from before a restart back to their workers, which may still run them."""
+        for group in self.book.groups.values():
+            for lease in list(group.leases.values()):
+                if due := group.due(lease):
+                    held = self.workers.give(group.owners[lease.lease_id], lease, due)
+                    held.sent = -math.inf  # what an earlier boot sent is there, or lost
+                else:
+                    self.book.end(lease)
+
+    async def _guard(self, body: Callable[[], Awaitable[None]]) -> None:
+        """A broken invariant does not cancel the rest at once: the trainer is told why first."""
+        try:
+            await body()
+        except InvariantError as error:
+            self._stop(error)
+
+    def _stop(self, error: InvariantError) -> None:
+        if self._fatal is None:
+            logger.error("datapipe stops", reason=str(error))
+            self._fatal, self._stopped_at = error, time.monotonic()
+            self.desk.refuse(str(error))
+
+    # ------------------------------------------------------------ messages
+
+    def _send(self, route: bytes, message: msgspec.Struct, payloads: Sequence[bytes] = ()) -> None:
+        self._channel.send([route, wire.encode(message), *payloads])
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            message = wire.decode_to_datapipe(frames[1])
+        except (msgspec.DecodeError, IndexError) as error:
+            logger.warning("message of no known kind", error=str(error))
+            return
+        route = frames[0]
+        try:
+            match message:
+                case Result():
+                    self._take_result(route, message, frames[2:])
+                case WorkerState():
+                    self._take_state(route, message)
+                case Progress():
+                    self.book.keep(message, frames[2:])
+                    self.writer.want_commit()
+                case _:
+                    self._take_request(route, message)
+            self._pump()
+        except InvariantError as error:
+            self._stop(error)
+        except Exception as error:  # noqa: BLE001  (a socket's callback: nobody above catches)
+            self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
+
+    def _take_state(self, route: bytes, state: WorkerState) -> None:
+        gone, unheard = self.workers.update(route, state)
+        self._release(gone, is_lost=state.capacity > 0)
+        for held in unheard:
+            logger.warning("lease sent again", worker=state.worker_id, lease=held.lease.lease_id)
+            self._send_lease(self.workers.by_id[state.worker_id], held)
+        if self.desk.finish is not None:
+            self._send(route, Drain(self.desk.finish.reason))
+        self._send(route, Ack(""))
+
+    def _take_result(self, route: bytes, result: Result, payloads: list[bytes]) -> None:
+        if self._fatal is not None:
+            return  # never acknowledged, so the worker keeps it
+        if len(payloads) != sum(len(episode.headers) for episode in result.episodes):
+            raise InvariantError(f"result {result.result_id} of {result.worker_id} lacks payloads")
+        first = 0
+        for episode in result.episodes:
+            last = first + len(episode.headers)
+            self.workers.finish(result.worker_id, episode.lease_id, episode.member)
+            if not self.evals.add(episode):
+                self.book.add(episode, payloads[first:last])
+            first = last
+        self._progress = time.monotonic()
+        self.desk.changed = True
+        self.writer.after_commit(partial(self._send, route, Ack(result.result_id)))
+        self._check_failures()
+
+    def _check_failures(self) -> None:
+        share = self.config.datapipe.max_failed_share
+        if why := too_many(self.book.failed_window, self.book.first_failure, share=share):
+            raise InvariantError(why)
+
+    def _take_request(self, route: bytes, request: FromTrainer) -> None:
+        try:
+            if self._fatal is not None:
+                raise self._fatal
+            self.desk.take(route, request)
+        except InvariantError as error:
+            self._send(route, Refused(wire.request_name(request), str(error)))
+            if not isinstance(error, OutOfStep):
+                raise
+        if isinstance(request, Finish):
+            self._stopped_at = time.monotonic()
+            for worker in self.workers.by_id.values():
+                if worker.route is not None:
+                    self._send(worker.route, Drain(request.reason))
+
+    # ------------------------------------------------------------ what follows from them
+
+    def _pump(self) -> None:
+        """Give leases, compose the next batch, answer who can be answered."""
+        if self._fatal is not None:
+            return
+        if self.desk.finish is None:
+            self._give_leases()
+        self.desk.answer_evals()
+        ready = self.desk.take_ready()
+        if self.scaling:
+            self.scaling.take_batch()
+        for route, request in ready:
+            self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
+
+    def _give_leases(self) -> None:
+        version = self.book.version
+        while version is not None and (worker := self.workers.most_idle()) is not None:
+            boot, credit = self.ledger.boot, worker.credit
+            lease = self.evals.lease(boot=boot, version=version, credit=credit)
+            if lease is None:
+                group = self.book.next_offer()
+                if group is None:
+                    return
+                lease = self.book.lease(group, worker_id=worker.worker_id, credit=credit)
+            held = self.workers.give(worker.worker_id, lease, lease.members)
+            self.writer.after_commit(partial(self._send_lease, worker, held))
+
+    def _send_lease(self, worker: Worker, held: Held) -> None:
+        group = self.book.groups.get(held.lease.group_id)
+        if group is not None and any(member in group.turns for member in held.due):
+            self._tasks.create_task(self._guard(lambda: self._send_turns(worker, held)))
+        else:
+            self._hand_over(worker, held, held.rest(), [])
+
+    async def _send_turns(self, worker: Worker, held: Held) -> None:
+        """Send a lease with what the ledger has of its members by now: a late result ends one."""
+        lease = held.rest()
+        turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, lease)
+        lease = msgspec.structs.replace(lease, turns=turns)
+        self._hand_over(worker, held, lease, payloads)
+
+    def _hand_over(self, worker: Worker, held: Held, lease: Lease, payloads: list[bytes]) -> None:
+        held.sent = time.monotonic()
+        if worker.route is not None:
+            self._send(worker.route, lease, payloads)
+
+    def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
+        self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))
+
+    async def _send_batch(self, route: bytes, request: BatchRequest) -> None:
+        if request.step in self.book.batches:
+            batch = self.desk.shard(request)
+            ids = [batch.headers[index].trajectory_id for index in batch.mine]
+            payloads = await asyncio.to_thread(read_payloads, self.ledger.path, ids)
+            self._send(route, batch, payloads)
+
+    def _release(self, leases: Sequence[Lease], *, is_lost: bool) -> None:
+        """Offer again what workers will not bring; what is lost counts as an attempt."""
+        for lease in leases:
+            self.evals.release(lease, is_lost=is_lost)
+            (self.book.lose if is_lost else self.book.end)(lease)
+            self.desk.changed = True
+
+    # ------------------------------------------------------------ the clock
+
+    async def _tick_forever(self) -> None:
+        while not self._done.is_set():
+            await asyncio.sleep(TICK_S)
+            self._tick(time.monotonic())
+
+    def _tick(self, now: float) -> None:
+        for worker, leases in self.workers.expire():
+            logger.warning("worker silent", worker=worker.worker_id, leases=len(leases))
+            self._release(leases, is_lost=True)
+        self._check_stall(now)
+        if now - self._told >= WAITING_S and self._fatal is None:
+            self._told = now
+            self.desk.tell_waiting()
+        self._pump()
+        if self._is_over(now):
+            self._done.set()
+
+    def _check_stall(self, now: float) -> None:
+        limit = self.config.datapipe.stall_timeout_s
+        since = max(self._progress, self.desk.asked)
+        if self.desk.is_waiting and now - since > limit and self._fatal is None:
+            what = f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
+            self._stop(InvariantError(what + self.workers.describe()))
+
+    def _is_over(self, now: float) -> bool:
+        if self._fatal is not None:
+            return now - self._stopped_at > REFUSE_S
+        if self.desk.finish is None or (self.workers.by_id and now - self._stopped_at < DRAIN_S):
+            return False
+        if self.desk.finish.reason == wire.STOP_WAITING:
+            return now - self._stopped_at > SAVE_S
+        return not self.book.trained or now - self.desk.heard > FAREWELL_S

@@ -1,0 +1,1 @@
+"""Who waits for whom, until when, and who holds a run up."""

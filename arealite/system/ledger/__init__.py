@@ -1,0 +1,1 @@
+"""A trial's truth in one SQLite file, the groups it keeps, and its audit."""

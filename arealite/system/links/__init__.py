@@ -1,0 +1,1 @@
+"""How workers and ranks reach the datapipe."""

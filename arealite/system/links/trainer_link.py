@@ -1,0 +1,226 @@
+"""Connects a trainer rank to the datapipe: every request is sent until it is answered.
+
+Blocking and without an event loop, because a rank does nothing else while it waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+import zmq
+
+from arealite.api import trainer_messages as messages
+from arealite.api.trainer_messages import (
+    Batch,
+    EvalRequest,
+    EvalResult,
+    FromTrainer,
+    StepReport,
+    ToTrainer,
+    TrainerReady,
+    Waiting,
+)
+from arealite.base import log
+from arealite.base.errors import InvariantError, RoleError
+from arealite.system.health.waits import waiting
+from arealite.system.links import wire
+
+logger = log.get(__name__)
+
+SILENT_S = 2.0
+"""A datapipe that is asked something answers once a second; after this long it is looked up."""
+RENEW_S = 5.0
+"""How often a request that waits is repeated: who asks no more is not waited with."""
+POLL_MS = 250
+
+Answer = tuple[ToTrainer, list[bytes]]
+OnWait = Callable[[Waiting], bool]
+
+
+class TrainerLink:
+    """One rank's connection.
+
+    Every request raises InvariantError when the datapipe refuses it, RoleError when it is silent
+    for `silence_s`. An `on_wait` is called about once a second with who is waited for.
+    """
+
+    def __init__(
+        self,
+        resolve: Callable[[], str | None],
+        *,
+        rank: int,
+        world_size: int,
+        silence_s: float = 30.0,
+        context: wire.Context | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.silence_s = silence_s
+        self._resolve = resolve
+        self._context = context
+        self._socket: zmq.Socket[bytes] | None = None
+        self._address: str | None = None
+        self._evals: dict[int, EvalRequest] = {}
+        self._eval_results: list[EvalResult] = []
+
+    def start(self, step: int) -> TrainerReady:
+        """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
+        request = messages.TrainerStart(step, self.world_size)
+        answer = self._ask(request, lambda message: isinstance(message, messages.Ticket))
+        ticket = cast(tuple[messages.Ticket, list[bytes]], answer)[0].number
+        request = messages.TrainerStart(step, self.world_size, ticket)
+        answer = self._ask(request, lambda message: isinstance(message, TrainerReady))
+        return cast(tuple[TrainerReady, list[bytes]], answer)[0]
+
+    def next_batch(
+        self, step: int, *, on_wait: OnWait | None = None
+    ) -> tuple[Batch, list[bytes]] | None:
+        """Wait for this rank's shard of batch `step` and its payloads; None: the run is finished.
+
+        `on_wait` returns True to ask the datapipe to finish: then all ranks get no further batch.
+        """
+
+        def is_answer(message: ToTrainer) -> bool:
+            is_batch = isinstance(message, Batch) and message.step == step
+            return is_batch or isinstance(message, messages.Finished)
+
+        def while_waiting(waiting: Waiting) -> bool:
+            if on_wait is not None and on_wait(waiting):
+                self._send(messages.Finish(wire.STOP_WAITING))
+            return False
+
+        request = messages.BatchRequest(step, self.rank, self.world_size)
+        batch, payloads = self._ask(request, is_answer, while_waiting) or (None, [])
+        return (batch, payloads) if isinstance(batch, Batch) else None
+
+    def report(self, report: StepReport) -> None:
+        """Tell that the optimizer has applied a batch."""
+        self._tell(report)
+
+    def published(self, version: int) -> None:
+        """Tell that every server in traffic has confirmed `version`."""
+        self._tell(messages.Published(version))
+
+    def checkpointed(self, step: int, path: str) -> None:
+        """Tell that a checkpoint with all steps before `step` is durable."""
+        self._tell(messages.Checkpointed(step, path))
+
+    def finish(self, reason: str) -> None:
+        """Tell that there will be no further step."""
+        self._tell(messages.Finish(reason))
+
+    def evaluate(self, eval_id: int) -> None:
+        """Ask for an evaluation beside training; `eval_result` gives its answer."""
+        self._evals[eval_id] = EvalRequest(eval_id)
+        self._send(self._evals[eval_id])
+
+    def eval_result(self, *, wait: bool, on_wait: OnWait | None = None) -> EvalResult | None:
+        """Return the scores of an evaluation asked for; None when there are none yet.
+
+        `wait` waits for the next one while any is under way, until `on_wait` returns True.
+        """
+        if self._evals and not self._eval_results:
+            if wait:
+                request = next(iter(self._evals.values()))
+                self._ask(request, lambda message: isinstance(message, EvalResult), on_wait)
+            else:
+                while self._receive(block=False) is not None:
+                    pass
+        return self._eval_results.pop(0) if self._eval_results else None
+
+    def close(self, *, linger_ms: int = 1000) -> None:
+        """Close the connection, giving what was sent `linger_ms` to leave."""
+        if self._socket is not None:
+            self._socket.close(linger=linger_ms)
+            self._socket = None
+
+    # ------------------------------------------------------------ inside
+
+    def _tell(self, request: FromTrainer) -> None:
+        done = messages.Done(wire.request_name(request))
+        self._ask(request, lambda message: message == done)
+
+    def _ask(
+        self,
+        request: FromTrainer,
+        is_answer: Callable[[ToTrainer], bool],
+        on_wait: OnWait | None = None,
+    ) -> Answer | None:
+        """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
+        name, owner = wire.request_name(request), f"trainer rank {self.rank}"
+        with waiting(name, owner=owner, on="datapipe-0", prompt=True) as shown:
+            waited = looked_up = asked = time.monotonic()
+            self._send(request)
+            while True:
+                now = time.monotonic()
+                silent_s = now - shown.heard
+                if silent_s > self.silence_s:
+                    raise RoleError(
+                        f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
+                        f"{owner} waits for the answer to '{name}'"
+                    )
+                if now - max(shown.heard, looked_up) > SILENT_S:
+                    looked_up = asked = now
+                    self._reconnect(request)
+                elif now - asked > RENEW_S:
+                    asked = now
+                    self._send(request)
+                said = None
+                if (received := self._receive()) is not None:
+                    message = received[0]
+                    if is_answer(message):
+                        return received
+                    said = message if isinstance(message, Waiting) else None
+                    shown.hear(said.detail if said is not None else "")
+                elif now - waited > 1.0 and silent_s > 1.0:
+                    said = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
+                if said is not None and said.request == name and on_wait is not None:
+                    waited = now
+                    if on_wait(said):
+                        return None
+
+    def _receive(self, *, block: bool = True) -> Answer | None:
+        """Return the next message; keeps an evaluation's scores aside.
+
+        Raises:
+            InvariantError: it is a refusal.
+        """
+        socket = self._socket
+        if socket is None:
+            time.sleep(POLL_MS / 1000)
+            return None
+        if not socket.poll(POLL_MS if block else 0):
+            return None
+        frames = socket.recv_multipart()
+        message = wire.decode_to_trainer(frames[0])
+        if isinstance(message, messages.Refused):
+            raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
+        if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
+            self._eval_results.append(message)
+        return message, frames[1:]
+
+    def _send(self, message: FromTrainer) -> None:
+        if self._socket is None:
+            self._connect()
+        if self._socket is not None:
+            with suppress(zmq.Again):  # nobody there: it is sent again after a look-up
+                self._socket.send(wire.encode(message), zmq.NOBLOCK)
+
+    def _connect(self) -> None:
+        self._address = self._resolve()
+        if self._address is not None:
+            self._socket = wire.open_socket(self._context, zmq.DEALER)
+            self._socket.connect(self._address)
+
+    def _reconnect(self, request: FromTrainer) -> None:
+        """Look the datapipe up again and repeat what it has not answered."""
+        before = self._address
+        self.close(linger_ms=0)
+        self._connect()
+        if self._address != before:
+            logger.info("datapipe moved", address=self._address, before=before)
+        for message in (request, *(each for each in self._evals.values() if each is not request)):
+            self._send(message)

@@ -1,0 +1,239 @@
+"""Connects a rollout worker to the datapipe: leases in, results out until acknowledged.
+
+Everything about losing and finding the datapipe is here, so that a worker never notices a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import zmq
+
+from arealite.api.rollout_messages import (
+    Ack,
+    Drain,
+    Episode,
+    Lease,
+    Progress,
+    Result,
+    TurnHeader,
+    WorkerState,
+)
+from arealite.base import log
+from arealite.base.errors import RoleError
+from arealite.system.health.waits import Wait, waiting
+from arealite.system.links import wire
+
+logger = log.get(__name__)
+
+STATE_S = 0.5
+"""How often the worker tells its state."""
+SILENT_S = 2.0
+"""The datapipe answers every state; after this long without an answer it is looked up again."""
+RESEND_S = 5.0
+"""A result not acknowledged for this long is sent again."""
+
+
+@dataclass
+class _Unacknowledged:
+    """A result on its way."""
+
+    frames: list[bytes]
+    episodes: list[Episode]
+    sent: float = field(default_factory=time.monotonic)
+
+
+Turns = tuple[Lease, list[TurnHeader], list[bytes]]
+"""Of one episode: its lease, headers and payloads."""
+
+
+class WorkerLink:
+    """One worker's connection. `capacity` counts episodes: a lease of m members takes m."""
+
+    def __init__(
+        self,
+        resolve: Callable[[], str | None],
+        *,
+        worker_id: str,
+        capacity: int,
+        context: wire.Context | None = None,
+        silence_s: float = 120.0,
+    ) -> None:
+        self.worker_id = worker_id
+        self.capacity = capacity
+        self.metrics: Callable[[], dict[str, float]] = dict[str, float]
+        """What to send as `split_metrics`; the worker sets it."""
+        self.progress: Callable[[bool], Iterable[Turns]] = lambda anew: ()
+        """Turns not told yet of episodes under way; with `anew`, all their turns: what was told to
+        a datapipe that died may be lost. The worker sets it."""
+        self._resolve = resolve
+        self._silence_s = silence_s
+        self._context = context
+        self._channel: wire.Channel | None = None
+        self._address = ""
+        self._heard = self._connected = time.monotonic()
+        self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
+        self._members: dict[str, set[int]] = {}
+        self._turns: dict[str, list[bytes]] = {}
+        """By lease id: payloads of its `turns` that were not asked for yet."""
+        self._outbox: list[tuple[Episode, list[bytes]]] = []
+        self._unacknowledged: dict[str, _Unacknowledged] = {}
+        self._process = uuid.uuid4().hex[:8]
+        self._results = 0
+        self._is_draining = False
+        self._wake = asyncio.Event()
+        self._wait: Wait | None = None
+
+    # ------------------------------------------------------------ the worker's side
+
+    async def next_lease(self) -> Lease | None:
+        """Wait for work; None once the run ends (there is no end to the wait but the run's own)."""
+        with waiting("a lease", owner=self.worker_id, on="datapipe-0", prompt=True) as self._wait:
+            lease = await self._leases.get()
+        if lease is None:
+            self._leases.put_nowait(None)
+        return lease
+
+    def take_turns(self, lease: Lease) -> list[bytes]:
+        """Return the payloads of `lease.turns`, and let go of them."""
+        return self._turns.pop(lease.lease_id, [])
+
+    def submit(self, episode: Episode, payloads: list[bytes]) -> None:
+        """Hand over a finished episode; it is kept, and sent again, until it is durable."""
+        if members := self._members.get(episode.lease_id):
+            members.discard(episode.member)
+            if not members:
+                del self._members[episode.lease_id]
+        self._outbox.append((episode, payloads))
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def drain(self) -> None:
+        """Give up the leases still held, and let `run` return when all results are durable."""
+        self._is_draining = True
+        self._members.clear()
+        self._leases.put_nowait(None)
+        self._wake.set()
+
+    @property
+    def unacknowledged(self) -> int:
+        """Episodes handed over that are not known to be durable."""
+        return len(self._outbox) + sum(len(u.episodes) for u in self._unacknowledged.values())
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Keep the connection alive; return after a drain, when everything is acknowledged.
+
+        Raises:
+            RoleError: no datapipe was heard for `silence_s`.
+        """
+        try:
+            while not self._is_done():
+                await self._tick()
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), STATE_S)
+            self._tell_state()
+        finally:
+            if self._channel is not None:
+                self._channel.close(linger_ms=1000)
+
+    async def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._heard > self._silence_s:
+            silent = now - self._heard
+            raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent:.0f} s")
+        anew = self._channel is None or now - max(self._heard, self._connected) > SILENT_S
+        if anew:
+            await self._connect()
+        self._tell_state()
+        self._tell_progress(anew)
+        self._resend(older_than_s=RESEND_S)
+
+    async def _connect(self) -> None:
+        address = await asyncio.to_thread(self._resolve)
+        if address is None:
+            return
+        if self._channel is not None:
+            self._channel.close()
+            if address != self._address:
+                logger.info("datapipe moved", address=address, before=self._address)
+        socket = wire.open_socket(self._context, zmq.DEALER)
+        socket.connect(address)
+        self._address = address
+        self._connected = time.monotonic()
+        self._channel = wire.Channel(socket, self._receive)
+        self._resend(older_than_s=0.0)
+
+    def _is_done(self) -> bool:
+        return self._is_draining and not (self._members or self._unacknowledged or self._outbox)
+
+    # ------------------------------------------------------------ sending
+
+    def _tell_state(self) -> None:
+        capacity = 0 if self._is_draining else self.capacity
+        metrics, process = self.metrics(), self._process
+        state = WorkerState(self.worker_id, capacity, self._held(), metrics, process)
+        if self._channel is not None:
+            self._channel.send([wire.encode(state)])
+
+    def _tell_progress(self, anew: bool) -> None:
+        if self._channel is not None:
+            for lease, turns, payloads in self.progress(anew):
+                progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
+                self._channel.send([wire.encode(progress), *payloads])
+
+    def _held(self) -> list[str]:
+        held = set(self._members)
+        held.update(episode.lease_id for episode, _ in self._outbox)
+        for entry in self._unacknowledged.values():
+            held.update(episode.lease_id for episode in entry.episodes)
+        return sorted(held)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        episodes = [episode for episode, _ in outbox]
+        result_id = f"{self.worker_id}/{self._process}/{self._results}"
+        self._results += 1
+        frames = [wire.encode(Result(result_id, self.worker_id, episodes))]
+        for _, payloads in outbox:
+            frames += payloads
+        self._unacknowledged[result_id] = _Unacknowledged(frames, episodes)
+        if self._channel is not None:
+            self._channel.send(frames)
+
+    def _resend(self, *, older_than_s: float) -> None:
+        now = time.monotonic()
+        for entry in self._unacknowledged.values():
+            if self._channel is not None and now - entry.sent >= older_than_s:
+                entry.sent = now
+                self._channel.send(entry.frames)
+
+    # ------------------------------------------------------------ receiving
+
+    def _receive(self, frames: list[bytes]) -> None:
+        self._heard = time.monotonic()
+        if self._wait is not None:
+            self._wait.heard = self._heard
+        match wire.decode_to_worker(frames[0]):
+            case Ack(result_id=result_id):
+                self._unacknowledged.pop(result_id, None)
+            case Lease() as lease:
+                if not self._is_draining:
+                    self._members[lease.lease_id] = set(lease.members)
+                    if lease.turns:
+                        self._turns[lease.lease_id] = frames[1:]
+                    self._leases.put_nowait(lease)
+            case Drain(reason=reason):
+                if not self._is_draining:
+                    logger.info("draining", reason=reason)
+                    self._is_draining = True
+                    self._leases.put_nowait(None)
+        if self._is_done():
+            self._wake.set()

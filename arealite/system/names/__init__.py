@@ -1,0 +1,1 @@
+"""Who is where: names with heartbeats."""

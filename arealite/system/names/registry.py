@@ -1,0 +1,196 @@
+"""Tells a trial's processes where the others are: one small JSON file a name, kept by heartbeats.
+
+Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share;
+`name_etcd` is for those who have an etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
+from arealite.base import log
+from arealite.base.errors import RoleError, UserError
+from arealite.system.clocks import folder_time
+from arealite.system.health.deadlines import deadline
+
+logger = log.get(__name__)
+
+POLL_S = 0.1
+"""How often `wait` looks: a shared folder has no event that works on every file system."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One live name."""
+
+    role: str
+    id: str
+    value: dict[str, Any]
+    """What the role wrote about itself: address, pid, …"""
+    age_s: float
+    """Seconds since its last heartbeat."""
+
+
+class _Look(NamedTuple):
+    """A name's file as it was read last: its time, since when it was so, and when that was read."""
+
+    written: float
+    changed: float
+    at: float
+
+
+class NameRegistry:
+    """The names of one trial, below `root`; one not renewed for `ttl_s` is dead and not listed."""
+
+    def __init__(self, root: Path, *, ttl_s: float = 5.0) -> None:
+        self.root = root
+        self.ttl_s = ttl_s
+        self.where = str(root)
+        """For people."""
+        self._looks = dict[Path, _Look]()
+
+    @classmethod
+    def of(
+        cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
+    ) -> NameRegistry:
+        """Return the registry of a config's trial, in the store that the config names."""
+        cluster, root = config.cluster, name_dir(config)
+        ttl_s = cluster.ttl_s if ttl_s is None else ttl_s
+        if cluster.name_store == "file":
+            return cls(root, ttl_s=ttl_s)
+        from arealite.system.names.etcd import EtcdRegistry  # which is made of this class
+
+        return EtcdRegistry("/".join(root.parts[-3:]), cluster.etcd, ttl_s=ttl_s)
+
+    def check(self) -> None:
+        """Refuse a store that is not there, before anything starts; a folder can be made.
+
+        Raises:
+            UserError: it does not answer.
+        """
+
+    def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
+        """Write or renew a name atomically: readers see the old file or the new, never half of one.
+
+        Raises:
+            UserError: the folder cannot be written.
+            RoleError: the etcd is away.
+        """
+        folder, name = self.root / role, ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder, prefix=f".{entry_id}-")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(value, file)
+            os.replace(name, folder / f"{entry_id}.json")
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(name)  # a heartbeat would leave one a second
+            raise UserError(
+                f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}. "
+                "Set cluster.name_root to a folder that every role can write."
+            ) from error
+
+    def remove(self, role: str, entry_id: str) -> None:
+        """Forget a name now rather than when its time to live ends; fine if it is gone already."""
+        with suppress(OSError):
+            (self.root / role / f"{entry_id}.json").unlink()
+
+    def list(self, role: str) -> list[Entry]:
+        """Return the live names of a role, sorted by id."""
+        found: list[Entry] = []
+        folder_now = cache(partial(folder_time, self.root / role))
+        for path in sorted((self.root / role).glob("*.json")):
+            try:
+                with path.open(encoding="utf-8") as file:
+                    written, value = os.fstat(file.fileno()).st_mtime, json.load(file)
+            except (OSError, ValueError):
+                continue  # removed while we looked, or not ours
+            age = self._age(path, written, folder_now)
+            if age <= self.ttl_s and isinstance(value, dict):
+                found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
+        return found
+
+    def _age(self, path: Path, written: float, folder_now: Callable[[], float]) -> float:
+        """Return the seconds since a file was written, by no host's time of day.
+
+        A change that we saw was now; where we did not look for long, the folder's clock tells.
+        """
+        now, last = time.monotonic(), self._looks.get(path)
+        if last is not None and last.written == written:
+            changed = last.changed
+        elif last is not None and now - last.at <= self.ttl_s:
+            changed = now
+        else:
+            changed = now - max(0.0, folder_now() - written)
+        self._looks[path] = _Look(written, changed, now)
+        return now - changed
+
+    def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
+        """Return what lives under this name in any trial of the store, with that trial's root."""
+        found = self.root.parents[2].glob(f"*/*/*/{role}/{entry_id}.json")
+        roots = [file.parents[1] for file in found]
+        live = [(root, NameRegistry(root, ttl_s=self.ttl_s).list(role)) for root in roots]
+        return [(root, each) for root, all_ in live for each in all_ if each.id == entry_id]
+
+    def address(self, role: str) -> str | None:
+        """Return where the first live name of a role listens; None while there is none."""
+        return next((str(entry.value["address"]) for entry in self.list(role)), None)
+
+    @asynccontextmanager
+    async def registered(
+        self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], *,
+        heartbeat_s: float = 1.0,
+    ) -> AsyncGenerator[None, None]:  # fmt: skip
+        """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value.
+
+        Raises:
+            UserError: the folder cannot be written; a store that is away is waited for.
+        """
+        over = asyncio.Event()
+
+        async def put(*tolerated: type[Exception]) -> None:
+            try:
+                await asyncio.to_thread(self.put, role, entry_id, value())
+            except tolerated as error:  # a full disk may be emptied; its age tells others
+                logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
+
+        async def beat() -> None:
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), heartbeat_s)
+                    return
+                await put(UserError, RoleError)
+
+        first = asyncio.ensure_future(put(RoleError))
+        beating = asyncio.create_task(beat(), name=f"heartbeat of {role}/{entry_id}")
+        try:
+            await asyncio.shield(first)
+            yield
+        finally:
+            over.set()  # no cancel: a write in its thread would outlive it and undo the removal
+            await asyncio.gather(first, beating, return_exceptions=True)
+            await asyncio.to_thread(self.remove, role, entry_id)
+
+    async def wait(self, role: str, *, count: int = 1, seconds: float, owner: str) -> list[Entry]:
+        """Wait until at least `count` live names of a role exist, and return them.
+
+        Raises:
+            DeadlineError: they did not appear in time; names the role, the store and the owner.
+        """
+        what = f"{count} live '{role}' in {self.where}"
+        async with deadline(what, owner=owner, on=role, seconds=seconds):
+            while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
+                await asyncio.sleep(POLL_S)
+        return found

@@ -1,0 +1,37 @@
+"""Servers that somebody else started: SGLang anywhere, named by address, used and never stopped.
+
+    python3 -m sglang.launch_server --model-path /models/Qwen2.5-7B-Instruct --port 30000 &
+    python3 examples/external_sglang.py model.path=/models/Qwen2.5-7B-Instruct \\
+        'llm_server.addresses=[127.0.0.1:30000,10.0.0.8:30000]' launcher.trainer_ranks=4
+
+The servers are asked before anything starts, get the run's weights before they generate, and new
+ones after each step. On a laptop, with a server of ours in place of SGLang (the model is there once
+examples/quickstart.py was run):
+
+    python3 arealite/launch_llm_server.py model.path=runs/examples/kits/sorting/model \\
+        llm_server.port=30000 &
+    python3 examples/external_sglang.py
+
+Watch publish/servers, how many took the new weights, and publish/stall_s, for how long generation
+stood still. How weights travel: docs/servers.md.
+"""
+
+from _run import sorting, train
+
+OPTIONS = [
+    "llm_server.addresses=[127.0.0.1:30000]",
+    "trainer.ppo.publisher.type=disk",  # a folder that they see; distributed: a process group
+    "trainer.ppo.publisher.pause_mode=retract",
+    "trainer.ppo.engine.fsdp.gradient_checkpointing=true",
+    "dataset.train=generated",
+    "dataset.eval=generated",
+    "trainer.ppo.max_staleness=4",  # generation goes on for so many updates while one is trained
+    "trainer.ppo.batch_size=512",
+    "trainer.ppo.total_steps=200",
+    "trainer.ppo.lr=1e-6",
+    "trainer.ppo.collector.sampling.max_new_tokens=1024",
+    "trainer.ppo.eval.sampling.max_new_tokens=1024",
+]
+
+if __name__ == "__main__":
+    train(OPTIONS, laptop=sorting)

@@ -1,0 +1,24 @@
+"""The demo's kit, once for all that is typed in a session."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import tutorial
+
+
+@pytest.fixture(scope="session")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the demo's model and data once a session, whatever process asks first."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if root.name.startswith("popen-") else root) / "kit"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "tools/demo_task.py", str(folder)]
+        subprocess.run(command, cwd=tutorial.ROOT, check=True, stdout=subprocess.DEVNULL)
+    return folder

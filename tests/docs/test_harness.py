@@ -1,0 +1,129 @@
+"""The harness of the tutorials: it types what is written, and tells what is not true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.docs import tutorial
+from tests.waiting import until
+
+
+def typed(folder: Path, text: str) -> Path:
+    """Run a tutorial of this text in a folder of its own; return the folder."""
+    file = folder / "guide.md"
+    file.write_text(text)
+    where, kit = folder / "scratch", folder / "kit"
+    where.mkdir()
+    kit.mkdir()
+    tutorial.run(file, where, kit, timeout_s=60)
+    return where
+
+
+def is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def fence(language: str, body: str) -> str:
+    return f"```{language}\n{body}\n```\n"
+
+
+def test_one_shell_types_all_blocks_and_files_are_written_where_they_stand(tmp_path: Path):
+    where = typed(
+        tmp_path,
+        fence("bash", "export NAME=one\nmkdir inner && cd inner")
+        + "\nPut this in `part.py`, beside it:\n\n"
+        + fence("python", "import os\n\nprint(os.environ['NAME'], os.path.realpath('~'))")
+        + fence("bash", "python3 part.py\nls $HOME/..")
+        + fence("text", "one …/inner/~\n…"),
+    )
+    assert (where / "inner" / "part.py").exists()
+
+
+def test_the_checkout_is_at_hand(tmp_path: Path):
+    typed(
+        tmp_path,
+        fence("bash", "arealite --version\npython3 train.py --help\npython3 tools/demo_task.py kit")
+        + fence("text", "0.1.0\nusage: train.py …\n…"),
+    )
+    assert (tmp_path / "scratch" / "kit").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("shown", "came"),
+    [
+        ("step 1/3  reward 0.25  tok/s 6,142", "step 1/3 reward 0.3 tok/s 12"),
+        ("loss -0.1", "loss 2.5e-05"),
+        ("a …\nb", "a 1\nother\nb"),
+        ("…\n\nb", "b"),
+    ],
+)
+def test_what_is_true(shown: str, came: str):
+    assert tutorial.first_missing(shown, came) == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "came", "missing"),
+    [
+        ("lost 0", "lost 1", "lost 0"),
+        ("step 1/3", "step 1/3 reward 0.25", "step 1/3"),
+        ("b\na", "a\nb", "a"),
+        ("1.5", "a", "1.5"),
+        ("(x)", "x", "(x)"),
+    ],
+)
+def test_what_is_not_true(shown: str, came: str, missing: str):
+    assert tutorial.first_missing(shown, came) == missing
+
+
+def test_a_command_that_fails_is_told(tmp_path: Path):
+    with pytest.raises(AssertionError, match=r"guide.md:4 failed:\s+mended"):
+        typed(tmp_path, fence("bash", "true") + fence("bash", "false\necho mended"))
+
+
+def test_an_error_that_is_shown_must_come(tmp_path: Path):
+    shown = fence("text", "error: 3 is odd.")
+    typed(
+        tmp_path,
+        fence("bash", "echo 'error: 3 is odd.'; exit_code() { return 2; }; exit_code") + shown,
+    )
+
+
+def test_a_command_that_should_fail_and_does_not_is_told(tmp_path: Path):
+    with pytest.raises(AssertionError, match="did not fail"):
+        typed(
+            tmp_path, fence("bash", "echo 'error: 3 is odd.'") + fence("text", "error: 3 is odd.")
+        )
+
+
+def test_nothing_is_left_running(tmp_path: Path):
+    loop = "(setsid sh -c 'echo $$ > pid; exec sleep 60') &\nuntil [ -s pid ]; do :; done"
+    where = typed(tmp_path, fence("bash", loop))
+    pid = int((where / "pid").read_text())
+    until(lambda: not psutil.pid_exists(pid) or is_zombie(pid), what="its end")
+
+
+def test_a_block_is_left_out_with_its_reason(tmp_path: Path):
+    text = "Install:\n\n<!-- not run: it takes\nlong -->\n" + fence("bash", "exit 3")
+    assert [block.not_run for block in tutorial.blocks(text)] == ["it takes long"]
+    typed(tmp_path, text)
+
+
+def test_what_nobody_has_printed_is_told(tmp_path: Path):
+    with pytest.raises(AssertionError, match="there came no line"):
+        typed(tmp_path, "<!-- not run: a -->\n" + fence("bash", "echo 1") + fence("text", "1"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Some code:\n\n" + fence("python", "x = 1"),
+        "Some code in `tools/x.py`:\n\n" + fence("python", "x = 1"),
+        fence('python title="x.py"', "x = 1"),
+    ],
+)
+def test_a_block_that_can_not_be_run_is_refused(text: str):
+    with pytest.raises(AssertionError):
+        tutorial.blocks(text)

@@ -1,0 +1,208 @@
+"""Runs a tutorial as its reader would: what is typed is typed, and what is shown must come.
+
+A tutorial is plain Markdown; nothing in it is there for this harness but the last point.
+
+* A ```bash block is typed, one after the other, into one shell, in a folder where `train.py`,
+  `tools/`, `config/`, … are the checkout's. `&`, `kill %1`, `cd` and `export` work; what still runs
+  at the end is ended. Each command must succeed.
+* A ```text block shows what the commands before it print. Its lines must come, in this order;
+  others may come between. `…` stands for anything, a number for any number unless it is one digit,
+  spaces for any spaces. Where a line begins with `error:`, the commands must fail.
+* Any other block is a file, named by the paragraph above it, which ends like: in `my_agent.py`:
+* `<!-- not run: why -->` above a block leaves it out, and the test's summary says why.
+
+Everything of a run lies below the folder, HOME included, so tutorials may run at the same time.
+`python3 tools/demo_task.py kit` copies a kit that the session makes once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIALS = ROOT / "docs" / "tutorials"
+KIT = "tools/demo_task.py kit"
+LINKED = ("arealite", "config", "docs", "examples", "launchers", "tools", "train.py")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->$", re.DOTALL)
+NAMED = re.compile(r"\bin `([^`\s]+)`[^`]*:$")
+NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MARK = "\x1e"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a tutorial."""
+
+    line: int
+    language: str
+    body: str
+    file: str = ""
+    """Where it is written to, when it is neither typed nor shown."""
+    not_run: str = ""
+    """Why it is left out; empty where it is not."""
+    fails: bool = False
+    """Of commands: whether what is shown below them is an error."""
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a tutorial in their order."""
+    found = list[Block]()
+    for match in FENCE.finditer(text):
+        line, language, body = text.count("\n", 0, match.start()) + 1, match[1], match[2]
+        above = text[: match.start()].rstrip().rsplit("\n\n", 1)[-1]
+        comment = NOT_RUN.search(above)
+        why = " ".join(comment[1].split()) if comment else ""
+        name = NAMED.search(NOT_RUN.sub("", above).rstrip())
+        file = name[1] if name and language not in ("bash", "text") else ""
+        if language == "text" and found and re.search("^error:", body, re.MULTILINE):
+            found[-1] = replace(found[-1], fails=True)
+        assert why or file or language in ("bash", "text"), f"line {line}: in which `file`:?"
+        assert Path(file).parts[:1] not in {(each,) for each in LINKED}, f"{file} is the checkout's"
+        found.append(Block(line, language, body, file, why))
+    fences = len(re.findall("^```", text, re.MULTILINE))
+    assert fences == 2 * len(found), "a fence with more than one word, or without its end"
+    return found
+
+
+def script(folder: Path, found: list[Block]) -> str:
+    """Return the shell script that writes the files and types the commands, up to a surprise."""
+    lines = ["set -mE", "trap 'status=$?' ERR", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    (folder / ".blocks").mkdir()
+    for block in found:
+        if block.not_run or block.language == "text":
+            continue
+        source = folder / ".blocks" / str(block.line)
+        source.write_text(block.body)
+        if block.file:
+            lines.append(f"mkdir -p $(dirname {block.file}) && cp {source} {block.file}")
+        else:
+            lines.append(f"status=0; . {source}")
+            lines.append(f'printf "\\n{MARK}{block.line} $status\\n"')
+            lines.append(f"[ $status {'!=' if block.fails else '='} 0 ] || exit 1")
+    return "\n".join(lines) + "\n"
+
+
+def run(tutorial: Path, folder: Path, kit: Path, *, timeout_s: float = 900) -> None:
+    """Type a tutorial in a new folder, and compare what it shows with what came.
+
+    Raises:
+        AssertionError: a command did not end as shown, or a line that is shown did not come.
+    """
+    found = blocks(tutorial.read_text())
+    environment = furnish(folder, kit)
+    (folder / ".script").write_text(script(folder, found))
+    with (folder / ".out").open("w+b") as output:
+        shell = subprocess.Popen(
+            ["bash", ".script"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            shell.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{tutorial.name} hangs:\n{tail((folder / '.out').read_text())}")
+        finally:
+            sweep(folder)
+            shell.wait()
+    shown = (folder / ".out").read_text(errors="replace")
+    compare(tutorial.name, found, ESCAPE.sub("", shown))
+
+
+def furnish(folder: Path, kit: Path) -> dict[str, str]:
+    """Put the reader's checkout, home and commands into a folder; return the environment."""
+    for name in LINKED:
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    commands = folder / ".bin"
+    commands.mkdir()
+    (folder / ".home").mkdir()
+    (commands / "python3").write_text(
+        f'#!/bin/sh\n[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\nexec {sys.executable} "$@"\n'
+    )
+    (commands / "python3").chmod(0o755)
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {
+        "PATH": path,
+        "HOME": str(folder / ".home"),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def sweep(folder: Path) -> None:
+    """Kill what still runs in a folder."""
+    for process in psutil.process_iter():
+        try:
+            if Path(process.cwd()).is_relative_to(folder):
+                process.kill()
+        except (psutil.Error, OSError):
+            continue
+
+
+def compare(name: str, found: list[Block], output: str) -> None:
+    """Check each command's end, and that what each text block shows came."""
+    came = dict(segments(output))
+    status, text = 0, ""
+    for block in found:
+        where = f"{name}:{block.line}"
+        if block.language == "bash":
+            status, text = 0, ""
+            if not block.not_run:
+                assert block.line in came, f"{where} did not end:\n{tail(output)}"
+                status, text = came[block.line]
+                ended = f"{where} {'failed' if status else 'did not fail, as is shown'}"
+                assert block.fails == bool(status), f"{ended}:\n{tail(text)}"
+        elif block.language == "text" and not block.not_run:
+            missing = first_missing(block.body, text)
+            assert not missing, f"{where}: there came no line\n{missing}\nin\n{tail(text)}"
+
+
+def segments(output: str) -> Iterator[tuple[int, tuple[int, str]]]:
+    """Yield each command block's line, and its status and what came while it ran."""
+    pieces = re.split(rf"^{MARK}(\d+) (\d+)$", output, flags=re.MULTILINE)
+    for text, line, status in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
+        yield int(line), (int(status), text)
+
+
+def first_missing(shown: str, came: str) -> str:
+    """Return the first line of `shown` that did not come in its order; "" where all did."""
+    lines = iter(came.splitlines())
+    for line in shown.splitlines():
+        wanted = pattern(line)
+        if wanted.pattern and not any(wanted.fullmatch(" ".join(each.split())) for each in lines):
+            return line
+    return ""
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """Return what a shown line stands for; the pattern of an empty one is empty."""
+    line = " ".join(line.split())
+    if line == "…":
+        line = ""
+    pieces = []
+    for piece in re.split(rf"(…|{NUMBER.pattern})", line):
+        if piece == "…":
+            pieces.append(".*")
+        elif NUMBER.fullmatch(piece) and len(piece) > 1:
+            pieces.append(NUMBER.pattern)
+        else:
+            pieces.append(re.escape(piece))
+    return re.compile("".join(pieces))
+
+
+def tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-40:])

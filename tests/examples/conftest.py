@@ -1,0 +1,85 @@
+"""Runs an example as its user would, in a folder where its tiny model is already: taught for less
+long, once a session. Nothing is left running."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging
+
+from arealite.base.names import RunPaths
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Finished, strays
+from tools import demo_task, lesson
+from tools.make_tiny_model import make_tiny_model
+
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 400.0
+"""For what takes 15 s on a quiet machine: a safety net, see tests/waiting.py."""
+STEPS = {"calculator": 200}
+"""Of a warm-up, else 60: enough to be right now and then, or there is nothing to learn."""
+Example = Callable[..., Finished]
+
+
+def make_kit(folder: Path, name: str) -> None:
+    """Make what examples/_run.py would, in a few seconds."""
+    logging.disable_progress_bar()
+    if name != "sorting":
+        found = import_module(f"tools.lessons.{name}").LESSON
+        steps = min(STEPS.get(name, 60), found.max_steps)
+        lesson.make_kit(folder, dataclasses.replace(found, max_steps=steps), 1)
+    elif not (folder / "done").exists():
+        demo_task.write_data(folder, 1)
+        make_tiny_model(folder / "model", demo_task.SHAPE)
+        demo_task.warm_up(folder / "model", 1, accuracy=0.15)
+        (folder / "done").touch()
+
+
+@pytest.fixture
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what gives the folder of a kit, whichever process asks first."""
+    base = tmp_path_factory.getbasetemp()
+    kits = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kits"
+
+    def get(name: str) -> Path:
+        kits.mkdir(exist_ok=True)
+        with (kits / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            make_kit(kits / name, name)
+        return kits / name
+
+    return get
+
+
+@pytest.fixture
+def example(kit: Callable[[str], Path], tmp_path: Path) -> Example:
+    """Return what runs an example without a model, on its kit, for a few small steps."""
+
+    def run(name: str, *words: str, of: str = "sorting") -> Finished:
+        there = tmp_path / "runs/examples/kits"
+        there.mkdir(parents=True, exist_ok=True)
+        if not (there / of).exists():
+            (there / of).symlink_to(kit(of))
+        small = ["trainer.ppo.total_steps=2", "trainer.ppo.batch_size=64", "server_wait_s=300"]
+        small += ["trainer.ppo.eval.num_prompts=16", "trainer.offline.max_steps=12"]
+        own = [f"cluster.name_root={tmp_path / 'names'}", "logger.types=[]", *small]
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / f"{name}.py"), *own, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=ENVIRONMENT,
+        )
+        assert not strays(tmp_path)
+        paths = RunPaths(tmp_path / "runs/examples" / f"{name}-laptop")
+        return Finished(done.returncode, done.stdout + done.stderr, paths)
+
+    return run

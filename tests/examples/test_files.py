@@ -1,0 +1,59 @@
+"""What all examples have in common: short, told in the table, and each says what it is."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.cli import main
+from tests.examples.conftest import EXAMPLES
+from tests.impl.browser.sites import LACKING
+from tests.models import tiny_model
+
+FILES = sorted(EXAMPLES.glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_example_is_short_and_says_what_it_is(file: Path, tmp_path: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 100
+    assert file.stem not in sys.stdlib_module_names, "it would hide that module"
+    assert f"[`{file.stem}`]({file.name})" in (EXAMPLES / "README.md").read_text()
+    assert f"python3 examples/{file.name}\n" in file.read_text(), "how it is run on a laptop"
+    command = [sys.executable, str(file), "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and not list(tmp_path.iterdir())
+    assert "Watch" in shown.stdout or file.stem == "quickstart"
+    assert "\n    trainer." in shown.stdout and "train.py --help" in shown.stdout
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_its_options_for_a_real_model_pass_every_check(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if file.stem == "browser" and LACKING:
+        pytest.skip(f"needs {', '.join(LACKING)}")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    options = runpy.run_path(str(file))["OPTIONS"]
+    row = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c", "ground_truth": "b"}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    model = tiny_model("model", max_position_embeddings=8192)
+    own = [f"model.path={model}", "cluster.name_root=names", "--dry-run"]
+    if file.stem == "external_sglang":
+        own += ["llm_server.addresses=[]", "launcher.llm_servers=1"]  # nobody is there to be asked
+    if not any(word.startswith("dataset.train=") or ".envs." in word for word in options):
+        own.append("dataset.train=rows.jsonl")
+    assert main.run("arealite.cli.train", [*options, *own]) == 0
+
+
+def test_a_word_that_is_wrong_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "grpo_math.py"), "model.path=nowhere"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 2
+    assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1

@@ -1,0 +1,59 @@
+"""Environments that speak in Requests: who is asked acts, all at once, and is told what is due."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.base.errors import UserError
+from tests.impl.env.games.players import Player, first_rows, make, task
+
+HERE = "tests.fakes.foreign:Sum"
+
+
+async def play(*answers: list[str], **options: object) -> list[Player]:
+    env = make("gyllm", factory=HERE, **{"seats": ["a", "b"]} | options)
+    await env.setup()
+    seats = [Player(each) for each in answers]
+    try:
+        await env.run(task(seed=5), **dict(zip(env.seats, seats, strict=True)))
+    finally:
+        await env.close()
+    return seats
+
+
+async def test_both_actors_see_the_rules_act_at_once_and_are_rewarded() -> None:
+    first, second = await play(["hi", "3"], ["ho", "4"])
+    rules = "Say a number; the higher one wins.\n\ntalk 5"
+    assert [player.seen[0].content for player in (first, second)] == [rules, rules]
+    assert first.seen[1].content == "the other said ho"
+    assert (first.rewards, second.rewards) == ([0.0, 0.0], [0.0, 1.0])
+
+
+async def test_a_refused_action_is_asked_again() -> None:
+    first, second = await play(["hi", "x", "3"], ["ho", "4", "2"], illegal_reward=-0.25)
+    assert first.seen[2].content == "a number, please"
+    assert (first.rewards, second.rewards) == ([0.0, -0.25, 1.0], [0.0, -0.25, 0.0])
+
+
+async def test_it_ends_after_so_many_refused_actions() -> None:
+    first, _ = await play(["hi", "x", "y"], ["ho", "4", "2"], max_illegal=2, illegal_reward=-1)
+    assert first.rewards == [0.0, -1.0, -1.0]
+    assert first.parts == {"illegal": 2.0}
+
+
+async def test_two_requests_for_one_actor_are_no_episode() -> None:
+    with pytest.raises(Exception, match="another request is open") as raised:
+        await play(["hi", "3"], ["ho", "4"], kwargs={"batched": True})
+    assert raised.value.failure_class == "bad_requests"  # type: ignore[attr-defined]
+
+
+async def test_seats_must_be_the_actors() -> None:
+    with pytest.raises(UserError, match=r"its actors are \['a', 'b'\]"):
+        await make("gyllm", factory=HERE).setup()
+    with pytest.raises(UserError, match="gyllm is not installed: pip install gyllm"):
+        await make("gyllm", env_id="simple/tic_tac_toe").setup()
+
+
+def test_rows_of_no_environment_are_refused() -> None:
+    with pytest.raises(UserError, match="env_id is not set"):
+        first_rows(make("gyllm"), 1)

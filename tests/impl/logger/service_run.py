@@ -1,0 +1,31 @@
+"""A run of two starts with a service's logger, as a process: services leave threads and hooks.
+
+python -m tests.impl.logger.service_run LOGGER RUN_ROOT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from arealite.api.logger import loggers
+from arealite.impl.logger import guarded, wandb
+from arealite.impl.logger.guarded import GuardedLogger
+
+
+def main() -> None:
+    name, root = sys.argv[1], Path(sys.argv[2])
+    wandb.UPLOAD_S = 2.0
+    guarded.CLOSE_S = 60.0
+    for begin in (0, 1):
+        sink = GuardedLogger(root, loggers.get(name))
+        sink.rewind(begin)
+        for step in range(begin, 3):
+            sink.log(step, {"reward/mean": step + 10.0 * begin})
+        sink.log(2, {"eval/reward": 0.5})  # told late, as one that ran beside training
+        sink.log(1, {"eval/reward": 0.25})
+        sink.close()
+
+
+if __name__ == "__main__":
+    main()

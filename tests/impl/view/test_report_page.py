@@ -1,0 +1,371 @@
+"""The report in real Chromium, without a network: what people see, filter, choose and colour."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arealite.base.names import RunPaths
+from arealite.impl.view import report_rows
+from arealite.impl.view.report import write_report
+from arealite.system.ledger import token_stats
+from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.token_stats import TokenStats
+from tests.impl.browser.sites import needs_chromium
+from tests.impl.trainer.trajectories import header, segment
+from tests.impl.view.runs import make_run, make_tokenizer, many, metrics
+
+pytestmark = [pytest.mark.processes, needs_chromium]
+
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--<script>"
+ODD = "\u202eabc\u0000\ufeff\u2028"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+WORDS = [
+    "user", "assistant", "\n", "tool", "Hello ", "wörld", "☕".encode()[:1], "☕".encode()[1:],
+    CALL, "four", HOSTILE, ODD, "<tool_call>{never closed", b"\xff",
+]  # fmt: skip
+
+
+Open = Callable[..., AbstractContextManager[Any]]
+
+
+def talk(ids: dict[Any, int], *words: str | bytes) -> list[int]:
+    return [ids[word] for word in words]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """Two groups at steps 0 and 1: chats with a tool, of two versions; and hostile text."""
+    ids = make_tokenizer(tmp_path / "run/model", WORDS)
+    start, end = "<|im_start|>", "<|im_end|>"
+    asked = talk(ids, start, "user", "\n", "Hello ", "wörld", end, "\n", start, "assistant", "\n")
+    said = talk(ids, CALL, end)
+    heard = talk(ids, "\n", start, "tool", "\n", "four", end, start, "assistant", "\n")
+    then = talk(ids, *WORDS[6:8], "four", end)
+    tokens = asked + said + heard + then
+    mask = [0] * len(asked) + [1] * 2 + [0] * len(heard) + [1] * 4
+    chat = segment(tokens, sampled=0)
+    chat = type(chat)(
+        chat.tokens,
+        bytes(mask),
+        (np.array(mask) * np.linspace(-3.0, -0.1, len(mask))).astype("<f4").tobytes(),
+        np.where(mask, np.arange(len(mask)) >= len(asked) + 2, -1).astype("<i4").tobytes(),
+        np.where(np.arange(len(mask)) == len(mask) - 1, 1.5, 0).astype("<f4").tobytes(),
+        1.0,
+    )
+    odd = segment(
+        talk(ids, "user", HOSTILE, ODD, WORDS[12], WORDS[13]), sampled=4, version=1, reward=-0.5
+    )
+    made = []
+    for member, reward in enumerate((1.5, 0.0)):
+        name = f"g0/{member}/agent"
+        parts = {"right": reward, "form": 0.25}
+        made.append(
+            (
+                1,
+                header(name, [chat], reward=reward, reward_parts=parts, turns=2, source="tools"),
+                [chat],
+            )
+        )
+    for member in range(2):
+        made.append((2, header(f"g1/{member}/guest", [odd], reward=-0.5, source="odd"), [odd]))
+    made.append((None, header("g2/0/agent", [chat], reward=9.0, source="tools"), [chat]))
+    paths = make_run(tmp_path / "run", made, lines=metrics(3))
+    for step, ids_, count in ((1, ["g0/0/agent"], 6),):
+        half = np.linspace(-1, 1, count).astype("<f2")
+        token_stats.write(
+            paths.token_stats, step, 0, TokenStats(ids_, [count], half.tobytes(), half.tobytes())
+        )
+    return paths
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One Chromium for all tests; each has a context of its own."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell")
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Open:
+    """Opens reports with the network cut; whatever a page complains of fails the test."""
+
+    @contextmanager
+    def opened(file: Path, **context: Any) -> Iterator[Any]:
+        page = (own := browser.new_context(offline=True, **context)).new_page()
+        wrong: list[str] = []
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda it: wrong.extend([it.url] * (it.url != file.as_uri())))
+        page.goto(file.as_uri(), wait_until="commit")
+        page.wait_for_selector("html[data-ready]", state="attached")
+        yield page
+        own.close()
+        assert wrong == []
+
+    return opened
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return page.locator(selector).all_inner_texts()
+
+
+def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
+    db = connect(paths.ledger)
+    db.execute("INSERT INTO failures VALUES ('g0', 1, 'l', 'crash', ?)", (HOSTILE,))
+    db.close()
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        assert texts(page, "nav a") == [
+            "Curves", "Where time went", "Weights", "Trajectories", "Ledger",
+            "Every metric", "Config",
+        ]  # fmt: skip
+        assert "balanced" in page.inner_text("#head")
+        titles = texts(page, "#main-curves .title")
+        assert titles[:2] == ["Reward", "Staleness, versions"]
+        assert page.locator("#main-curves svg .points").count() == 1  # the evaluation
+        roles = {}
+        for role in page.locator(".role").all():
+            shares = role.locator("[data-share]").all_inner_texts()
+            roles[role.get_attribute("data-role")] = sum(float(s.split()[0]) for s in shares)
+        assert set(roles) == {"trainer", "episodes", "workers", "datapipe", "servers"}
+        assert all(total == pytest.approx(100.0, abs=1e-9) for total in roles.values())
+        balance = page.inner_text("#balance")
+        assert HOSTILE in balance
+        assert "Lost: nothing" in balance
+        page.locator("#all-curves summary", has_text="Reward").click()
+        title = page.locator("#all-curves .title", has_text="reward/mean")
+        assert "as the environment gave it" in (title.get_attribute("title") or "")
+        assert "max_staleness" in page.inner_text("#configs pre")
+
+
+def test_hovering_tells_the_value_in_every_chart(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        box = page.locator("#main-curves svg").first.bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
+        places = texts(page, "#main-curves .place")
+        assert set(places) == {"step 1"}
+        assert "0.3333" in page.locator("#main-curves .values").first.inner_text()
+
+
+def test_a_trajectory_turn_by_turn(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid .body .row").first.click()
+        page.wait_for_selector("#detail[data-row='0']")
+        detail = page.locator("#detail")
+        assert texts(page, "#detail h3") == ["g0/0/agent"]
+        assert (texts(page, "#detail .reward .chip")) == ["right 1.5", "form 0.25"]
+        roles = [b.get_attribute("data-role") for b in detail.locator(".block").all()]
+        assert roles == ["user", "policy", "observed", "tool", "policy"]
+        assert texts(page, "#detail .call") == ['add {"a":2}']
+        words = detail.locator(".words").evaluate_all("all => all.map(e => e.textContent)")
+        assert words[0] == "<|im_start|>user\nHello wörld<|im_end|>\n"
+        assert words[4] == "<|im_start|>assistant\n☕four<|im_end|>"
+        tokens = detail.locator(".block").nth(4).locator(".token")
+        assert tokens.evaluate_all("all => all.map(e => e.textContent)") == [
+            "<|im_start|>", "assistant", "\n", "", "☕", "four", "<|im_end|>",
+        ]  # fmt: skip
+        assert tokens.nth(3).evaluate("e => e.classList.contains('partial')")
+        assert tokens.nth(6).get_attribute("data-reward") == "+1.5"
+        assert texts(page, "#detail .group button") == ["1.5", "0"]
+        page.locator("#detail .group button").nth(1).click()
+        page.wait_for_selector("#detail[data-row='1']")
+        assert page.locator("#grid .row.selected").get_attribute("data-row") == "1"
+
+
+def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid .body .row").first.click()
+        page.wait_for_selector("#detail[data-row='0']")
+
+        def colours() -> list[str]:
+            return page.locator(".token").evaluate_all(
+                "all => all.map(e => e.style.backgroundColor)"
+            )
+
+        by_version = colours()
+        sampled = [colour for colour in by_version if colour]
+        assert len(sampled) == 6
+        assert len(set(sampled)) == 2  # versions 0 and 1
+        assert texts(page, ".legend .chip") == ["version 0: 2 tokens", "version 1: 4 tokens"]
+        for mode in ("advantages", "differences", "logprobs"):
+            page.click(f"[data-mode={mode}]")
+            assert len({colour for colour in colours() if colour}) == 6
+        page.click("[data-mode=none]")
+        assert not any(colours())
+        page.locator(".token.sampled").last.hover()
+        tip = page.inner_text("#tip")
+        assert tip.split("\n") == [
+            "token", '"<|im_end|>"', "id", "15", "version", "1", "logprob", "−0.1 (90.5 %)",
+            "advantage", "1", "trainer − sampler", "1", "reward here", "1.5",
+        ]  # fmt: skip
+        page.locator("#grid .body .row").nth(1).click()
+        page.wait_for_selector("#detail[data-row='1']")
+        page.click("[data-mode=advantages]")
+        assert "Not kept" in page.inner_text(".legend")
+
+
+def test_hostile_text_is_text(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid .body .row").nth(2).click()
+        page.wait_for_selector("#detail[data-row='2']")
+        shown = page.locator("#detail .words").evaluate_all("all => all.map(e => e.textContent)")
+        assert "".join(shown) == "user" + HOSTILE + ODD + "<tool_call>{never closed" + "\ufffd"
+        assert page.locator("#detail img").count() == 0
+        assert page.title() == "test_hostile_text_is_text0/run · AReaLite report"
+        assert "cannot be read" in (texts(page, "#detail .call"))[0]
+
+
+def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+
+        def rows() -> list[str]:
+            return texts(page, "#grid .body .trajectory")
+
+        every = ["g0/0/agent", "g0/1/agent", "g1/0/guest", "g1/1/guest"]
+        assert rows() == [*every, "g2/0/agent"]
+        page.select_option("[name=state]", label="filtered")
+        assert rows() == ["g2/0/agent"]
+        page.select_option("[name=state]", label="trained")
+        for name, value, left in (
+            ("reward-from", "1", every[:1]), ("reward-to", "-0.1", every[2:]),
+            ("step-from", "2", every[2:]), ("step-to", "1", every[:2]),
+        ):  # fmt: skip
+            page.fill(f"[name={name}]", value)
+            assert rows() == left
+            page.fill(f"[name={name}]", "")
+        for name, label in (("environment", "odd"), ("seat", "guest")):
+            page.select_option(f"[name={name}]", label=label)
+            assert rows() == every[2:]
+            assert "2 of 5" in page.inner_text("output")
+            page.select_option(f"[name={name}]", label="all")
+        for words, left in (
+            ("HELLO WÖRLD", every[:2]),
+            ("☕four", every[:2]),
+            ("g1/1", every[3:]),
+            ("zzz", []),
+        ):
+            page.fill("[name=words]", words)
+            page.wait_for_selector("output[data-busy=true]", state="attached")
+            page.wait_for_selector("output[data-busy=false]", state="attached")
+            assert rows() == left
+        page.click("[type=reset]")
+        page.locator("output", has_text="5 trajectories").wait_for()
+        page.fill("[name=step-from]", "0")
+        page.locator(".head button", has_text="reward").click()
+        assert (rows())[0] == "g0/0/agent"
+        page.locator(".head button", has_text="reward").click()
+        assert rows() == ["g1/0/guest", "g1/1/guest", "g0/1/agent", "g0/0/agent"]
+        for key, row in (("j", 2), ("ArrowDown", 3), ("k", 2), ("End", 0), ("ArrowUp", 1)):
+            page.keyboard.press(key)
+            page.wait_for_selector(f"#detail[data-row='{row}']")
+
+
+def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
+    root = tmp_path / "run"
+    make_tokenizer(root / "model", [f" w{number}." for number in range(99)])
+    paths = make_run(root, many(10_000, tokens=8, words=99), lines=metrics(60))
+    assert write_report(paths, paths.report, most=10_000)["shown"] == 10_000
+    with opened(paths.report) as page:
+        assert "10,000 trajectories" in page.inner_text("output")
+        assert page.locator("#grid .body .row").count() < 100
+        page.locator("#grid .scroller").evaluate("e => { e.scrollTop = e.scrollHeight }")
+        page.locator(".trajectory", has_text="g1249/7").click()
+        page.wait_for_selector("#detail[data-row='9999']")
+        page.fill("[name=words]", " w98.")
+        page.wait_for_selector("output[data-busy=true]", state="attached")
+        page.wait_for_selector("output[data-busy=false]", state="attached")
+        left = (page.inner_text("output")).split()[0]
+        assert int(left.replace(",", "")) == sum(
+            98 in np.frombuffer(segments[0].tokens, "<i4")
+            for _, _, segments in many(10_000, tokens=8, words=99)
+        )
+
+
+def test_a_very_long_trajectory_that_no_step_trained(tmp_path: Path, opened: Open) -> None:
+    one = segment([0] * 200_001, sampled=200_000, version=3)
+    paths = make_run(tmp_path / "run", [(None, header("g0/0/agent", [one], reward=0.0), [one])])
+    write_report(paths, paths.report, most=1)
+    with opened(paths.report) as page:
+        page.locator("#grid .body .row").click()
+        page.wait_for_selector("#detail h3")
+        assert texts(page, ".legend .chip") == ["version 3: 200,000 tokens"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_narrow_window(paths: RunPaths, scheme: str, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    viewport = {"width": 400, "height": 800}
+    with opened(paths.report, viewport=viewport, color_scheme=scheme) as page:
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 400
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, ground[4:-1].split(","))) < 200) == (scheme == "dark")
+
+
+def test_a_run_without_a_ledger_and_one_without_a_model(
+    paths: RunPaths, tmp_path: Path, opened: Open
+) -> None:
+    bare = RunPaths(tmp_path / "bare")
+    bare.root.mkdir()
+    lines = [
+        {"step": step, "time": 5.0 * step, "train/epoch": 1.0, "train/loss": 1.0 / (step + 1)}
+        for step in range(3)
+    ]
+    bare.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_report(bare, bare.report, most=10)
+    with opened(bare.report) as page:
+        assert texts(page, "nav a") == ["Curves", "Every metric"]
+        assert texts(page, "#main-curves .title") == ["Loss"]
+    shutil.rmtree(paths.root / "model")
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid .body .row").nth(2).click()
+        page.wait_for_selector("#detail[data-row='2']")
+        assert "10 11 12 13" in page.inner_text("#detail .block.policy")
+
+
+def test_chunks_are_cut_as_the_table_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
+) -> None:
+    monkeypatch.setattr(report_rows, "CHUNK_TOKENS", 50)
+    root = tmp_path / "run"
+    make_tokenizer(root / "model", [f" w{number}." for number in range(70)])
+    drawn = list(many(30, tokens=30, words=70))
+    paths = make_run(root, drawn)
+    write_report(paths, paths.report, most=100)
+    text: Callable[[Any], str] = lambda segments: "".join(  # noqa: E731
+        f" w{token}." for token in np.frombuffer(segments[0].tokens, "<i4")
+    )
+    with opened(paths.report) as page:
+        for row in (0, 7, 29):
+            page.locator("#grid .scroller").evaluate(f"e => {{ e.scrollTop = {28 * row} }}")
+            page.locator(f"#grid [data-row='{row}']").click()
+            page.wait_for_selector(f"#detail[data-row='{row}']")
+            words = page.locator("#detail .words")
+            assert "".join(words.evaluate_all("all => all.map(e => e.textContent)")) == text(
+                drawn[row][2]
+            )
+            tokens = drawn[row][1].trained_tokens
+            coloured = page.locator("#detail .sampled").evaluate_all(
+                "all => all.filter(e => e.style.backgroundColor).length"
+            )
+            assert coloured == tokens

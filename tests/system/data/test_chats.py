@@ -1,0 +1,280 @@
+"""Rows become the tokens that an agent would have sent and sampled; others are refused by row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arealite.api.config import DatasetConfig, ExperimentConfig
+from arealite.api.episode import Turn
+from arealite.api.llm import LLMResponse
+from arealite.api.offline import OfflineConfig, SFTConfig
+from arealite.api.trainer import TrainerConfig
+from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.impl.rollout.segments import make_segments
+from arealite.system.data import chats
+from arealite.system.ledger.ledger import Ledger
+from tests.models import tiny_tokenizer
+from tests.system.data.test_dataset import jsonl, parquet
+from tools.make_tiny_model import make_tokenizer
+
+USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+AGAIN, SECOND = {"role": "user", "content": "+1?"}, {"role": "assistant", "content": "3"}
+KINDS = {chats.CONTEXT: ".", chats.ASSISTANT: "A", chats.NEXT_STATE: "n"}
+WRITERS = [jsonl, parquet]
+
+
+def settings(kind: str = "sft", *, max_tokens: int = 4096, **sft: Any) -> ExperimentConfig:
+    offline = OfflineConfig(max_tokens=max_tokens, batch_size=2)
+    return ExperimentConfig(trainer=TrainerConfig(type=kind, offline=offline, sft=SFTConfig(**sft)))
+
+
+def encode(row: dict[str, Any], *, tokenizer: Any = None, **config: Any) -> list[chats.Example]:
+    made = chats.make_encoder(settings(**config), tokenizer or make_tokenizer_with_chat())
+    return made(("rows.jsonl, line 7", row))
+
+
+def make_tokenizer_with_chat() -> Any:
+    """Contents in a row, the assistant's closed by EOS: it extends its own prefix."""
+    return make_tokenizer("0123456789+?=")
+
+
+def shown(example: chats.Example, tokenizer: Any) -> str:
+    """Show tokens as text, each with its kind."""
+    texts = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
+    return " ".join(text + KINDS[kind] for text, kind in zip(texts, example.kinds, strict=True))
+
+
+def test_prompts_are_tokenised_once_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    tok = tiny_tokenizer()
+    calls = []
+    monkeypatch.setattr(
+        type(tok), "__call__", lambda self, text: calls.append(text) or {"input_ids": [len(text)]}
+    )
+    first = chats.tokenize(tok, "abc")
+    assert chats.tokenize(tok, "abc") is first
+    assert chats.tokenize(tok, "abcd") == [4]
+    assert calls == ["abc", "abcd"]
+    assert chats.tokenize(tiny_tokenizer(), "abc") is not first
+    long = "a" * 2 * chats.SHORT
+    assert chats.tokenize(tok, long) is chats.tokenize(tok, long)
+    assert (chats._short.cache_info().maxsize, chats._long.cache_info().maxsize) == (16384, 2048)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, "1. +. 1. =. 2A <eos>A"),
+        ({"prompt": [USER], "completion": "2"}, "1. +. 1. ?. 2A <eos>A"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "1. +. 1. ?. 2A <eos>A"),
+        ({"messages": [USER, ANSWER]}, "1. +. 1. ?. 2A <eos>A"),
+        (
+            {"messages": [USER, ANSWER, AGAIN, SECOND]},
+            "1. +. 1. ?. 2A <eos>A +n 1n ?n 3A <eos>A",
+        ),
+        (  # what came after the last answer is a next state, too
+            {"messages": [USER, ANSWER, AGAIN]},
+            "1. +. 1. ?. 2A <eos>A +n 1n ?n",
+        ),
+        (  # answers of the prompt are context
+            {"prompt": [USER, ANSWER, AGAIN], "completion": [SECOND]},
+            "1. +. 1. ?. 2. <eos>. +. 1. ?. 3A <eos>A",
+        ),
+    ],
+)
+def test_rows_become_tokens_with_kinds(row: dict[str, Any], expected: str) -> None:
+    tokenizer = make_tokenizer_with_chat()
+    (example,) = encode(row, tokenizer=tokenizer)
+    assert shown(example, tokenizer) == expected
+    assert example.tokens.dtype == np.int32 and example.kinds.dtype == np.uint8
+
+
+def test_only_the_last_answer_where_asked() -> None:
+    tokenizer = make_tokenizer_with_chat()
+    row = {"messages": [USER, ANSWER, AGAIN, SECOND, USER]}
+    (example,) = encode(row, tokenizer=tokenizer, turns="last")
+    assert shown(example, tokenizer) == "1. +. 1. ?. 2. <eos>. +. 1. ?. 3A <eos>A"
+
+
+def test_a_chat_row_is_what_the_agent_and_the_collector_make_of_the_same_words() -> None:
+    tokenizer = make_tokenizer_with_chat()
+    messages, turns = [USER, ANSWER, AGAIN, SECOND], []
+    for index in (1, 3):
+        said = tokenizer(messages[index]["content"])["input_ids"] + [tokenizer.eos_token_id]
+        count = len(said)
+        response = LLMResponse(said, [-1.0] * count, [0] * count, "stop")
+        turns.append(Turn(chats.tokenize(tokenizer, messages[:index]), response, 1.0))
+    (segment,) = make_segments(turns)
+    (example,) = encode({"messages": messages}, tokenizer=tokenizer)
+    assert segment.tokens == example.tokens.tobytes()
+    assert segment.loss_mask == (example.kinds == chats.ASSISTANT).astype(np.uint8).tobytes()
+
+
+def test_a_template_that_does_not_extend_its_prefix_is_refused_with_row_and_fix() -> None:
+    tokenizer = tiny_tokenizer()  # "role: content\n": no EOS after an answer
+    messages = [USER, ANSWER, AGAIN, SECOND]
+    with pytest.raises(UserError) as caught:
+        encode({"messages": messages}, tokenizer=tokenizer)
+    told = str(caught.value)
+    assert told.startswith("rows.jsonl, line 7: from token ")
+    assert "before message 4" in told and "trainer.sft.turns=last" in told
+    (example,) = encode({"messages": messages}, tokenizer=tokenizer, turns="last")
+    assert tokenizer.decode(example.tokens).endswith("user: +1?\nassistant: 3<eos>")
+
+
+PAIRS = [
+    {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    {"prompt": [USER], "chosen": [ANSWER], "rejected": [SECOND]},
+    {"prompt": [USER], "chosen": "2", "rejected": "3"},
+    {"chosen": [USER, ANSWER], "rejected": [USER, SECOND]},
+]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+@pytest.mark.parametrize("row", PAIRS)
+def test_pairs(kind: str, row: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer_with_chat()
+    chosen, rejected = (shown(example, tokenizer) for example in encode(row, kind=kind))
+    asked = "1. +. 1. =." if row.get("prompt") == "1+1=" else "1. +. 1. ?."
+    assert (chosen, rejected) == (f"{asked} 2A <eos>A", f"{asked} 3A <eos>A")
+
+
+def test_a_long_row_is_cut_at_its_end() -> None:
+    (example,) = encode({"prompt": "1+1=", "completion": "2"}, max_tokens=5)
+    assert example.tokens.shape == example.kinds.shape == (5,)
+    assert example.kinds.tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_collected_columns(tmp_path: Path, write: Any) -> None:
+    rows = [
+        {"tokens": [3, 4, 5, 6, 7], "loss_mask": [0, 1, 1, 0, 1], "reward": 1.0, "more": "x"},
+        {"tokens": [3, 4], "loss_mask": [False, True], "reward": 0.25},
+        {"tokens": [3, 5], "loss_mask": [False, True], "reward": None},
+    ]
+    if write is parquet:
+        rows[0]["loss_mask"] = [False, True, True, False, True]
+    path = write(tmp_path, rows)
+    loaded = chats.load_rows(path, "train")
+    made = chats.make_encoder(settings(), tiny_tokenizer())
+    (first,), (second,), _ = map(made, loaded)
+    assert first.tokens.tolist() == [3, 4, 5, 6, 7]
+    assert "".join(KINDS[kind] for kind in first.kinds) == ".AAnA"
+    assert second.kinds.tolist() == [0, 1]
+    # Rows whose reward is not known are kept.
+    kept = chats.load_rows(path, "train", min_reward=0.5)
+    assert [row["tokens"] for _, row in kept] == [[3, 4, 5, 6, 7], [3, 5]]
+    with pytest.raises(UserError, match=r"none of its 2 rows has a reward of at least .*=2\.0"):
+        chats.load_rows(write(tmp_path, rows[:2]), "train", min_reward=2.0)
+    bad = write(tmp_path, [{"tokens": [3], "loss_mask": [True], "reward": "much"}])
+    with pytest.raises(UserError, match="`reward` must be a number"):
+        chats.load_rows(bad, "train", min_reward=2.0)
+
+
+def collected(folder: Path) -> Path:
+    """Write a run folder whose ledger holds two trajectories, the second of two segments."""
+    paths = RunPaths(folder)
+    ledger = Ledger(paths.ledger, fingerprint={})
+    for member, reward, lengths in ((0, 1.0, [4]), (1, 0.0, [3, 5])):
+        segments = []
+        for length in lengths:
+            mask = bytes([0, 1] + [0] * (length - 3) + [1])
+            tokens = np.arange(10 * member, 10 * member + length, dtype="<i4").tobytes()
+            blank = bytes(4 * length)
+            segments.append(Segment(tokens, mask, blank, blank, blank, 0.7))
+        header = TrajectoryHeader(
+            *(f"g/{member}/agent", "g", member, "agent", "t", reward, {}, lengths),
+            *(2 * len(lengths), 0, 0, 1, False, 0, 0.1, {}),
+        )
+        ledger.add_trajectory(header, encode_segments(segments))
+    ledger.commit()
+    ledger.close()
+    return folder
+
+
+def test_a_run_is_a_dataset(tmp_path: Path) -> None:
+    run = collected(tmp_path / "run")
+    rows = chats.load_rows(str(run), "train")
+    assert rows == chats.load_rows(str(RunPaths(run).ledger), "train")
+    made = chats.make_encoder(settings(), tiny_tokenizer())
+    examples = [made(row)[0] for row in rows]
+    assert [example.tokens.tolist() for example in examples] == [
+        [0, 1, 2, 3],
+        [10, 11, 12],
+        [10, 11, 12, 13, 14],
+    ]
+    assert ["".join(KINDS[k] for k in each.kinds) for each in examples] == [".AnA", ".AA", ".AnnA"]
+    (good,) = chats.load_rows(str(run), "train", min_reward=0.5)
+    assert good[0].endswith("ledger.sqlite, g/0/agent")
+    with pytest.raises(UserError, match="no ledger at"):
+        chats.load_rows(str(tmp_path), "train")
+
+
+NONSENSE: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {}, "a row needs the columns `messages`"),
+    ("sft", {"question": "1", "answer": "2"}, "it has question, answer"),
+    ("sft", {"prompt": "1", "completion": None}, "it has prompt"),
+    ("sft", {"prompt": "1", "completion": ""}, "`completion` must be a text"),
+    ("sft", {"prompt": 1, "completion": "2"}, "`prompt` must be a text"),
+    ("sft", {"prompt": "1", "completion": [ANSWER]}, "must both be texts, or both messages"),
+    ("sft", {"messages": "hello"}, "`messages` must be a list of"),
+    ("sft", {"messages": []}, "`messages` must be"),
+    ("sft", {"messages": [{"role": "assistant", "content": None}]}, "`messages` must be"),
+    ("sft", {"messages": [USER]}, "no message of the assistant"),
+    ("sft", {"prompt": [USER], "completion": [AGAIN]}, "no message of the assistant"),
+    ("sft", {"tokens": [1, 2]}, "as many 0 and 1"),
+    ("sft", {"tokens": [1, 2], "loss_mask": [1]}, "as many 0 and 1"),
+    ("sft", {"tokens": ["a"], "loss_mask": [1]}, "`tokens` must be token ids"),
+    ("sft", {"tokens": [0.5, 1.5], "loss_mask": [0, 1]}, "`tokens` must be token ids"),
+    ("sft", {"tokens": [], "loss_mask": []}, "`tokens` must be token ids"),
+    ("dpo", {"prompt": "1", "chosen": "2"}, "needs the columns `chosen` and `rejected`"),
+    ("dpo", {"prompt": "1", "chosen": "2", "rejected": None}, "it has prompt, chosen"),
+    ("dpo", {"prompt": "1", "chosen": "2", "rejected": "2"}, "are equal"),
+    ("dpo", {"chosen": "2", "rejected": "3"}, "must both be texts"),
+    ("dpo", {"prompt": "1", "chosen": "2", "rejected": 3}, "`rejected` must be a text"),
+    ("reward", {"messages": [USER, ANSWER]}, "needs the columns `chosen`"),
+    ("reward", {"chosen": [USER, ANSWER], "rejected": "3"}, "both"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "says"), NONSENSE)
+def test_nonsense_is_refused_with_its_row(kind: str, row: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        encode(row, kind=kind)
+    told = str(caught.value)
+    assert told.startswith("rows.jsonl, line 7: ") and says in told, told
+    assert "\n" not in told
+
+
+def test_a_chat_without_a_template_is_refused_with_its_row() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"line 7: .*no chat template"):
+        encode({"messages": [USER, ANSWER]}, tokenizer=tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('only users speak') }}"
+    with pytest.raises(UserError, match=r"line 7: .*only users speak"):
+        encode({"messages": [USER, ANSWER]}, tokenizer=tokenizer)
+
+
+def test_the_identity_changes_with_what_decides_the_rows_of_a_step(tmp_path: Path) -> None:
+    config = settings()
+    run = chats.load_rows(str(collected(tmp_path / "run")), "train")
+    file = chats.load_rows(jsonl(tmp_path, [{"prompt": "1", "completion": "2"}] * 3), "train")
+    assert json.dumps(chats.identity_of_rows(config, run))
+    found = [
+        chats.identity_of_rows(config, run),
+        chats.identity_of_rows(config, run[1:]),
+        chats.identity_of_rows(config, file),
+        chats.identity_of_rows(replace(config, seed=5), file),
+        chats.identity_of_rows(replace(config, dataset=DatasetConfig(shuffle=False)), file),
+        chats.identity_of_rows(settings("dpo"), file),
+    ]
+    assert len({json.dumps(each) for each in found}) == len(found)
+    assert chats.identity_of_rows(config, list(run)) == found[0]

@@ -1,0 +1,130 @@
+"""The tasks of a run: made, read or mixed; the same list in every process, shared out by weight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.agent import Agent
+from arealite.api.collector import CollectorConfig, PartConfig
+from arealite.api.config import DatasetConfig, ExperimentConfig
+from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.system.data.tasks import load_split, shares
+from tests.system.data.test_dataset import jsonl
+
+
+@envs.register("sums")
+class Sums(Env):
+    """Makes rows that tell which they are."""
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int):
+        return ({"prompt": f"{split} {seed} {n}", "extra_info": {"level": n % 3}} for n in count())
+
+    async def run(self, task: Task, **agents: Agent) -> None: ...
+
+
+@envs.register("mute")
+class Mute(Env):
+    """Makes no rows."""
+
+    async def run(self, task: Task, **agents: Agent) -> None: ...
+
+
+@envs.register("torn")
+class Torn(Mute):
+    """Makes a row that cannot be used."""
+
+    @classmethod
+    def rows(cls, config: Any, *, split: str, seed: int):
+        yield {"prompt": "fine"}
+        yield {"question": "not so"}
+
+
+SUMS = PartConfig(env=EnvConfig(type="sums"))
+
+
+def configured(*, parts: dict[str, PartConfig] | None = None, env: str = "sums", **dataset: Any):
+    collector = CollectorConfig(env=EnvConfig(type=env), envs=parts or {})
+    config = ExperimentConfig(dataset=DatasetConfig(**dataset), seed=7)
+    ppo = replace(config.trainer.ppo, collector=collector)
+    return replace(config, trainer=replace(config.trainer, ppo=ppo))
+
+
+@given(
+    st.dictionaries(st.text(max_size=3), st.floats(0.01, 100), min_size=1, max_size=8),
+    st.integers(0, 10_000),
+)
+def test_shares_add_up_and_are_off_by_less_than_one(weights: dict[str, float], rows: int) -> None:
+    got, total = shares(weights, rows), sum(weights.values())
+    assert list(got) == list(weights)
+    assert sum(got.values()) == rows
+    assert all(abs(got[name] - rows * w / total) < 1 + 1e-6 for name, w in weights.items())
+
+
+def test_an_environment_makes_its_rows_and_others_to_be_held_out() -> None:
+    config = configured(train="generated", eval="generated", rows=5, eval_rows=2)
+    train, held_out = load_split(config, "train"), load_split(config, "eval")
+    assert [task.prompt for task in train] == [f"train 7 {n}" for n in range(5)]
+    assert [(task.task_id, task.prompt) for task in held_out] == [
+        ("eval-0", "eval 7 0"),
+        ("eval-1", "eval 7 1"),
+    ]
+    assert load_split(config, "train") == train
+    assert load_split(configured(train="generated"), "eval") == []
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ("mute", "Mute makes no tasks itself. Set dataset.train and dataset.eval to files."),
+        ("torn", "row 1 made by environment torn: no column `prompt`, only question"),
+    ],
+)
+def test_rows_that_cannot_be_had_are_refused(env: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_split(configured(env=env, train="generated"), "train")
+
+
+def test_a_mixture_is_shared_out_by_weight_and_each_task_knows_its_environment(
+    tmp_path: Path,
+) -> None:
+    file = jsonl(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    parts = {
+        "made": replace(SUMS, weight=3.0),
+        "read": PartConfig(env=EnvConfig(type="mute"), train=file),
+    }
+    config = configured(parts=parts, rows=12)
+    tasks = load_split(config, "train")
+    assert Counter(task.source for task in tasks) == {"made": 9, "read": 3}
+    assert [task.task_id for task in tasks] == [f"train-{n}" for n in range(12)]
+    assert [task.prompt for task in tasks if task.source == "read"] == ["a", "b", "a"]
+    assert tasks[0].extra_info == {"level": 0, "env": "made"}
+    assert load_split(config, "train") == tasks
+
+
+def test_only_parts_with_held_out_rows_are_evaluated(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    parts = {
+        "made": replace(SUMS, eval="generated"),
+        "read": replace(SUMS, eval=file),
+        "none": SUMS,
+    }
+    held_out = load_split(configured(parts=parts, eval_rows=2), "eval")
+    assert Counter(task.source for task in held_out) == {"made": 2, "read": 3}
+    assert [task.task_id for task in held_out] == [f"eval-{n}" for n in range(5)]
+
+
+def test_a_task_without_an_environment_has_its_rows_source() -> None:
+    assert Task("t", "p", None, {"data_source": "openai/gsm8k"}).source == "openai/gsm8k"
+    assert Task("t", "p", None, {"data_source": "x", "env": "y"}).source == "y"
+    assert Task("t", "p", None, {}).source == ""

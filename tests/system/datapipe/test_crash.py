@@ -1,0 +1,192 @@
+"""A kill between any two statements of the ledger leaves what was committed, whole and balanced."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from pprint import pformat
+
+import pytest
+
+from arealite.api.rollout_messages import Progress, TurnHeader
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import Segment, encode_segments
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger import group as open_group
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import Ledger, Statement
+from tests.system.ledger.test_ledger import open_book, picture
+from tests.system.scenes import episode, experiment, failed
+
+TOKENS = 60_000
+"""Of a trajectory: its payload is larger than SQLite's cache holds for two of them, so that pages
+of an unfinished transaction are in the file when the kill comes."""
+PAYLOAD = encode_segments(
+    [Segment(bytes(4 * TOKENS), bytes(TOKENS), *[bytes(4 * TOKENS)] * 3, 1.0)]
+)
+
+
+class History:
+    """A seeded history of a book; `on_commit` hears of each commit once it is made."""
+
+    def __init__(self, folder: Path, on_commit: Callable[[GroupBook], None]) -> None:
+        self.dice = random.Random(7)
+        self.book = open_book(folder, experiment(folder, max_attempts=9).trainer.ppo)
+        self.on_commit = on_commit
+        self.version = 0
+        self.on_commit(self.book)
+
+    def commit(self) -> None:
+        self.book.ledger.commit()
+        self.on_commit(self.book)
+
+    def play(self) -> None:
+        self.publish(0)
+        for _ in range(3):
+            self.turn()
+        self.train()
+        self.book.ledger.checkpoint(1, "/x")
+        self.book.mark_durable(1)
+        self.commit()
+        self.turn()
+        self.train()
+        self.book.roll_back(1)
+        self.on_commit(self.book)
+        self.publish(1)
+        self.train()
+        self.turn()
+
+    def publish(self, version: int) -> None:
+        self.version = self.book.version = version
+        self.book.ledger.set_meta("version", str(version))
+        self.commit()
+
+    def turn(self) -> None:
+        """Lease, keep a turn, lose or fail some, finish the rest: several commits."""
+        for _ in range(2):
+            if (group := self.book.next_offer()) is not None:
+                self.book.lease(group, worker_id="w", credit=2)
+        self.commit()
+        leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]
+        for lease in leases:
+            told = TurnHeader(lease.members[0], "agent", 0, lease.version)
+            self.book.keep(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
+            draw = self.dice.random()
+            if draw < 0.2:
+                self.book.lose(lease)
+            elif draw < 0.4:
+                self.book.add(failed(lease, lease.members[0]), [])
+            else:
+                for member in lease.members:
+                    made = episode(lease, member, tokens=TOKENS)
+                    self.book.add(made, [PAYLOAD])
+        self.commit()
+
+    def train(self) -> None:
+        step, groups = self.book.next_step, self.book.compose()
+        while groups is None:
+            self.turn()
+            groups = self.book.compose()
+        self.commit()
+        ids = [h.trajectory_id for group in groups for h in group.headers]
+        self.book.mark_trained(step)
+        self.book.ledger.train(StepReport(step, ids, {}))
+        self.publish(step + 1)
+
+
+@pytest.fixture(autouse=True)
+def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
+
+
+def plain(book: GroupBook) -> str:
+    """Its picture, to be compared across processes."""
+    return pformat(picture(book), width=10**9)
+
+
+def check(folder: Path, expected: str) -> None:
+    """Reopen what a kill left: exactly the commits made, and in balance."""
+    book = open_book(folder, experiment(folder, max_attempts=9).trainer.ppo)
+    assert plain(book) == expected
+    book.ledger.close()
+    report = audit(folder / "ledger.sqlite")
+    assert report.ok, report.table()
+
+
+def test_between_any_two_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files as they are at that instant are what a killed process leaves."""
+    pictures: list[str] = []
+    within: list[int] = []
+    """For each copy: how many commits were heard of."""
+    spilled = 0
+
+    def spy(statements: Iterable[Statement]) -> Iterator[Statement]:
+        nonlocal spilled
+        before = log.stat().st_size if log.exists() else 0
+        for statement in statements:
+            yield statement
+            if pictures:  # not while the file is made
+                shutil.copytree(tmp_path / "live", tmp_path / "copy")
+                spilled += log.stat().st_size > before
+                within.append(len(pictures))
+                check(tmp_path / "copy", pictures[-1])
+                shutil.rmtree(tmp_path / "copy")
+
+    log = tmp_path / "live" / "ledger.sqlite-wal"
+    execute = Ledger.execute
+
+    def watched(ledger: Ledger, statements: Iterable[Statement]) -> None:
+        is_live = ledger.path.parent == tmp_path / "live"
+        execute(ledger, spy(statements) if is_live else statements)
+
+    monkeypatch.setattr(Ledger, "execute", watched)
+    history = History(tmp_path / "live", lambda book: pictures.append(plain(book)))
+    history.play()
+    history.book.ledger.close()
+    check(tmp_path / "live", pictures[-1])
+    assert len(within) > 40
+    assert len(set(within)) > 15, "within many transactions"
+    assert spilled > 0, "no unfinished transaction had reached the file"
+
+
+KILLED = """
+import itertools, os, sys
+from pathlib import Path
+from arealite.system.ledger.ledger import Ledger
+from tests.system.datapipe import test_crash
+test_crash.open_group.BACK_OFF_S = 0.0
+count, last, execute = itertools.count(), int(sys.argv[2]), Ledger.execute
+
+def deadly(ledger, statements):
+    def until():
+        for statement in statements:
+            if next(count) == last:
+                os._exit(9)
+            yield statement
+    execute(ledger, until())
+
+Ledger.execute = deadly
+file = open(sys.argv[1] + ".heard", "w")
+history = test_crash.History(
+    Path(sys.argv[1]), lambda book: print(test_crash.plain(book), file=file, flush=True)
+)
+history.play()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("last", [3, 15, 25, 35, 50])
+def test_a_process_killed_there(tmp_path: Path, last: int) -> None:
+    folder = tmp_path / "live"
+    command = [sys.executable, "-c", KILLED, str(folder), str(last)]
+    root = Path(__file__).parents[3]
+    process = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+                             check=False)  # fmt: skip
+    assert process.returncode == 9, "it did not die there"
+    heard = (tmp_path / "live.heard").read_text().splitlines()
+    check(folder, heard[-1])

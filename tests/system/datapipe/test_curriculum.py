@@ -1,0 +1,163 @@
+"""Which class comes next follows from success, its rows from their order, all from the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.datapipe import CurriculumConfig
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.system.data.dataset import permutation
+from arealite.system.datapipe.curriculum import Curriculum
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger.ledger import Ledger
+from tests.system.scenes import episode, experiment, failed
+
+LEVELS = {"easy": 6, "fair": 6, "hard": 3}
+Chance = Callable[[str, int], float]
+
+
+def rows() -> list[Task]:
+    names = [name for name, count in LEVELS.items() for _ in range(count)]
+    return [Task(f"train-{n}", "?", None, {"level": name}) for n, name in enumerate(names)]
+
+
+def configured(root: Path, **options: object) -> ExperimentConfig:
+    config = experiment(root, num_groups=4, group_size=4, max_staleness=400, max_attempts=1)
+    own = CurriculumConfig(**{"by": "level", "window": 8, **options})  # type: ignore[arg-type]
+    return replace(config, datapipe=replace(config.datapipe, curriculum=own))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., GroupBook]]:
+    books: list[GroupBook] = []
+
+    def build(**options: object) -> GroupBook:
+        if books:
+            books[-1].ledger.commit()
+            books[-1].ledger.close()
+        config = configured(tmp_path, **options)
+        by = config.datapipe.curriculum.by
+        book = GroupBook(
+            Ledger(tmp_path / "ledger.sqlite", fingerprint={}), rows(), ppo=config.trainer.ppo,
+            seed=1, shuffle=True, curriculum=Curriculum(config, rows()) if by else None,
+        )  # fmt: skip
+        book.version = 0
+        book.ledger.set_meta("version", "0")
+        books.append(book)
+        return book
+
+    yield build
+    for book in books:
+        book.ledger.close()
+
+
+def play(book: GroupBook, groups: int, chance: Chance) -> Counter[str]:
+    """Run groups to their end; member m of n succeeds where m < n·chance."""
+    drawn = Counter[str]()
+    for _ in range(groups):
+        group = book.next_offer()
+        assert group is not None
+        lease = book.lease(group, worker_id="w", credit=9)
+        name = group.task.extra_info["level"]
+        drawn[name] += 1
+        for member in lease.members:
+            won = member < group.size * chance(name, group.seq)
+            book.add(episode(lease, member, reward=float(won)), [b""])
+    return drawn
+
+
+def learned(name: str, seq: int) -> float:
+    return {"easy": 1.0, "fair": 0.5, "hard": 0.0}[name]
+
+
+def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., GroupBook]) -> None:
+    book = opened()
+    play(book, 100, learned)
+    drawn = play(book, 300, learned)
+    assert drawn["fair"] > 2 * drawn["easy"] > 2 * drawn["hard"] > 0
+    told = book.curriculum.metrics() if book.curriculum else {}
+    assert told["curriculum/easy/success"] == 0.9
+    assert told["curriculum/hard/success"] == pytest.approx(0.1)
+    shares = [told[f"curriculum/{name}/share"] for name in LEVELS]
+    assert sum(shares) == pytest.approx(1.0)
+    assert drawn["fair"] / 300 == pytest.approx(shares[1], abs=0.1)
+
+
+def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupBook]) -> None:
+    book = opened()
+    play(book, 150, learned)
+    play(book, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
+    rates = book.curriculum.metrics() if book.curriculum else {}
+    assert rates["curriculum/fair/success"] > 0.85
+    assert rates["curriculum/hard/success"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
+    opened: Callable[..., GroupBook],
+) -> None:
+    book = opened()
+    play(book, 60, learned)
+    found = "SELECT row, epoch FROM groups ORDER BY seq"
+    book.ledger.commit()
+    by_class: dict[str, list[tuple[int, int]]] = {name: [] for name in LEVELS}
+    for row, epoch in book.ledger.connection.execute(found):
+        by_class[rows()[row].extra_info["level"]].append((row, epoch))
+    first = 0
+    for name, size in LEVELS.items():
+        due = [(first + row, e) for e in range(60) for row in permutation(1, e, size)]
+        assert by_class[name] == due[: len(by_class[name])]
+        first += size
+
+
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(
+    opened: Callable[..., GroupBook], tmp_path: Path
+) -> None:
+    book = opened()
+    play(book, 40, learned)
+    went_on = opened()
+    assert went_on.curriculum and book.curriculum
+    assert went_on.curriculum.recent == book.curriculum.recent
+    assert went_on.curriculum.offered == book.curriculum.offered
+    expected = [book.curriculum.draw(seq) for seq in range(40, 60)]
+    assert [went_on.curriculum.draw(seq) for seq in range(40, 60)] == expected
+
+
+def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
+    opened: Callable[..., GroupBook],
+) -> None:
+    book = opened()
+    book.ppo = replace(book.ppo, filter_zero_variance=True)
+    play(book, 3, lambda name, seq: 1.0)
+    group = book.next_offer()
+    assert group is not None and book.curriculum
+    lease = book.lease(group, worker_id="w", credit=9)
+    for member in lease.members:
+        book.add(failed(lease, member), [])
+    assert group.state == "filtered"
+    known = [share for own in book.curriculum.recent.values() for share in own.values()]
+    assert known == [1.0] * 3
+    went_on = opened()
+    assert went_on.curriculum and went_on.curriculum.recent == book.curriculum.recent
+
+
+def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupBook]) -> None:
+    play(opened(by=""), 20, learned)
+    book = opened()
+    assert book.curriculum and sum(book.curriculum.offered.values()) == 20
+    assert any(book.curriculum.recent.values())
+    play(book, 20, learned)
+    off = opened(by="")
+    assert off.curriculum is None
+    assert off.task_of(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"
+
+
+def test_rows_of_one_class_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"curriculum\.by=levle: all rows are of one class, ''"):
+        Curriculum(configured(tmp_path, by="levle"), rows())

@@ -1,0 +1,561 @@
+"""Datapipe, worker links and trainer links together, in one loop and one thread for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from arealite.api.rollout_messages import Episode, Lease, TurnHeader
+from arealite.api.trainer_messages import StepReport, Waiting
+from arealite.base.errors import InvariantError, RoleError, UserError
+from arealite.system.datapipe import datapipe
+from arealite.system.datapipe import workers as datapipe_workers
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.links.worker_link import Turns
+from tests.system.scenes import (
+    FakeWorker,
+    episode,
+    experiment,
+    failed,
+    in_thread,
+    payload,
+    piped,
+    tasks,
+)
+
+
+def train(
+    link: TrainerLink,
+    *,
+    steps: int,
+    begin: int = 0,
+    finish: bool = True,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> list[list[str]]:
+    """A trainer of one rank; returns the trajectory ids of each step."""
+    seen: list[list[str]] = []
+    assert link.start(begin).step == begin
+    link.published(begin)
+    for step in range(begin, begin + steps):
+        answer = link.next_batch(step)
+        assert answer is not None
+        batch, payloads = answer
+        ids = [h.trajectory_id for h in batch.headers]
+        assert [payload(ids[i]) for i in batch.mine] == payloads
+        assert all(step - h.oldest_version <= 2 for h in batch.headers)
+        seen.append(ids)
+        on_step(step)
+        link.report(StepReport(step, ids, {}))
+        link.published(step + 1)
+    if finish:
+        link.checkpointed(begin + steps, "/nowhere")
+        link.finish("test over")
+    link.close()
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datapipe, "REFUSE_S", 0.5)
+
+
+async def test_a_run_over_inproc(tmp_path: Path) -> None:
+    config = experiment(tmp_path)
+    context = zmq.Context()
+    async with piped(config, address="inproc://pipe", context=context) as pipe:
+        workers = [
+            FakeWorker(lambda: pipe.address, worker_id=f"w{n}", capacity=3, context=context)
+            for n in range(2)
+        ]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
+        seen = await in_thread(lambda: train(link, steps=6))
+        await asyncio.gather(*running)
+    flat = [t for ids in seen for t in ids]
+    assert len(flat) == 6 * 4 == len(set(flat))
+    assert pipe.book.counts["durable"] == 12
+    context.term()
+
+
+async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> None:
+    async with piped(experiment(tmp_path)) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        running = asyncio.create_task(worker.run())
+        links = [TrainerLink(lambda: pipe.address, rank=r, world_size=2) for r in range(2)]
+
+        def body() -> None:
+            links[0].start(0)
+            links[0].published(0)
+            answers = [link.next_batch(0) for link in links]
+            again = links[1].next_batch(0)
+            assert answers[0] and answers[1] and again
+            first, second = answers[0][0], answers[1][0]
+            assert first.headers == second.headers
+            assert first.ranks == second.ranks
+            assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
+            assert again == answers[1]
+            links[0].report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
+            links[0].checkpointed(1, "/x")
+            links[0].finish("over")
+
+        await in_thread(body)
+        await running
+        for link in links:
+            link.close()
+
+
+async def test_evaluation_beside_training(tmp_path: Path) -> None:
+    config = experiment(tmp_path, samples=2)
+    async with piped(config, eval_rows=4) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def body() -> dict[str, float]:
+            link.start(0)
+            link.published(0)
+            link.evaluate(0)
+            link.evaluate(1)
+            first, second = link.eval_result(wait=True), link.eval_result(wait=True)
+            assert first and second and link.eval_result(wait=True) is None
+            assert {first.eval_id, second.eval_id} == {0, 1}
+            assert first.metrics == second.metrics
+            link.evaluate(1)  # asked again: answered from the ledger
+            assert link.eval_result(wait=True) == second
+            link.finish("over")
+            return first.metrics
+
+        metrics = await in_thread(body)
+        await running
+        link.close()
+    assert metrics["eval/reward"] == 0.5
+    assert metrics["eval/pass@2"] == 1.0
+    assert metrics["eval/num_prompts"] == 4.0
+    assert metrics["eval/reward/s1"] == 0.5
+    assert metrics["eval/failed"] == 0.0
+    assert any(lease.split == "eval-1" for lease in worker.leases)
+
+
+async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -> None:
+    async with piped(experiment(tmp_path), eval_rows=4) as pipe:
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        waits: list[str] = []
+
+        def on_wait(waiting: Waiting) -> bool:
+            waits.append(f"{waiting.request}: {waiting.detail}")
+            return True
+
+        def body() -> None:
+            link.start(0)
+            link.published(0)
+            link.evaluate(0)
+            assert link.eval_result(wait=True, on_wait=on_wait) is None
+            assert not pipe.desk.finish, "only the wait ends"
+            link.finish("asked to stop")
+
+        await in_thread(body)
+        link.close()
+    assert waits == ["EvalRequest 0: evaluation 0: 4 samples left, nothing in flight, no rollout "
+                     "worker"]  # fmt: skip
+
+
+async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same worker id comes back with nothing in hand: each time is an attempt."""
+    monkeypatch.setattr(datapipe_workers, "UNKNOWN_S", 0.1)
+    config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0, max_attempts=2)
+    async with piped(config, eval_rows=1) as pipe:
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def deadly(lease: Lease, member: int) -> Episode | None:
+            is_deadly = lease.group_id in ("g0", "e0-0")
+            return None if is_deadly else episode(lease, member, version=0)
+
+        async def die_often() -> None:
+            while pipe.evals.runs or not pipe.book.counts["filtered"]:
+                worker = FakeWorker(lambda: pipe.address, script=deadly)
+                running = asyncio.create_task(worker.run())
+                await asyncio.wait([running], timeout=0.7)
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+        def body() -> list[str]:
+            link.start(0)
+            link.published(0)
+            link.evaluate(0)
+            result = link.eval_result(wait=True)
+            assert result and result.metrics["eval/failed"] == 1.0
+            answer = link.next_batch(0)
+            assert answer
+            link.finish("over")
+            return [h.group_id for h in answer[0].headers]
+
+        _, ids = await asyncio.gather(die_often(), in_thread(body))
+        link.close()
+    assert ids == ["g1"]
+    assert pipe.book.counts["filtered:failed:worker_lost"] == 1
+
+
+async def test_too_many_failures_stop_the_run_with_the_first(tmp_path: Path) -> None:
+    config = experiment(tmp_path, pipe={"max_failed_share": 0.05})
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    worker = FakeWorker(lambda: pipe.address, script=lambda lease, m: failed(lease, m, "boom"))
+    working = asyncio.create_task(worker.run())
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+    def body() -> None:
+        link.start(0)
+        link.published(0)
+        link.next_batch(0)
+
+    with pytest.raises(InvariantError, match=r"max_failed_share.*boom: by the test"):
+        await in_thread(body)
+    with pytest.raises(InvariantError, match="boom"):
+        await running
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    link.close()
+
+
+async def test_a_wrong_report_is_refused(tmp_path: Path) -> None:
+    pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    worker = FakeWorker(lambda: pipe.address)
+    working = asyncio.create_task(worker.run())
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+    def body() -> None:
+        link.start(0)
+        link.published(0)
+        answer = link.next_batch(0)
+        assert answer
+        ids = [h.trajectory_id for h in answer[0].headers]
+        link.report(StepReport(0, [*ids[:-1], ids[0]], {}))
+
+    with pytest.raises(InvariantError, match="they differ in"):
+        await in_thread(body)
+    with pytest.raises(InvariantError):
+        await running
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    link.close()
+
+
+async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
+    config = experiment(tmp_path, pipe={"lease_ttl_s": 0.6})
+    async with piped(config) as pipe:
+        mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
+        muted = asyncio.create_task(mute.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        waits: list[str] = []
+        loop, waited = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_wait(waiting: Waiting) -> bool:
+            waits.append(waiting.detail)
+            loop.call_soon_threadsafe(waited.set)
+            return False
+
+        def body() -> list[str]:
+            link.start(0)
+            link.published(0)
+            answer = link.next_batch(0, on_wait=on_wait)
+            assert answer
+            ids = [h.trajectory_id for h in answer[0].headers]
+            link.report(StepReport(0, ids, {}))
+            link.checkpointed(1, "/x")
+            link.finish("over")
+            return ids
+
+        async def kill_and_replace() -> None:
+            await waited.wait()
+            muted.cancel()
+            await asyncio.gather(muted, return_exceptions=True)
+            await FakeWorker(lambda: pipe.address, worker_id="good").run()
+
+        _, ids = await asyncio.gather(kill_and_replace(), in_thread(body))
+        link.close()
+    assert len(set(ids)) == 4
+    assert "0 of 2 groups" in waits[0]
+    assert "on mute" in waits[0]
+
+
+async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
+    async with piped(experiment(tmp_path)) as pipe:
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def body() -> None:
+            link.start(0)
+            link.published(0)
+            assert link.next_batch(0, on_wait=lambda w: True) is None
+            link.checkpointed(0, "/x")
+            link.finish("asked to stop")
+
+        await in_thread(body)
+        link.close()
+
+
+async def test_a_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) -> None:
+    config = experiment(tmp_path)
+    address = ""
+    link = TrainerLink(lambda: address, rank=0, world_size=1)
+    worker = FakeWorker(lambda: address)
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    address = pipe.address
+    working = asyncio.create_task(worker.run())
+    first = await in_thread(lambda: train(link, steps=3, finish=False))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    async with piped(config) as pipe:
+        address = pipe.address
+        link = TrainerLink(lambda: address, rank=0, world_size=1)
+        second = await in_thread(lambda: train(link, steps=3, begin=1))
+        await working
+    assert second[:2] == first[1:], "rolled-back batches come back as they were"
+    flat = [t for ids in [first[0], *second] for t in ids]
+    assert len(flat) == len(set(flat)) == 16
+
+
+async def test_another_dataset_is_refused(tmp_path: Path) -> None:
+    config = experiment(tmp_path)
+    Datapipe(config, train=tasks(5), eval=[], registry=None).ledger.close()
+    with pytest.raises(UserError, match=r"dataset_rows=5, now it is 6.*another trial_name"):
+        Datapipe(config, train=tasks(6), eval=[], registry=None)
+
+
+async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
+    """A token older than its lease that would break the bound is not trained on."""
+    config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0)
+    async with piped(config) as pipe:
+        worker = FakeWorker(
+            lambda: pipe.address,
+            script=lambda lease, m: episode(
+                lease, m, version=0 if lease.lease_id.endswith(".3") else lease.version
+            ),
+        )
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        seen = await in_thread(lambda: train(link, steps=4))
+        await running
+    assert len(seen) == 4
+    assert pipe.book.too_late == 1
+
+
+async def test_a_stall_names_its_culprit(tmp_path: Path) -> None:
+    config = experiment(tmp_path, pipe={"stall_timeout_s": 0.3})
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
+    working = asyncio.create_task(mute.run())
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+    def body() -> None:
+        link.start(0)
+        link.published(0)
+        link.next_batch(0)
+
+    with pytest.raises(InvariantError, match=r"stall_timeout_s.*8 on mute.*oldest g0"):
+        await in_thread(body)
+    with pytest.raises(InvariantError):
+        await running
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    link.close()
+
+
+async def test_a_silent_datapipe_is_named(tmp_path: Path) -> None:
+    link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
+    with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
+        await in_thread(lambda: link.finish("x"))
+    link.close()
+
+
+async def test_a_later_checkpoint_than_the_ledger_is_refused(tmp_path: Path) -> None:
+    pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+    with pytest.raises(InvariantError, match=r"begins at step 4, but .* knows only 0"):
+        await in_thread(lambda: link.start(4))
+    with pytest.raises(InvariantError):
+        await running
+    link.close()
+
+
+async def test_slow_episodes_that_hold_the_trainer_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch 1 must hold g0 of version 0, whose second episode does not end until it is named."""
+    monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
+    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"pace_report_share": 0.01})
+    loop, named = asyncio.get_running_loop(), asyncio.Event()
+    slow: list[Lease] = []
+
+    def script(lease: Lease, member: int) -> Episode | None:
+        if (lease.group_id, member) == ("g0", 1):
+            slow.append(lease)
+            return None
+        return episode(lease, member)
+
+    async with piped(config) as pipe:
+        worker = FakeWorker(lambda: pipe.address, worker_id="rollout-0", script=script)
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        waits: list[str] = []
+        shares: list[dict[str, float]] = []
+
+        def on_wait(waiting: Waiting) -> bool:
+            waits.append(waiting.detail)
+            if any(log["event"] == "slow episodes hold the trainer" for log in logs):
+                loop.call_soon_threadsafe(named.set)
+            return False
+
+        def body() -> None:
+            link.start(0)
+            link.published(0)
+            for step in range(3):
+                answer = link.next_batch(step, on_wait=on_wait)
+                assert answer
+                shares.append(answer[0].waits)
+                link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
+                link.published(step + 1)
+            link.checkpointed(3, "/x")
+            link.finish("over")
+
+        async def free() -> None:
+            async with asyncio.timeout(60):
+                await named.wait()
+            worker.link.submit(episode(slow[0], 1), [b"late"])
+
+        with capture_logs() as logs:
+            await asyncio.gather(free(), in_thread(body))
+        await running
+        link.close()
+    (warning,) = [log for log in logs if log["event"] == "slow episodes hold the trainer"]
+    (name,) = warning["episodes"]
+    assert re.fullmatch(r"g0/1 \(train-\d\) of version 0 on rollout-0 since \d+\.\d s", name)
+    assert warning["ended_by"] == "collector.episode_timeout_s=600"
+    assert warning["log_level"] == "warning"
+    assert warning["share"] >= 0.01
+    assert "batch 1: 1 of 1 groups, kept back for slow episodes: g0/1 (train-" in waits[-1]
+    assert shares[0]["pace_wait_s"] == 0.0
+    assert shares[1]["pace_wait_s"] > 0.2
+    assert shares[1]["pace_wait_share"] > 0.01
+    assert shares[2]["pace_wait_share"] < shares[1]["pace_wait_share"]
+    assert shares[1]["ledger_busy_s"] > 0.0
+
+
+async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None:
+    """Told once, told again to the datapipe's successor, and sent with the next lease."""
+    config = experiment(
+        tmp_path, num_groups=1, group_size=2, max_staleness=0, pipe={"lease_ttl_s": 3.0}
+    )
+    address = ""
+    dying = FakeWorker(lambda: address, worker_id="a", script=lambda lease, m: None)
+    told: list[bool] = []
+
+    def progress(anew: bool) -> Iterator[Turns]:
+        told.append(anew)
+        if dying.leases and (anew or told.count(True) == 1):
+            turns = [TurnHeader(1, "agent", n, 0) for n in range(told.count(True))]
+            yield dying.leases[0], turns, [f"turn {t.index}".encode() for t in turns]
+
+    dying.link.progress = progress
+
+    def kept(pipe: Datapipe) -> int:
+        return len(pipe.book.groups["g0"].turns.get(1, {})) if "g0" in pipe.book.groups else 0
+
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    address = pipe.address
+    link = TrainerLink(lambda: address, rank=0, world_size=1)
+    await in_thread(lambda: (link.start(0), link.published(0)))
+    working = asyncio.create_task(dying.run())
+    await eventually(lambda: kept(pipe) == 1)
+    await eventually(lambda: not pipe.ledger._queue)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    async with piped(config) as pipe:
+        address = pipe.address
+        assert kept(pipe) == 1
+        await eventually(lambda: kept(pipe) == 2)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        frames: dict[str, list[bytes]] = {}
+
+        def script(lease: Lease, member: int) -> Episode:
+            frames.setdefault(lease.lease_id, worker.link.take_turns(lease))
+            return episode(lease, member, reward=member)
+
+        worker = FakeWorker(lambda: address, worker_id="b", script=script)
+        healing = asyncio.create_task(worker.run())
+        seen = await in_thread(lambda: train(link, steps=2))
+        await healing
+    assert [len(ids) for ids in seen] == [2, 2]
+    first, second = worker.leases[:2]
+    assert (first.group_id, sorted(first.members), len(first.turns)) == ("g0", [0, 1], 2)
+    assert frames[first.lease_id] == [b"turn 0", b"turn 1"]
+    assert (second.turns, frames[second.lease_id]) == ([], [])
+
+
+async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
+    tmp_path: Path,
+) -> None:
+    """As when a whole run is killed: its episodes go on, the finished ones are not run again."""
+    config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
+    dying = FakeWorker(
+        lambda: pipe.address,
+        script=lambda lease, m: episode(lease, m, reward=m) if m == 0 else None,
+    )
+
+    def progress(anew: bool) -> Iterator[Turns]:
+        if dying.leases:
+            yield dying.leases[0], [TurnHeader(1, "agent", 0, 0)], [b"turn 0"]
+
+    dying.link.progress = progress
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+    await in_thread(lambda: (link.start(0), link.published(0)))
+    working = asyncio.create_task(dying.run())
+
+    def is_kept() -> bool:
+        group = pipe.book.groups.get("g0")
+        return bool(group and group.turns.get(1) and 0 in group.finished)
+
+    await eventually(lambda: is_kept() and not pipe.ledger._queue)
+    working.cancel()
+    running.cancel()
+    await asyncio.gather(working, running, return_exceptions=True)
+
+    async with piped(config) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        healing = asyncio.create_task(worker.run())
+        seen = await in_thread(lambda: train(link, steps=1))
+        await healing
+    first = worker.leases[0]
+    assert (first.group_id, first.members, len(first.turns)) == ("g0", [1], 1)
+    assert sorted(seen[0]) == ["g0/0/agent", "g0/1/agent"]
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  (both sides run in this loop)
+            await asyncio.sleep(0.01)

@@ -1,0 +1,54 @@
+"""The trainer's idle time goes to what it waited for; the share of pacing forgets what is past."""
+
+from __future__ import annotations
+
+import pytest
+
+from arealite.system.datapipe import trainer_desk as datapipe_trainer
+from arealite.system.datapipe.trainer_desk import PACE_WINDOW_S, IdleClock
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(datapipe_trainer.time, "monotonic", lambda: now)
+
+    def pass_by(clock: IdleClock, seconds: float, then: str | None) -> None:
+        nonlocal now
+        now += seconds
+        clock.mark(then)
+
+    return pass_by
+
+
+def test_seconds_go_to_the_cause_named_before(wait) -> None:
+    clock = IdleClock()
+    wait(clock, 5.0, "groups")  # busy until now
+    wait(clock, 2.0, "pace")
+    wait(clock, 3.0, "pace")
+    wait(clock, 1.0, None)
+    wait(clock, 9.0, "groups")
+    assert clock.take() == {"groups_wait_s": 2.0, "pace_wait_s": 4.0}
+    assert clock.take() == {"groups_wait_s": 0.0, "pace_wait_s": 0.0}
+
+
+def test_the_share_rises_while_pace_holds_and_falls_after(wait) -> None:
+    clock = IdleClock()
+    wait(clock, 1000.0, "pace")
+    assert clock.pace_share == 0.0
+    wait(clock, 0.25 * PACE_WINDOW_S, "pace")
+    assert 0.2 < clock.pace_share < 0.25
+    for _ in range(400):  # marks in between change nothing
+        wait(clock, 0.01 * PACE_WINDOW_S, "pace")
+    assert clock.pace_share == pytest.approx(1.0, abs=0.02)
+    wait(clock, 0.0, None)
+    wait(clock, PACE_WINDOW_S, None)
+    assert clock.pace_share == pytest.approx(0.36, abs=0.02)
+
+
+def test_a_share_of_the_time_is_that_share(wait) -> None:
+    clock = IdleClock()
+    for _ in range(500):
+        wait(clock, 0.7, "pace")
+        wait(clock, 0.3, None)
+    assert clock.pace_share == pytest.approx(0.3, abs=0.02)

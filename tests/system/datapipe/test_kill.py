@@ -1,0 +1,92 @@
+"""kill -9 of a real datapipe process at random moments: the trainer gets each sample once."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.system.ledger.audit import audit
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.names.registry import NameRegistry
+from tests.system.datapipe.test_datapipe import train
+from tests.system.scenes import FakeWorker, episode, experiment, failed, in_thread
+
+SERVE = """
+import asyncio, pickle, sys
+from pathlib import Path
+from arealite.api.config import name_dir
+from arealite.system.ledger import group as open_group
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.names.registry import NameRegistry
+from tests.system.scenes import tasks
+open_group.BACK_OFF_S = 0.0
+config = pickle.loads(Path(sys.argv[1]).read_bytes())
+names = NameRegistry(name_dir(config))
+asyncio.run(Datapipe(config, train=tasks(7), eval=[], registry=names).run())
+assert not {"torch", "numpy", "transformers", "aiohttp"} & sys.modules.keys()
+"""
+
+
+async def start(config: ExperimentConfig, root: Path) -> asyncio.subprocess.Process:
+    (root / "config").write_bytes(pickle.dumps(config))
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, str(root / "config"), stderr=asyncio.subprocess.DEVNULL
+    )
+
+
+@pytest.mark.processes
+async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    config = experiment(tmp_path, num_groups=4, group_size=2, filter_zero_variance=True)
+    names = NameRegistry(name_dir(config))
+
+    def resolve() -> str | None:
+        entries = names.list("datapipe")
+        return str(entries[0].value["address"]) if entries else None
+
+    dice = random.Random(3)
+
+    def script(lease, member):
+        if dice.random() < 0.1:
+            return failed(lease, member)
+        return episode(lease, member, reward=float(dice.random() < 0.7))
+
+    steps = 90
+    loop = asyncio.get_running_loop()
+    reached: dict[int, asyncio.Event] = {step: asyncio.Event() for step in (10, 40, 70)}
+
+    def on_step(step: int) -> None:
+        if step in reached:
+            loop.call_soon_threadsafe(reached[step].set)
+
+    process = await start(config, tmp_path)
+    link = TrainerLink(resolve, rank=0, world_size=1, silence_s=60.0)
+    training = asyncio.create_task(in_thread(lambda: train(link, steps=steps, on_step=on_step)))
+    workers = [FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script) for n in range(2)]
+    working = [asyncio.create_task(worker.run()) for worker in workers]
+    for event in reached.values():
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.wait([training, waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert not training.done(), training
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        process = await start(config, tmp_path)
+    seen = await training
+    await asyncio.gather(*working)
+    assert await process.wait() == 0
+
+    report = audit(run_paths(config).ledger)
+    assert report.ok, report.table()
+    assert report.steps == steps == len(seen)
+    assert report.groups.trained == 4 * steps
+    assert report.max_staleness <= 2
+    assert report.filtered_by_reason["zero_variance"] > 0
+    assert report.trained_trajectories == sum(len(ids) for ids in seen)
+    boots = {lease.lease_id.split(".")[1] for worker in workers for lease in worker.leases}
+    assert len(boots) == 4, "the kills did not happen in mid-stream"

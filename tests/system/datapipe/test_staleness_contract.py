@@ -1,0 +1,295 @@
+"""No trained token is older than η, under any history; under pace nothing is discarded or stuck.
+
+Trials in virtual time on the real book and ledger, with everything that happens to a run: workers
+that die with durable turns or without, results that come late, failures, restarts, roll-backs.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.algo import staleness
+from arealite.api.rollout_messages import Episode, Lease, Progress, TurnHeader
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.system.ledger import group as open_group
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import connect, decode_header
+from tests.system.scenes import failed
+from tools.staleness_table import Trial
+
+PATIENCE = 1500
+"""Events without a trained step, after which a trial is stuck."""
+
+
+@dataclass
+class Running:
+    """One episode that a worker runs, as the worker knows it."""
+
+    lease: Lease
+    member: int
+    oldest: int
+    """Of its tokens, and of those of the turns that it goes on from."""
+    turns: int = 0
+    is_lost: bool = False
+    is_over: bool = False
+
+
+@dataclass
+class Chaos(Trial):
+    """A trial of which `dice` decides the latencies and the disasters."""
+
+    dice: random.Random = field(default_factory=random.Random)
+    quiet_from: int = 1_000_000
+    """The step from which nothing bad happens any more."""
+    checkpointed: int = 0
+    running: dict[str, list[Running]] = field(default_factory=dict[str, list[Running]])
+    """By lease."""
+    happened: dict[str, int] = field(default_factory=dict[str, int])
+    history: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    """Trajectory ids of each step that was ever trained."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Without the back-off of failures, which is in seconds; attempts without a bound.
+        self.ppo = replace(self.ppo, max_attempts=10**6)
+        self.book.ppo = self.ppo
+        self.book.ledger.set_meta("version", "0")
+        self.servers = 0
+        self.boot = 0
+        """Of the trainer: what it began before it died is of no meaning."""
+        self.stuck = 0
+
+    def pump(self) -> None:
+        self.stuck += 1
+        assert self.stuck < PATIENCE, f"stuck at step {self.step}: {self.describe()}"
+        if self.step < self.quiet_from and self.dice.random() < 0.02:
+            name = self.dice.choice(["restart", "roll_back", "checkpoint"])
+            self.happened[name] = self.happened.get(name, 0) + 1
+            getattr(self, name)()
+        super().pump()
+
+    def describe(self) -> str:
+        groups = [(g.group_id, g.state, g.start, g.step) for g in self.book.groups.values()]
+        return f"version {self.book.version}, servers {self.servers}, {groups}"
+
+    # ------------------------------------------------------------ workers
+
+    def begin(self, lease: Lease) -> None:
+        assert lease.version <= self.servers
+        for member in lease.members:
+            self.free -= 1
+            kept = [t.oldest_version for t in lease.turns if t.member == member]
+            turns = sum(t.member == member for t in lease.turns)
+            run = Running(lease, member, min([self.servers, *kept]), turns)
+            self.running.setdefault(lease.lease_id, []).append(run)
+            slow = 30.0 if self.dice.random() < 0.1 else 1.0
+            self.after(self.dice.expovariate(1.0) * slow, lambda run=run: self.go_on(run))
+
+    def go_on(self, run: Running) -> None:
+        """A turn of an episode ends, and with it perhaps the episode, or its worker."""
+        if self.servers < run.lease.version:  # after a roll-back: clients ask for no older weights
+            self.after(1.0, lambda: self.go_on(run))
+            return
+        draw = self.dice.random() if self.step < self.quiet_from else 1.0
+        if draw < 0.3:
+            self.tell(run)
+            self.after(self.dice.expovariate(1.0), lambda: self.go_on(run))
+        elif draw < 0.4 and not run.is_lost:
+            self.lose(run)
+        else:
+            self.free += not run.is_lost
+            run.is_over = True
+            is_failed = draw < 0.5
+            made = failed(run.lease, run.member) if is_failed else self.episode(run)
+            for _ in range(1 + (draw < 0.6)):  # also twice
+                self.book.add(made, [] if is_failed else [pack(made.headers[0])])
+
+    def tell(self, run: Running) -> None:
+        turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
+        run.turns += 1
+        told = Progress("w", run.lease.lease_id, run.lease.group_id, [turn])
+        self.book.keep(told, [b"turn"])
+
+    def lose(self, run: Running) -> None:
+        """A worker is given up; what it runs may come nevertheless."""
+        self.happened["lost"] = self.happened.get("lost", 0) + 1
+        self.book.lose(run.lease)
+        for other in self.running[run.lease.lease_id]:
+            self.free += not (other.is_lost or other.is_over)
+            other.is_lost = True
+        run.is_over = self.dice.random() < 0.5
+        if not run.is_over:
+            self.after(self.dice.expovariate(0.1), lambda: self.go_on(run))
+
+    def episode(self, run: Running) -> Episode:
+        newest = max(run.oldest, self.servers)
+        header = TrajectoryHeader(
+            f"{run.lease.group_id}/{run.member}/agent", run.lease.group_id, run.member, "agent",
+            run.lease.task.task_id, float(self.dice.random() < 0.8), {}, [6], 3, run.oldest,
+            newest, 1, False, 0, 1.0, {},
+        )  # fmt: skip
+        return Episode(run.lease.lease_id, run.lease.group_id, run.member, [header], None)
+
+    # ------------------------------------------------------------ trainer
+
+    def after(self, seconds: float, act) -> None:
+        if getattr(act, "__name__", "") == "trained":
+            boot = self.boot
+            super().after(seconds, lambda: act() if boot == self.boot else None)
+        else:
+            super().after(seconds, act)
+
+    def trained(self) -> None:
+        self.stuck = 0
+        headers = [h for group in self.book.batches[self.step] for h in group.headers]
+        ids = [header.trajectory_id for header in headers]
+        assert self.history.setdefault(self.step, ids) == ids, "a step is trained as it was"
+        if self.policy != "mask":
+            assert max(self.step - h.oldest_version for h in headers) <= self.eta
+        self.book.mark_trained(self.step)
+        self.ledger.train(StepReport(self.step, ids, {}))
+        self.ledger.commit()
+        self.step += 1
+        self.idle_since = self.now
+        boot, version = self.boot, self.step
+        self.after(self.dice.random(), lambda: self.publish(version) if boot == self.boot else None)
+
+    def publish(self, version: int) -> None:
+        self.servers = version
+        self.book.version = version
+        self.ledger.set_meta("version", str(version))
+
+    def checkpoint(self) -> None:
+        self.checkpointed = self.step
+        self.book.mark_durable(self.step)
+        self.ledger.checkpoint(self.step, "/x")
+
+    def roll_back(self) -> None:
+        """The trainer dies, and begins again at its checkpoint."""
+        self.ledger.commit()
+        self.boot += 1
+        self.step, self.idle_since = self.checkpointed, None
+        self.book.roll_back(self.step)
+        boot = self.boot
+        self.after(self.dice.random() * 5, lambda: self.return_(boot))
+
+    def return_(self, boot: int) -> None:
+        if boot == self.boot:
+            self.publish(self.step)
+            self.idle_since = self.now
+
+    def restart(self) -> None:
+        """The datapipe dies just after a commit, and reads its ledger."""
+        self.ledger.commit()
+        self.ledger.close()
+        self.open()
+
+
+def pack(header: TrajectoryHeader) -> bytes:
+    """A payload that is as long as its header says."""
+    (tokens,) = header.segment_lengths
+    four, one = bytes(4 * tokens), bytes(tokens)
+    return encode_segments([Segment(four, one, four, four, four, 1.0)])
+
+
+@contextmanager
+def played(seed: int, policy: str, eta: int, num_groups: int, steps: int = 25) -> Iterator[Chaos]:
+    dice = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name, patch.object(open_group, "BACK_OFF_S", 0.0):
+        trial = Chaos(
+            Path(name), policy, eta, steps, seed % 1000, 2, num_groups, dice.randint(1, 12),
+            dice=dice, quiet_from=steps - 4,
+        )  # fmt: skip
+        trial.run()
+        yield trial
+
+
+def check(trial: Chaos, eta: int) -> None:
+    """What the file itself says, by the audit and by every trained header."""
+    report = audit(trial.ledger.path)
+    assert report.ok, report.table()
+    assert report.groups.trained == trial.steps * trial.num_groups
+    with closing(connect(trial.ledger.path, read_only=True)) as db:
+        rows = db.execute(
+            "SELECT g.step, t.header FROM trajectories t JOIN groups g USING (group_id) "
+            "WHERE g.state IN ('trained', 'durable')"
+        ).fetchall()
+    ages = [step - decode_header(blob).oldest_version for step, blob in rows]
+    assert len(ages) == trial.steps * trial.num_groups * trial.group_size
+    if trial.policy != "mask":
+        assert max(ages) <= eta
+    assert min(ages) >= 0
+
+
+CASES = {"seed": st.integers(0, 2**32), "eta": st.integers(0, 4), "num_groups": st.integers(1, 3)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(**CASES)
+def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_groups: int) -> None:
+    with played(seed, "pace", eta, num_groups) as trial:
+        check(trial, eta)
+        assert not [name for name in trial.book.counts if name.startswith("filtered")]
+        trained = {key.split("/")[0] for s in range(trial.steps) for key in trial.history[s]}
+        still_open = {*trial.book.groups} | {
+            g.group_id
+            for s, groups in trial.book.batches.items()
+            if s >= trial.step
+            for g in groups
+        }
+        assert trained | still_open == {f"g{seq}" for seq in range(trial.book.offered)}
+        assert not trained & still_open
+
+
+@settings(max_examples=12, deadline=None)
+@given(policy=st.sampled_from(["mask", "drop"]), **CASES)
+def test_mask_and_drop_keep_their_bound(policy: str, seed: int, eta: int, num_groups: int) -> None:
+    with played(seed, policy, eta, num_groups) as trial:
+        check(trial, eta)
+        filtered = {name for name in trial.book.counts if name.startswith("filtered:")}
+        assert filtered <= ({"filtered:stale"} if policy == "drop" else set())
+
+
+def test_the_trials_are_hard_enough(tmp_path: Path) -> None:
+    """Each disaster happens, and without pace the bound would be broken."""
+    happened: set[str] = set()
+    oldest = stale = 0
+    for seed in range(6):
+        with played(seed, "mask", 1, 2) as trial:
+            oldest = max(oldest, audit(trial.ledger.path).max_staleness)
+            happened |= trial.happened.keys()
+        with played(seed, "drop", 1, 2) as trial:
+            stale += trial.book.counts["filtered:stale"]
+    assert happened == {"restart", "roll_back", "checkpoint", "lost"}
+    assert oldest > 1
+    assert stale > 0
+
+
+may_lease = staleness.may_lease
+
+
+def one_batch_more(outstanding: int, version: int, *, eta: int, num_groups: int) -> bool:
+    return may_lease(outstanding, version, eta=eta + 1, num_groups=num_groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("fits", lambda *_, **__: True), ("may_lease", one_batch_more)]
+)
+def test_a_broken_rule_is_found(name: str, rule: Callable[..., bool]) -> None:
+    """The property notices pacing that lets batches go too early, and admission of one too many."""
+    with patch.object(staleness, name, rule), pytest.raises(AssertionError):
+        for seed in range(10):
+            with played(seed, "pace", 1, 2) as trial:
+                check(trial, 1)
+                assert not [n for n in trial.book.counts if n.startswith("filtered")]

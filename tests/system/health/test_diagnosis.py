@@ -1,0 +1,388 @@
+"""Who is named as the culprit, and who is not: by hand-written vitals, and by real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.system.health import diagnosis, vitals
+from arealite.system.health.diagnosis import Finding, examine
+from arealite.system.health.waits import OTHER_RANKS
+from tests.system.health.living import (
+    BLOCKED,
+    BURSTS,
+    IDLE,
+    MY_START,
+    WAITS,
+    living,
+    show,
+    shown,
+    wait,
+)
+from tests.waiting import until
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+# ---------------------------------------------------------------- who is nobody's culprit
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    """Each waits for long, as healthy roles do."""
+    show(tmp_path, "datapipe-0")
+    show(
+        tmp_path,
+        "trainer-0",
+        wait("EvalRequest 40", "datapipe-0", 240.0, quiet_s=0.9, prompt=True),
+        counters={"ranks": 2, "collectives": 7},
+    )
+    show(
+        tmp_path,
+        "trainer-1",
+        wait("collective 8", OTHER_RANKS, 240.0),
+        counters={"ranks": 2, "collectives": 8},
+    )
+    show(
+        tmp_path,
+        "rollout-0",
+        wait("g3/0", "llm_server-a", 200.0, seconds=300.0, count=256),
+        wait("episode g3/0", "environment math", 250.0, seconds=600.0, count=256),
+    )
+    show(tmp_path, "rollout-1", wait("a lease", "datapipe-0", 900.0))
+    show(tmp_path, "llm_server-a")
+    assert examine(tmp_path) == []
+
+
+def test_a_trainer_in_a_long_step_is_no_culprit(tmp_path: Path) -> None:
+    show(tmp_path, "trainer-0", counters={"ranks": 2, "collectives": 7})
+    counters = {"ranks": 2, "collectives": 8}
+    show(tmp_path, "trainer-1", wait("collective 8", OTHER_RANKS, 90.0), counters=counters)
+    show(tmp_path, "rollout-0", wait("a lease", "datapipe-0", 90.0))
+    show(tmp_path, "datapipe-0")
+    assert examine(tmp_path) == []
+
+
+def test_an_empty_folder_and_broken_files_are_nothing(tmp_path: Path) -> None:
+    assert examine(tmp_path / "none") == []
+    (tmp_path / "x.json").write_text("{")
+    (tmp_path / ".datapipe-0.json").write_text("half")
+    assert examine(tmp_path) == []
+
+
+# ---------------------------------------------------------------- who is
+
+
+def test_who_shows_no_life_is_silent_and_all_who_wait_are_its_victims(tmp_path: Path) -> None:
+    """Also those who wait for somebody who waits, and who is named by a wait's last word."""
+    show(tmp_path, "rollout-1", wait("g3/0", "llm_server-a", 9.0), age_s=6.0)
+    show(tmp_path, "datapipe-0")
+    detail = "batch 12: 3 of 8 groups, 13 episodes in flight (13 on rollout-1@host)"
+    asks = wait("BatchRequest 12", "datapipe-0", 8.0, quiet_s=0.5, prompt=True, detail=detail)
+    show(tmp_path, "trainer-0", asks, counters={"ranks": 2, "collectives": 7})
+    meets = wait("collective 8", OTHER_RANKS, 8.0)
+    show(tmp_path, "trainer-1", meets, counters={"ranks": 2, "collectives": 8})
+    show(tmp_path, "rollout-10", wait("a lease", "datapipe-0", 8.0))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("rollout-1", "silent")
+    assert finding.since_s == pytest.approx(6.0, abs=0.5)
+    assert [victim.split(",")[0] for victim in finding.victims] == [
+        "trainer-0: BatchRequest 12",
+        "trainer-1: collective 8",
+    ]
+
+
+def test_a_blocked_loop_is_named_with_its_stack_only_after_a_while(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", blocked_s=2.0, blocked_stack="File x")
+    assert examine(tmp_path) == []
+    show(tmp_path, "rollout-0", blocked_s=2.5, blocked_stack="File x", age_s=0.9)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause, finding.stack) == ("rollout-0", "blocked", "File x")
+
+
+def test_a_rank_that_ended_before_a_collective_is_named(tmp_path: Path) -> None:
+    counters = {"ranks": 3, "collectives": 8}
+    for rank in (0, 2):
+        show(tmp_path, f"trainer-{rank}", wait("collective 8", OTHER_RANKS, 3), counters=counters)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("trainer-1", "dead")
+    assert len(finding.victims) == 2
+
+
+def test_ranks_that_end_a_moment_apart_are_fine(tmp_path: Path) -> None:
+    counters = {"ranks": 2, "collectives": 8}
+    show(tmp_path, "trainer-0", wait("collective 8", OTHER_RANKS, 0.5), counters=counters)
+    assert examine(tmp_path) == []
+
+
+def test_a_server_that_lives_and_does_not_answer_is_overdue(tmp_path: Path) -> None:
+    show(tmp_path, "llm_server-a")
+    show(
+        tmp_path,
+        "rollout-0",
+        wait("g3/0", "llm_server-a", 8.0, seconds=300.0, count=40),
+        wait("its version", "llm_server-a", 1.0, quiet_s=6.0, prompt=True),
+    )
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("llm_server-a", "overdue")
+    assert finding.victims[0].startswith("rollout-0: g3/0 (and 39 more), 8.0 s")
+    assert examine(tmp_path, overdue_s=7.0) == []
+
+
+def test_the_chain_of_waits_is_followed_to_its_end(tmp_path: Path) -> None:
+    """The wrapper of a server gives no answer because its SGLang gives it none."""
+    show(tmp_path, "trainer-0", wait("a continue", "llm_server-a", 7.0, prompt=True))
+    show(tmp_path, "llm_server-a", wait("/model_info", "SGLang http://a", 6.0, prompt=True))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("SGLang http://a", "overdue")
+    assert [victim.split(":")[0] for victim in finding.victims] == ["llm_server-a", "trainer-0"]
+
+
+def test_who_waits_for_a_culprit_is_none(tmp_path: Path) -> None:
+    show(tmp_path, "trainer-0", wait("Published 3", "datapipe-0", 7.0, prompt=True))
+    show(tmp_path, "datapipe-0", age_s=6.0)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("datapipe-0", "silent")
+    assert len(finding.victims) == 1
+
+
+@pytest.mark.parametrize("woken", ["trainer-0", "datapipe-0"])
+def test_after_a_stop_both_sides_have_time_to_hear_each_other(tmp_path: Path, woken: str) -> None:
+    asks = wait("BatchRequest 3", "datapipe-0", 60.0, prompt=True)
+    for awake_s, count in ((3.0, 0), (5.5, 1)):
+        show(tmp_path, "trainer-0", asks, awake_s=awake_s if woken == "trainer-0" else 1000.0)
+        show(tmp_path, "datapipe-0", awake_s=awake_s if woken == "datapipe-0" else 1000.0)
+        assert len(examine(tmp_path)) == count
+
+
+def test_two_who_wait_for_each_other_end_the_search(tmp_path: Path) -> None:
+    show(tmp_path, "a-0", wait("x", "b-0", 7.0, prompt=True))
+    show(tmp_path, "b-0", wait("y", "a-0", 7.0, prompt=True))
+    assert examine(tmp_path)
+
+
+def test_a_role_that_nobody_has_seen_is_dead_to_who_waits_for_it(tmp_path: Path) -> None:
+    show(tmp_path, "trainer-0", wait("BatchRequest 3", "datapipe-0", 6.0, prompt=True))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("datapipe-0", "dead")
+
+
+def test_other_hosts_are_judged_by_their_beat_alone(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", host="elsewhere", pid=2**22 + 1, started=1, clock=0.0, age_s=6.0)
+    assert examine(tmp_path) == []
+    show(tmp_path, "rollout-0", host="elsewhere", pid=2**22 + 1, started=1, clock=0.0, age_s=20.0)
+    assert only(examine(tmp_path)).cause == "silent"
+
+
+def test_a_reused_pid_is_a_death_and_an_old_one_is_forgotten(tmp_path: Path) -> None:
+    show(tmp_path, "rollout-0", started=MY_START - 1, age_s=3.0)
+    assert only(examine(tmp_path)).cause == "dead"
+    show(tmp_path, "rollout-0", started=MY_START - 1, age_s=100.0)
+    assert examine(tmp_path) == []
+    show(tmp_path, "trainer-0", wait("x", "rollout-0", 1.0))
+    assert only(examine(tmp_path)).cause == "dead", "missed by somebody"
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+@pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
+def test_clocks_apart_make_nobody_silent_and_hide_no_silence(
+    tmp_path: Path, monkeypatch, apart_s: float, host: str
+) -> None:
+    show(tmp_path, "rollout-0", host=host, age_s=1.0)
+    show(tmp_path, "rollout-1", host=host, age_s=20.0)
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + apart_s)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("rollout-1", "silent")
+    assert 19.9 < finding.since_s < 30.0
+
+
+def test_on_a_full_disk_silence_tells_nothing(tmp_path: Path, monkeypatch) -> None:
+    show(tmp_path, "rollout-0", age_s=20.0)
+    show(tmp_path, "trainer-0", age_s=20.0)
+    assert [finding.cause for finding in examine(tmp_path)] == ["silent", "silent"]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(diagnosis.tempfile, "TemporaryFile", full)
+    finding = only(examine(tmp_path))
+    assert finding.culprit == str(tmp_path) and "No space left" in finding.detail
+
+
+def test_the_worst_comes_first(tmp_path: Path) -> None:
+    show(tmp_path, "a-0", blocked_s=9.0)
+    show(tmp_path, "b-0", age_s=9.0)
+    show(tmp_path, "c-0", started=1, age_s=1.0)
+    assert [f.cause for f in examine(tmp_path)] == ["dead", "silent", "blocked"]
+
+
+# ---------------------------------------------------------------- who merely gets no CPU
+
+MAIN, BEATS = 11, 12
+Books = tuple[str, float, float, int]
+"""State; seconds that it ran and that it waited, and turns, all since vitals last told them."""
+IN_C_CODE: Books = ("R", 4.1, 0.1, 300)
+ASLEEP: Books = ("S", 0.0, 0.0, 1)
+ASKS_IN_VAIN: Books = ("R", 0.1, 4.1, 90)
+"""For the interpreter, and each time waits for a CPU to ask again."""
+NEVER_RUN: Books = ("R", 0.001, 0.0, 2)
+PREEMPTED: Books = ("R", 0.5, 3.8, 300)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch) -> Path:
+    """Its folder of processes, and a clock that stands."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(vitals, "PROC", tmp_path / "proc")
+    return tmp_path / "proc"
+
+
+def keep_books(kernel: Path, main: Books, beats: Books, *, ages_s: tuple[float, float]) -> Any:
+    """Write a process's books; return what its vitals said of them so long ago."""
+    told = dict[int, tuple[float, ...]]()
+    for thread, books, age_s in zip((MAIN, BEATS), (main, beats), ages_s, strict=True):
+        state, ran_s, waited_s, turns = books
+        folder = kernel / f"{MAIN}/task/{thread}"
+        folder.mkdir(parents=True)
+        (folder / "stat").write_text(f"{thread} (a) b) {state}{' 0' * 18} 7 0\n")
+        numbers = int((2.0 + ran_s) * 1e9), int((3.0 + waited_s) * 1e9), 50 + turns
+        (folder / "schedstat").write_text("{} {} {}\n".format(*numbers))
+        told[thread] = (time.monotonic() - age_s, 2.0, 3.0, 50)
+    return {"pid": MAIN, "started": 7, "cpu": told}
+
+
+@pytest.mark.parametrize(
+    ("main", "beats", "age_s", "cause"),
+    [
+        (ASLEEP, NEVER_RUN, 4.4, "starved"),
+        (PREEMPTED, ASKS_IN_VAIN, 4.4, "starved"),
+        (NEVER_RUN, ASKS_IN_VAIN, 4.4, "starved"),
+        (IN_C_CODE, ASKS_IN_VAIN, 4.4, "silent"),
+        (ASLEEP, ASKS_IN_VAIN, 4.4, "silent"),
+        (ASLEEP, ASLEEP, 4.4, "silent"),  # the disk does not answer
+        (PREEMPTED, ASKS_IN_VAIN, 9.0, "silent"),
+        (("T", 0.0, 4.0, 9), NEVER_RUN, 4.4, "stopped"),
+        (("Z", 0.0, 4.0, 9), NEVER_RUN, 4.4, "dead"),
+    ],
+)
+def test_a_silence_for_want_of_a_cpu_is_told_from_others(
+    tmp_path: Path, kernel: Path, main: Books, beats: Books, age_s: float, cause: str
+) -> None:
+    known = keep_books(kernel, main, beats, ages_s=(age_s, age_s))
+    show(tmp_path, "rollout-0", age_s=age_s, **known)
+    finding = only(examine(tmp_path))
+    assert finding.cause == cause
+    if cause == "starved":
+        words = r"pid 11 waited for a CPU in (86|100)% of 4\.4 s \(load \d+, \d+ CPUs: run .*\)"
+        assert re.fullmatch(words, finding.detail)
+    if cause == "silent":
+        assert finding.detail.endswith(f"held by C code or the kernel (state {main[0]})")
+
+
+def test_where_the_kernel_keeps_no_books_both_are_possible(tmp_path: Path, kernel: Path) -> None:
+    known = keep_books(kernel, NEVER_RUN, NEVER_RUN, ages_s=(4.4, 4.4))
+    show(tmp_path, "rollout-2", age_s=20.0, host="elsewhere", **known)
+    found = examine(tmp_path)  # those books are of another process
+    (tmp_path / "rollout-2.json").unlink()
+    for file in kernel.glob("*/task/*/schedstat"):
+        file.unlink()
+    show(tmp_path, "rollout-0", age_s=4.4, **known | {"cpu": {MAIN: None, BEATS: None}})
+    show(tmp_path, "rollout-1", age_s=4.4, **known)
+    found += examine(tmp_path)
+    assert [finding.cause for finding in found] == ["silent"] * 3
+    for finding in found:
+        assert "held by C code or the kernel, or gets no CPU (state " in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("main", "blocked_s", "told_s", "cause"),
+    [
+        (PREEMPTED, 3.5, 4.3, "starved"),
+        (("R", 0.3, 2.4, 200), 3.5, 2.7, "starved"),  # it was told after it became late
+        (("R", 3.0, 27.0, 900), 30.0, 30.8, "blocked"),  # it has computed for 3 s
+        (ASLEEP, 3.5, 4.3, "blocked"),
+        (IN_C_CODE, 3.5, 4.3, "blocked"),
+    ],
+)
+def test_a_loop_that_gets_no_cpu_is_told_from_one_that_is_blocked(
+    tmp_path: Path, kernel: Path, main: Books, blocked_s: float, told_s: float, cause: str
+) -> None:
+    """The thread that shows it may be about to run: that tells nothing of the loop's."""
+    known = keep_books(kernel, main, NEVER_RUN, ages_s=(told_s, 0.9))
+    told = {"blocked_s": blocked_s - 0.9, "blocked_stack": "File x"}
+    show(tmp_path, "rollout-0", age_s=0.9, **known, **told)
+    finding = only(examine(tmp_path))
+    assert (finding.cause, finding.stack) == (cause, "File x")
+    if cause == "blocked":
+        assert finding.detail.endswith("pid 11 has run nothing; a call does not come back")
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@pytest.mark.skipif(not vitals.spent(os.getpid(), os.getpid()), reason="this kernel keeps no books")
+def test_a_process_beside_many_others_on_its_cpu_is_found_starved(tmp_path: Path) -> None:
+    """Its half a second takes 5 s: it has the CPU for a tenth of the time."""
+    core = max(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        role = stack.enter_context(living("rollout-0", tmp_path, BURSTS))
+        spins = [sys.executable, "-c", "while True: pass"]
+        others = [subprocess.Popen(spins) for _ in range(9)]
+        stack.callback(lambda: [(each.kill(), each.wait()) for each in others])
+        threads = [int(each.name) for each in Path(f"/proc/{role.pid}/task").iterdir()]
+        for each in [*threads, *(other.pid for other in others)]:
+            os.sched_setaffinity(each, {core})
+        seen = list[Finding]()
+        until(lambda: seen.extend(examine(tmp_path)) or seen, what="what is wrong with it")
+    assert (seen[0].culprit, seen[0].cause) == ("rollout-0", "starved")
+    assert "in main" in seen[0].stack
+
+
+def found(folder: Path, cause: str) -> Finding:
+    """Wait until the only finding has this cause; return it."""
+    until(lambda: [f for f in examine(folder) if f.cause == cause], what=cause)
+    return only(examine(folder))
+
+
+def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
+    with (
+        living("datapipe-0", tmp_path, IDLE) as process,
+        living("trainer-0", tmp_path, WAITS),
+    ):
+        until(lambda: shown("trainer-0", tmp_path)["waits"], what="the trainer's wait")
+        assert examine(tmp_path) == []
+        process.send_signal(signal.SIGSTOP)
+        finding = found(tmp_path, "stopped")
+        assert finding.culprit == "datapipe-0"
+        assert str(process.pid) in finding.detail
+        assert finding.victims[0].startswith("trainer-0: batch 12, ")
+        process.send_signal(signal.SIGCONT)
+        until(lambda: examine(tmp_path) == [], what="a run that goes on")
+
+
+def test_a_killed_process_is_found_at_once(tmp_path: Path) -> None:
+    with living("rollout-0", tmp_path, IDLE) as process:
+        process.kill()
+        assert found(tmp_path, "dead").culprit == "rollout-0"
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_blocked_loop_is_found_with_its_stack(tmp_path: Path) -> None:
+    with living("rollout-0", tmp_path, BLOCKED):
+        finding = found(tmp_path, "blocked")
+    assert finding.culprit == "rollout-0"
+    assert "in main" in finding.stack.splitlines()[-1]

@@ -1,0 +1,60 @@
+"""A trainer that hangs in a computation is named, although it waits for nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.impl.trainer.metrics import FIRST_S, SLOW_S, Stopwatch
+from arealite.system.health.diagnosis import examine
+from arealite.system.health.waits import ITSELF, table
+from tests.system.health.living import show, wait
+
+
+def update(name: str, folder: Path, waited_s: float, *others: Any, meets: bool = False) -> None:
+    computes = wait("time/update_s", ITSELF, waited_s, seconds=60.0)
+    show(folder, name, computes, *others, counters={"in_collective": float(meets)})
+
+
+def test_a_rank_that_computes_far_too_long_is_named_and_not_who_meets_it(tmp_path: Path) -> None:
+    update("trainer-0", tmp_path, 70.0, meets=True)
+    update("trainer-1", tmp_path, 59.9)  # it is not the first to be late
+    show(tmp_path, "rollout-0", wait("a lease", "datapipe-0", 70.0))
+    show(tmp_path, "datapipe-0")
+    (finding,) = examine(tmp_path)
+    assert (finding.culprit, finding.cause) == ("trainer-1", "overdue")
+    assert finding.detail.startswith("time/update_s never took so long")
+
+
+def test_where_all_ranks_meet_for_ever_all_are_named(tmp_path: Path) -> None:
+    update("trainer-0", tmp_path, 70.0, meets=True)
+    update("trainer-1", tmp_path, 70.0, meets=True)
+    assert {finding.culprit for finding in examine(tmp_path)} == {"trainer-0", "trainer-1"}
+
+
+def test_nobody_is_named_in_time_or_while_what_it_waits_for_is_known(tmp_path: Path) -> None:
+    update("trainer-0", tmp_path, 50.0)
+    update("trainer-1", tmp_path, 70.0, wait("version 3", "llm_server-a", 65.0, seconds=90.0))
+    show(tmp_path, "llm_server-a")
+    assert examine(tmp_path) == []
+
+
+def test_a_part_of_a_step_is_late_by_its_own_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    clock, before, late_s = Stopwatch(), set(table), list[float | None]()
+    for seconds in (20.0, 1.0, 0.0):
+        with clock("time/update_s"):
+            (shown,) = table - before
+            late_s.append(shown.seconds)
+            now += seconds
+    with clock("wait/batch_s"):
+        assert table == before  # it is shown as what it waits for
+    with clock("time/rows_s"):
+        now += 0.1
+    with clock("time/rows_s"):
+        (shown,) = table - before
+        assert shown.seconds == SLOW_S
+    assert late_s == [FIRST_S, 100.0, 100.0]

@@ -1,0 +1,279 @@
+"""What a process shows of itself: also where it is blocked, cannot write, or has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arealite.system.health import vitals, waits
+from arealite.system.health.limits import Limit, Limits
+from tests.system.health.living import (
+    BLOCKED,
+    BLOCKED_UVLOOP,
+    IDLE,
+    living,
+    shown,
+)
+from tests.waiting import until
+
+
+@contextlib.contextmanager
+def recording(folder: Path) -> Iterator[vitals.Recorder]:
+    """Make a recorder that beats when it is told to, or once it is started."""
+    recorder = vitals.Recorder("me-0", folder)
+    try:
+        yield recorder
+    finally:
+        if not recorder.is_alive():
+            recorder.start()
+        recorder.close()
+
+
+@pytest.fixture(autouse=True)
+def no_loops(monkeypatch) -> None:
+    monkeypatch.setattr(vitals, "_loops", [])
+
+
+def test_a_process_shows_itself_and_takes_its_files_back(tmp_path: Path) -> None:
+    with living("idle-0", tmp_path, "threading.Event().wait(1.5)") as process:
+        first = shown("idle-0", tmp_path)
+        assert first["pid"] == process.pid
+        assert vitals.process(process.pid)[1] == first["started"]
+        until(lambda: shown("idle-0", tmp_path).get("clock", 0) > first["clock"], what="a beat")
+        assert process.wait(60) == 0
+        assert not [file for file in tmp_path.iterdir() if file.suffix != ".log"]
+
+
+def test_what_is_left_behind_tells_of_a_death(tmp_path: Path) -> None:
+    with living("idle-0", tmp_path, IDLE) as process:
+        process.kill()
+        process.wait()
+        assert shown("idle-0", tmp_path)["pid"] == process.pid
+        assert vitals.process(process.pid) is None
+
+
+async def test_equal_waits_are_one_with_their_count_and_the_oldest(tmp_path: Path) -> None:
+    limits, loop = Limits(), asyncio.get_running_loop()
+    with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
+        for number in range(300):
+            what, on = f"g{number}/0", f"llm_server-{number % 2}"
+            limit = Limit(limits, loop.time() + 60, what=what, owner="llm client", on=on)
+            stack.enter_context(limit)
+        stack.enter_context(Limit(limits, loop.time() + 60))  # without a name it is nobody's
+        wait = stack.enter_context(
+            waits.waiting("batch 3", owner="trainer rank 0", on="datapipe-0", prompt=True)
+        )
+        wait.since -= 9
+        wait.heard -= 7
+        wait.hear("2 of 8 groups")
+        recorder.beat()
+        first, *others = shown("me-0", tmp_path)["waits"]
+    assert (first["what"], first["on"], first["count"]) == ("batch 3", "datapipe-0", 1)
+    assert first["detail"] == "2 of 8 groups" and first["prompt"]
+    assert first["waited_s"] == pytest.approx(9, abs=4) and first["quiet_s"] < 4
+    assert [(w["what"], w["on"], w["count"]) for w in others] == [
+        ("g0/0", "llm_server-0", 150),
+        ("g1/0", "llm_server-1", 150),
+    ]
+    assert others[0]["seconds"] == pytest.approx(60, abs=5)
+
+
+async def test_lag_is_measured(tmp_path: Path) -> None:
+    vitals.watch(asyncio.get_running_loop())
+    await asyncio.sleep(0)
+    time.sleep(0.3)  # noqa: ASYNC251  (what it is there to find)
+    await asyncio.sleep(0.15)
+    with recording(tmp_path):
+        seen = shown("me-0", tmp_path)
+    assert seen["lag_s"] > 0.15
+    assert vitals.lag_max_s() > 0.15
+
+
+@pytest.mark.parametrize("script", [BLOCKED, BLOCKED_UVLOOP])
+def test_a_blocked_loop_is_shown_with_its_stack_and_logged_once(
+    tmp_path: Path, script: str
+) -> None:
+    with living("loop-0", tmp_path, script):
+        until(lambda: shown("loop-0", tmp_path)["blocked_s"] > 1.0, what="a loop blocked for long")
+        stack = shown("loop-0", tmp_path)["blocked_stack"]
+        assert "in main" in stack.splitlines()[-1], stack
+        text = (tmp_path / "loop-0.log").read_text()
+    assert text.count("event loop blocked") == 1
+    assert "in main" in text
+
+
+def test_a_loop_that_runs_again_is_blocked_no_more(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    async def main() -> None:
+        vitals.watch(asyncio.get_running_loop())
+        await asyncio.sleep(0.05)
+        over.wait()  # blocks
+        await asyncio.sleep(0.2)
+        blocked.append(recorder.vitals.blocked_s)
+        recorder.beat()
+
+    blocked: list[float] = []
+    with recording(tmp_path) as recorder:
+        thread = threading.Thread(target=asyncio.run, args=[main()])
+        thread.start()
+
+        def is_seen() -> bool:
+            recorder.beat()
+            return recorder.vitals.blocked_s > 1.0
+
+        until(is_seen, what="a blocked loop")
+        assert "over.wait()  # blocks" in recorder.vitals.blocked_stack
+        over.set()
+        thread.join()
+        assert blocked[0] > 1.0
+        assert recorder.vitals.blocked_s == 0.0 and not recorder.vitals.blocked_stack
+
+
+def test_books_of_the_main_thread_are_of_when_all_loops_ran(tmp_path: Path, monkeypatch) -> None:
+    """Those of the thread that writes are of now."""
+
+    def spent(pid: int, thread: int) -> vitals.Spent:
+        assert pid == os.getpid()
+        return time.monotonic(), 1.0, 2.0, 3.0
+
+    async def main() -> None:
+        vitals.watch(asyncio.get_running_loop())
+        await asyncio.sleep(0.05)
+        ready.set()
+        over.wait()  # blocks
+
+    def beat() -> None:
+        """As the recorder's thread does."""
+        thread = threading.Thread(target=recorder.beat)
+        thread.start()
+        thread.join()
+
+    def is_blocked() -> bool:
+        beat()
+        return recorder.vitals.blocked_s > 1.5
+
+    monkeypatch.setattr(vitals, "spent", spent)
+    ready, over = threading.Event(), threading.Event()
+    with recording(tmp_path) as recorder:
+        thread = threading.Thread(target=asyncio.run, args=[main()])
+        thread.start()
+        ready.wait()
+        until(is_blocked, what="a blocked loop")
+        seen = shown("me-0", tmp_path)
+        over.set()
+        thread.join()
+        beat()
+        after = shown("me-0", tmp_path)
+    late_s = seen["clock"] - seen["cpu"][str(os.getpid())][0]
+    assert late_s > 0.5, "not long after it became late"
+    assert after["cpu"][str(os.getpid())][0] >= after["clock"]
+    for each in (seen, after):
+        assert max(now for now, *_ in each["cpu"].values()) >= each["clock"]
+
+
+@pytest.mark.parametrize("books", ["", "0 0 0\n", "no numbers at all", None])
+def test_a_kernel_may_keep_no_books(tmp_path: Path, monkeypatch, books: str | None) -> None:
+    monkeypatch.setattr(vitals, "PROC", tmp_path)
+    (tmp_path / "1/task/2").mkdir(parents=True)
+    file = tmp_path / "1/task/2/schedstat"
+    file.write_text("2000000000 500000000 7\n")
+    assert (vitals.spent(1, 2) or ())[1:] == (2.0, 0.5, 7)
+    file.unlink() if books is None else file.write_text(books)
+    assert vitals.spent(1, 2) is None
+
+
+def test_stacks_come_on_request_equal_ones_together(tmp_path: Path) -> None:
+    script = """
+async def inner(): await asyncio.Event().wait()
+async def outer(): await inner()
+async def main():
+    vitals.watch(asyncio.get_running_loop())
+    await asyncio.gather(*(outer() for _ in range(40)))
+asyncio.run(main())
+"""
+    with living("loop-0", tmp_path, script):
+        (tmp_path / vitals.ASK).touch()
+        until((tmp_path / "loop-0.dump").exists, what="the stacks")
+        lines = (tmp_path / "loop-0.dump").read_text().splitlines()
+    (tasks,) = [line for line in lines if line.startswith("40 x task")]
+    assert re.search(r"wait < <string>:\d+ inner < <string>:\d+ outer$", tasks)
+    assert any("thread MainThread" in line and "main" not in line for line in lines)
+
+
+def test_a_process_tells_since_when_it_is_awake(tmp_path: Path) -> None:
+    with living("idle-0", tmp_path, IDLE) as process:
+        until(lambda: shown("idle-0", tmp_path)["awake_s"] > 1.5, what="a process awake for long")
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: time.monotonic() - shown("idle-0", tmp_path)["clock"] > 2.2, what="silence")
+        resumed = time.monotonic()
+        process.send_signal(signal.SIGCONT)
+        until(lambda: shown("idle-0", tmp_path)["clock"] > resumed + 0.1, what="one that has woken")
+        seen = shown("idle-0", tmp_path)
+        assert seen["awake_s"] < seen["clock"] - resumed + 1.5, "from before it was stopped"
+
+
+def test_a_new_name_takes_the_old_ones_place(tmp_path: Path) -> None:
+    vitals.start("me-0", tmp_path)
+    vitals.rename("llm_server-8123")
+    assert not shown("me-0", tmp_path)
+    assert shown("llm_server-8123", tmp_path)["pid"] == os.getpid()
+    assert vitals._recorder is not None
+    vitals._recorder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_hurts_nobody_and_hides_no_life(tmp_path: Path, monkeypatch) -> None:
+    with recording(tmp_path) as recorder:
+        file = tmp_path / "me-0.json"
+        os.utime(file, (1.0, 1.0))
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(vitals.os, "replace", full)
+            recorder.beat()
+        assert time.time() - file.stat().st_mtime < 600.0, "the old file says that we live"
+
+
+def test_a_beat_that_fails_is_followed_by_the_next(tmp_path: Path, monkeypatch) -> None:
+    beats: list[float] = []
+
+    def fail(_: vitals.Recorder) -> None:
+        beats.append(time.time())
+        raise RuntimeError("whatever it may be")
+
+    with recording(tmp_path) as recorder:
+        monkeypatch.setattr(vitals, "BEAT_S", 0.01)
+        monkeypatch.setattr(vitals.Recorder, "beat", fail)
+        recorder.start()
+        until(lambda: len(beats) > 2, what="beats")
+
+
+def test_a_folder_that_cannot_be_made_is_only_logged(tmp_path: Path, capfd) -> None:
+    (tmp_path / "file").write_text("")
+    vitals.start("me-0", tmp_path / "file" / "vitals")
+    vitals.rename("other")
+    assert "no vitals" in "".join(capfd.readouterr())
+
+
+async def test_a_thousand_waits_are_two_lines(tmp_path: Path) -> None:
+    limits, loop = Limits(), asyncio.get_running_loop()
+    with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
+        for number in range(512):
+            for what in (f"episode g{number}/0", f"g{number}/0/agent/0"):
+                limit = Limit(limits, loop.time() + 60, what=what, owner="x", on="llm_server-1")
+                stack.enter_context(limit)
+        recorder.beat()
+        shown = [wait for wait in recorder.vitals.waits if wait.on == "llm_server-1"]
+    assert sorted(wait.count for wait in shown) == [512, 512]

@@ -1,0 +1,128 @@
+"""The audit sees what is wrong, and says nothing of what is right."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from arealite.api.trainer_messages import StepReport
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import Ledger
+from tests.system.scenes import episode, experiment, failed, payload, tasks
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A ledger with two trained steps, a filtered group, a complete one and one in flight."""
+    ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={"group_size": "2"})
+    ppo = experiment(tmp_path, max_attempts=1).trainer.ppo
+    book = GroupBook(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    book.version = 0
+    for number in range(7):
+        group = book.next_offer()
+        assert group
+        lease = book.lease(group, worker_id="w", credit=2)
+        for member in range(2):
+            if number == 5:
+                book.add(failed(lease, member), [])
+            elif number != 6:
+                newest = 1 if number == 1 and member == 0 else None
+                made = episode(lease, member, newest=newest)
+                book.add(made, [payload(made.headers[0].trajectory_id)])
+    for step in range(2):
+        groups = book.compose()
+        assert groups
+        ids = [h.trajectory_id for g in groups for h in g.headers]
+        book.mark_trained(step)
+        ledger.train(StepReport(step, ids, {}))
+    ledger.checkpoint(1, "/x")
+    ledger.commit()
+    ledger.close()
+    return tmp_path / "ledger.sqlite"
+
+
+def test_a_right_ledger(path: Path) -> None:
+    report = audit(path)
+    assert report.ok, report.table()
+    assert vars(report.groups) == {
+        "offered": 7, "trained": 4, "filtered": 1, "buffered": 1, "in_flight": 1,
+    }  # fmt: skip
+    assert report.tokens.offered == report.tokens.trained + report.tokens.buffered == 80
+    assert report.filtered_by_reason == {"failed:episode_timeout": 1}
+    assert report.failures_by_class == {"episode_timeout": 1}
+    assert report.mixed_version_trajectories == 1
+    assert report.max_staleness == 1
+    assert report.weight_versions == 2
+    assert "balanced" in report.table()
+
+
+@pytest.mark.parametrize(
+    ("harm", "line"),
+    [
+        ("UPDATE steps SET trained = '[]' WHERE step = 1",
+         "1 steps whose trained ids are not the batch's: 1"),
+        ("UPDATE steps SET trained = (SELECT trained FROM steps WHERE step = 0)", "trained twice"),
+        ("DELETE FROM trajectories WHERE trajectory_id = 'g0/1/agent'", "missing members: g0"),
+        ("DELETE FROM groups WHERE seq = 2", "1 holes in the dataset's order, before: g3"),
+        ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 0"),
+        ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
+        ("UPDATE groups SET state = 'batched' WHERE step = 0",
+         "1 steps without a report, which a later one has: 0"),
+        ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
+         "2 trained with a payload unlike its header: g1/0/agent, g1/1/agent"),
+        ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
+         "1 trained with a payload unlike its header: g1/0/agent"),
+        ("UPDATE trajectories SET tokens = 9 WHERE trajectory_id = 'g2/1/agent'",
+         "payload unlike its header: g2/1/agent"),
+        ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
+         "1 with turns left over of an ended episode: g0/1"),
+        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episode: g5/0"),
+        ("INSERT INTO trajectories SELECT 'g0/1/x', group_id, member, seat, reward, tokens, "
+         "trained_tokens, oldest, newest, interruptions, header, payload FROM trajectories "
+         "WHERE trajectory_id = 'g0/1/agent'", "kept twice: g0/1/agent"),
+    ],
+)  # fmt: skip
+def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(harm)
+    db.close()
+    report = audit(path)
+    assert not report.ok
+    assert line in report.table()
+
+
+def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO turns VALUES ('g6', 0, 'agent', 0, x'', x'')")
+    db.close()
+    assert audit(path).ok
+
+
+@pytest.mark.parametrize(
+    ("bounds", "policy", "ok"),
+    [((1,), "pace", True), ((0,), "pace", False), ((0, 1), "drop", True), ((0,), "mask", True)],
+)
+def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
+    path: Path, bounds: tuple[int, ...], policy: str, ok: bool
+) -> None:
+    paths = RunPaths(path.parent)
+    paths.configs.mkdir()
+    for number, bound in enumerate(bounds):
+        file = paths.configs / f"{number:06d}.yaml" if number else paths.config
+        ppo = f"{{max_staleness: {bound}, staleness_policy: {policy}}}"
+        file.write_text(f"trainer: {{ppo: {ppo}}}")
+    report = audit(path)
+    assert report.ok == ok
+    if not ok:
+        assert "4 trained with tokens older than max_staleness=0: g2/0" in report.table()
+
+
+def test_what_is_no_ledger(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("hello, this is no database")
+    with pytest.raises(UserError, match="cannot be read as a ledger"):
+        audit(tmp_path / "x")

@@ -1,0 +1,56 @@
+"""A member that failed once and is not there has not failed for good: it is lost."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arealite.base import config as base_config
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import Ledger
+from tests.system.scenes import episode, experiment, failed, payload, tasks
+
+
+def run(folder: Path, *, partial: str, attempts: int) -> Path:
+    """A ledger with one complete group, whose first member failed once before it finished."""
+    config = experiment(folder, max_attempts=attempts, partial_group=partial)
+    ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
+    book = GroupBook(ledger, tasks(5), ppo=config.trainer.ppo, seed=1, shuffle=True)
+    book.version = 0
+    group = book.next_offer()
+    assert group
+    first = book.lease(group, worker_id="w", credit=2)
+    book.add(failed(first, 0), [])
+    group.rests_until.clear()
+    second = book.lease(group, worker_id="w", credit=1)
+    for lease, member in ((first, 1), (second, 0)):
+        made = episode(lease, member)
+        book.add(made, [payload(made.headers[0].trajectory_id)])
+    assert group.state == "complete"
+    ledger.commit()
+    ledger.close()
+    base_config.save(replace(config), folder / "config.yaml")
+    return ledger.path
+
+
+@pytest.mark.parametrize(
+    ("partial", "attempts", "is_lost"),
+    [("retry", 2, True), ("min_size", 2, True), ("min_size", 1, False), ("drop", 2, True)],
+)
+def test_a_missing_member(tmp_path: Path, partial: str, attempts: int, is_lost: bool) -> None:
+    made = "retry" if partial == "drop" else partial
+    path = run(tmp_path, partial=made, attempts=max(2, attempts))
+    text = (tmp_path / "config.yaml").read_text()
+    text = text.replace(f"partial_group: {made}", f"partial_group: {partial}")
+    text = text.replace("max_attempts: 2", f"max_attempts: {attempts}")
+    (tmp_path / "config.yaml").write_text(text)
+    assert audit(path).ok, audit(path).table()
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0/0/agent'")
+    db.close()
+    found = "missing members: g0" in audit(path).table()
+    assert found == is_lost

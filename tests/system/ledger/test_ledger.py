@@ -1,0 +1,332 @@
+"""The ledger file: reopened at any point it holds what was committed, and tells what is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arealite.api.rollout_messages import Lease, Progress, TurnHeader
+from arealite.api.trainer import PPOConfig
+from arealite.api.trainer_messages import StepReport
+from arealite.base.errors import InvariantError, UserError
+from arealite.system.data.dataset import permutation
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger import ledger as ledger_module
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import Ledger, connect, read_payloads, read_turns
+from tests.system.scenes import episode, experiment, failed, header, payload, tasks
+
+POLICY = st.sampled_from(["retry", "min_size", "drop"])
+
+
+def open_book(folder: Path, ppo: PPOConfig) -> GroupBook:
+    ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
+    return GroupBook(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+
+
+def picture(book: GroupBook) -> dict[str, object]:
+    """What must be the same after reopening."""
+    return {
+        "offered": book.offered,
+        "step": book.next_step,
+        "version": book.version,
+        "counts": {k: v for k, v in book.counts.items() if v},
+        "groups": {
+            key: (g.task.task_id, g.epoch, g.row, g.state, g.step, g.place, g.start,
+                  [h.trajectory_id for h in g.headers], sorted(g.failures),
+                  [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
+                  g.missing(book.ppo.max_attempts),
+                  {member: turns for member, turns in g.turns.items() if turns})
+            for key, g in book.groups.items()
+        },
+        "batches": {
+            step: [g.group_id for g in groups]
+            for step, groups in book.batches.items()
+            if groups[0].state == "batched"
+        },
+        "trained": book.trained,
+    }  # fmt: skip
+
+
+class Random:
+    """Random histories of a book, committed and reopened anywhere."""
+
+    def __init__(self, folder: Path, ppo: PPOConfig, data: st.DataObject) -> None:
+        self.folder, self.ppo, self.data = folder, ppo, data
+        self.eta = ppo.max_staleness
+        self.book = open_book(folder, ppo)
+        self.trained: dict[int, list[str]] = {}
+        self.version = 0
+
+    def step(self) -> None:
+        verbs = [self.lease, self.finish, self.finish, self.fail, self.lose, self.compose,
+                 self.train, self.reopen, self.roll_back, self.checkpoint, self.tell]  # fmt: skip
+        self.data.draw(st.sampled_from(verbs))()
+
+    def lease(self) -> None:
+        self.book.version = self.version
+        self.book.ledger.set_meta("version", str(self.version))
+        for group in self.book.groups.values():
+            group.rests_until.clear()
+        for _ in range(3):
+            group = self.book.next_offer()
+            if group is not None:
+                self.begin(self.book.lease(group, worker_id="w", credit=self.some(1, 2)))
+
+    def some(self, low: int, high: int) -> int:
+        return self.data.draw(st.integers(low, high))
+
+    def begin(self, lease: Lease) -> None:
+        """What a lease goes on from is in the file, with its payload, and no older than it says."""
+        self.book.ledger.commit()
+        headers, payloads = read_turns(self.book.ledger.path, lease)
+        assert headers == lease.turns
+        assert payloads == [f"{t.seat} {t.index} {t.oldest_version}".encode() for t in headers]
+        assert lease.version == min([self.version, *(t.oldest_version for t in headers)])
+
+    def tell(self) -> None:
+        lease, member = self.pick()
+        if lease is not None:
+            turn = TurnHeader(
+                member, self.data.draw(st.sampled_from("ab")), self.some(0, 2),
+                self.some(max(0, lease.version - 1), max(self.version, lease.version)),
+            )  # fmt: skip
+            told = Progress("w", lease.lease_id, lease.group_id, [turn])
+            self.book.keep(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
+
+    def pick(self):
+        leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]
+        if not leases:
+            return None, 0
+        lease = leases[self.some(0, len(leases) - 1)]
+        return lease, lease.members[self.some(0, len(lease.members) - 1)]
+
+    def finish(self) -> None:
+        lease, member = self.pick()
+        if lease is not None:
+            reward = float(self.data.draw(st.booleans()))
+            version = self.some(lease.version, max(self.version, lease.version))
+            made = episode(lease, member, reward=reward, version=version)
+            for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
+                self.book.add(made, [payload(made.headers[0].trajectory_id)])
+
+    def fail(self) -> None:
+        lease, member = self.pick()
+        if lease is not None:
+            self.book.add(failed(lease, member), [])
+
+    def lose(self) -> None:
+        lease, _ = self.pick()
+        if lease is not None:
+            self.book.lose(lease)
+
+    def compose(self) -> None:
+        groups = self.book.compose()
+        if groups is not None:
+            ids = [h.trajectory_id for g in groups for h in g.headers]
+            step = self.book.next_step - 1
+            assert self.trained.get(step, ids) == ids, "a rolled-back batch is composed as it was"
+            ages = [step - h.oldest_version for g in groups for h in g.headers]
+            assert step in self.trained or max(ages) <= self.ppo.max_staleness
+            self.trained[step] = ids
+
+    def train(self) -> None:
+        for step in sorted(self.book.batches):
+            if self.book.batches[step][0].state == "batched":
+                self.book.mark_trained(step)
+                self.book.ledger.train(StepReport(step, self.trained[step], {}))
+                self.version = step + 1
+                return
+
+    def checkpoint(self) -> None:
+        step = min(max([-1, *self.book.trained]) + 1, self.version)
+        self.book.mark_durable(step)
+        self.book.ledger.checkpoint(step, "/x")
+
+    def roll_back(self) -> None:
+        step = self.data.draw(st.integers(max(0, self.version - 2), self.version))
+        self.book.ledger.commit()
+        self.book.roll_back(step)
+        self.version = min(step, self.version)
+
+    def go_on(self) -> None:
+        """Whatever happened, the next batches come: nothing is waited for that cannot come."""
+        begin = self.book.next_step
+        for _ in range(12):
+            self.lease()
+            for group in list(self.book.groups.values()):
+                for lease in list(group.leases.values()):
+                    for member in lease.members:
+                        made = episode(lease, member, reward=float(member))
+                        self.book.add(made, [payload(made.headers[0].trajectory_id)])
+            self.compose()
+            self.train()
+        assert self.book.next_step >= begin + 3
+
+    def reopen(self) -> None:
+        """As after kill -9 just after a commit; what was queued later never happened."""
+        self.book.ledger.commit()
+        before = picture(self.book)
+        boot = self.book.ledger.boot
+        self.book.ledger.close()
+        self.ppo = replace(self.ppo, max_staleness=self.some(0, self.eta))  # as a user may
+        self.book = open_book(self.folder, self.ppo)
+        assert self.book.ledger.boot == boot + 1
+        assert picture(self.book) == before
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), policy=POLICY, zero=st.booleans(), eta=st.integers(0, 2))
+def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ppo = experiment(folder, partial_group=policy, filter_zero_variance=zero).trainer.ppo
+        history = Random(folder, replace(ppo, max_staleness=eta, max_attempts=2), data)
+        for _ in range(data.draw(st.integers(5, 40))):
+            history.step()
+        history.reopen()
+        history.go_on()
+        history.book.ledger.close()
+        report = audit(folder / "ledger.sqlite")
+        assert report.ok, report.table()
+        assert report.max_staleness <= eta
+
+
+def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
+    """kill -9 leaves the files as they are: database and write-ahead log, with no farewell."""
+    ppo = experiment(tmp_path).trainer.ppo
+    book = open_book(tmp_path / "live", ppo)
+    book.version = 0
+    for number in range(6):
+        group = book.next_offer()
+        assert group
+        lease = book.lease(group, worker_id="w", credit=2)
+        book.add(episode(lease, 0), [b"x" * 5000])
+        book.ledger.commit()
+        book.add(episode(lease, 1), [b"y"])  # queued, never committed
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(tmp_path / "live", copy)
+        seen = open_book(copy, ppo)
+        assert seen.offered == number + 1
+        assert seen.groups[group.group_id].state == "leased"
+        assert seen.groups[group.group_id].missing(3) == []
+        seen.lose(lease)
+        assert seen.groups[group.group_id].missing(3) == [1]
+        assert audit(copy / "ledger.sqlite").ok
+        seen.ledger.close()
+    book.ledger.close()
+
+
+def test_the_order_is_a_new_one_each_epoch() -> None:
+    first, second = permutation(1, 0, 50), permutation(1, 1, 50)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first == permutation(1, 0, 50)
+
+
+def test_unshuffled_order(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l", fingerprint={})
+    ppo = experiment(tmp_path).trainer.ppo
+    book = GroupBook(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
+    assert [book.task_of(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    ledger.close()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"Cannot use the ledger .*/file/ledger"):
+        Ledger(tmp_path / "file" / "ledger.sqlite", fingerprint={})
+    (tmp_path / "junk").write_text("this is not a database, and long enough to tell " * 20)
+    with pytest.raises(UserError, match="not a database"):
+        Ledger(tmp_path / "junk", fingerprint={})
+
+
+def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path: Path) -> None:
+    ppo = experiment(tmp_path).trainer.ppo
+    book = open_book(tmp_path, ppo)
+    book.version = 0
+    group = book.next_offer()
+    assert group
+    lease = book.lease(group, worker_id="w", credit=2)
+    book.ledger.commit()
+    pages = book.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
+    book.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
+    book.add(episode(lease, 0), [os.urandom(1_000_000)])
+    with pytest.raises(InvariantError, match=r"cannot write the ledger .*full"):
+        book.ledger.commit()
+    book.ledger.close()
+    again = open_book(tmp_path, ppo)
+    assert again.groups["g0"].finished == {}
+    again.ledger.close()
+
+
+def test_payloads_come_back_in_order(tmp_path: Path) -> None:
+    ppo = experiment(tmp_path).trainer.ppo
+    book = open_book(tmp_path, ppo)
+    book.version = 0
+    group = book.next_offer()
+    assert group
+    lease = book.lease(group, worker_id="w", credit=2)
+    for member in range(2):
+        book.add(episode(lease, member), [b"payload %d" % member])
+    book.ledger.commit()
+    found = read_payloads(book.ledger.path, ["g0/1/agent", "g0/0/agent"])
+    assert found == [b"payload 1", b"payload 0"]
+    with pytest.raises(InvariantError, match="g9/0/agent is in a batch"):
+        read_payloads(book.ledger.path, ["g9/0/agent"])
+    book.ledger.close()
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_readers_that_overlap_do_not_let_the_log_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+) -> None:
+    """SQLite alone begins its log anew only in a moment without readers, which never comes."""
+    monkeypatch.setattr(ledger_module, "LOG_BYTES", (1 << 20) if is_bounded else 1 << 40)
+    ledger, done = Ledger(tmp_path / "l", fingerprint={}), threading.Event()
+    ledger.connection.execute("PRAGMA wal_autocheckpoint = 16")
+    readers = threading.Thread(target=overlap, args=(ledger.path, done))
+    readers.start()
+    sizes: list[int] = []
+    for number in range(50):
+        ledger.add_trajectory(header("g0", number), os.urandom(200_000))
+        ledger.commit()
+        sizes.append((tmp_path / "l-wal").stat().st_size)
+    done.set()
+    readers.join()
+    ledger.close()
+    assert (max(sizes) < 4 << 20) is is_bounded, sizes
+    with closing(connect(ledger.path, read_only=True)) as db:
+        assert db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (50,)
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "l", fingerprint={})
+    ledger.close()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with closing(connect(ledger.path, read_only=True)) as db:
+        assert db.execute("SELECT COUNT(*) FROM groups").fetchone() == (0,)
+        assert os.listdir(tmp_path) == ["l"]
+
+
+def overlap(path: Path, done: threading.Event) -> None:
+    """Read so that at every moment some snapshot is open, each for 10 ms or so."""
+    held = connect(path, read_only=True)
+    while not done.wait(0.01):
+        reader = connect(path, read_only=True)
+        reader.execute("BEGIN")
+        reader.execute("SELECT COUNT(*) FROM groups").fetchone()
+        held.close()
+        held = reader
+    held.close()

@@ -1,0 +1,71 @@
+"""Connections that are open at both ends and carry nothing: who notices, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog.testing
+
+from arealite.api.rollout_messages import Episode, Lease
+from arealite.api.trainer_messages import StepReport
+from arealite.system.ledger.audit import audit
+from arealite.system.links.trainer_link import TrainerLink
+from tests.fakes.proxy import Proxy, proxied
+from tests.system.scenes import FakeWorker, episode, experiment, in_thread, piped
+
+NOTICED_S = 60.0
+
+
+def address(proxy: Proxy) -> str:
+    return f"tcp://127.0.0.1:{proxy.port}"
+
+
+async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> None:
+    """Worker and trainer go on over new connections; nothing is lost and nothing runs twice."""
+    config = experiment(tmp_path, pipe={"lease_ttl_s": 30.0})
+    async with piped(config, rows=20) as pipe:
+        port = int(pipe.address.rsplit(":", 1)[1])
+        async with proxied(("127.0.0.1", port)) as first, proxied(("127.0.0.1", port)) as second:
+            now = [first]
+            broken: list[float] = []
+
+            def script(lease: Lease, member: int) -> Episode:
+                if len(pipe.book.trained) and not broken:
+                    first.swallow, now[0] = True, second
+                    broken.append(time.monotonic())
+                return episode(lease, member, reward=member % 2)
+
+            worker = FakeWorker(lambda: address(now[0]), script=script)
+            running = asyncio.create_task(worker.run())
+            link = TrainerLink(lambda: address(now[0]), rank=0, world_size=1)
+            with structlog.testing.capture_logs() as logs:
+                seen, seconds = await in_thread(lambda: train(link))
+            await running
+    assert broken, "the connection was cut in the middle of the run"
+    assert first.swallowed > 0
+    assert seconds < NOTICED_S
+    moved = [line for line in logs if line["event"] == "datapipe moved"]
+    assert {line["before"] for line in moved} == {address(first)}
+    assert len({t for ids in seen for t in ids}) == sum(map(len, seen)) == 6 * 4
+    report = audit(pipe.ledger.path)
+    assert report.ok and not report.failures_by_class, "no episode was run twice for it"
+
+
+def train(link: TrainerLink) -> tuple[list[list[str]], float]:
+    """Six steps; returns the trained ids and how long all took."""
+    begin, seen = time.monotonic(), []
+    link.start(0)
+    link.published(0)
+    for step in range(6):
+        answer = link.next_batch(step)
+        assert answer is not None
+        ids = [h.trajectory_id for h in answer[0].headers]
+        seen.append(ids)
+        link.report(StepReport(step, ids, {}))
+        link.published(step + 1)
+    link.checkpointed(6, "/nowhere")
+    link.finish("test over")
+    link.close()
+    return seen, time.monotonic() - begin

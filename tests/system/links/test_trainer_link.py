@@ -1,0 +1,40 @@
+"""What a rank shows while it waits for the datapipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from arealite.api.trainer_messages import Batch, Waiting
+from arealite.base.errors import RoleError
+from arealite.system.health import waits
+from arealite.system.links.trainer_link import TrainerLink
+
+
+def test_a_wait_for_a_batch_tells_the_datapipes_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = TrainerLink(lambda: None, rank=1, world_size=2)
+    batch = Batch(3, [], [], [], [], {})
+    answers: Iterator[Any] = iter(
+        [None, (Waiting("BatchRequest 3", "2 of 8 groups"), []), None, (batch, [])]
+    )
+    seen: list[tuple[str, str, bool, str]] = []
+
+    def receive() -> Any:
+        (wait,) = waits.table
+        seen.append((wait.what, wait.on, wait.prompt, wait.detail))
+        return next(answers)
+
+    monkeypatch.setattr(link, "_receive", receive)
+    assert link.next_batch(3) == (batch, [])
+    assert [detail for *_, detail in seen] == ["", "", "2 of 8 groups", "2 of 8 groups"]
+    assert {row[:3] for row in seen} == {("BatchRequest 3", "datapipe-0", True)}
+    assert not waits.table
+
+
+def test_a_datapipe_that_is_nowhere_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = TrainerLink(lambda: None, rank=1, world_size=2, silence_s=0.4)
+    with pytest.raises(RoleError, match=r"silent for . s; trainer rank 1 waits for .*Published 3"):
+        link.published(3)
+    assert not waits.table

@@ -1,0 +1,123 @@
+"""Every message survives the wire, and names its request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.rollout_messages import Ack, Drain, Episode, Lease, Result, ToWorker, WorkerState
+from arealite.api.trainer_messages import (
+    Batch,
+    BatchRequest,
+    Checkpointed,
+    Done,
+    EvalRequest,
+    EvalResult,
+    Finish,
+    Finished,
+    Published,
+    Refused,
+    StepReport,
+    ToTrainer,
+    TrainerReady,
+    TrainerStart,
+    Waiting,
+)
+from arealite.system.links import wire
+from tests.system.scenes import header, tasks
+
+text = st.text(max_size=20)
+number = st.integers(0, 2**40)
+numbers = st.dictionaries(text, st.floats(allow_nan=False), max_size=3)
+headers = st.builds(
+    lambda group, member, reward: header(group, member, reward=reward),
+    text, number, st.floats(allow_nan=False),
+)  # fmt: skip
+episodes = st.builds(Episode, text, text, number, st.lists(headers, max_size=2), st.none())
+
+to_datapipe = st.one_of(
+    st.builds(WorkerState, text, number, st.lists(text), numbers),
+    st.builds(Result, text, text, st.lists(episodes, max_size=3)),
+    st.builds(TrainerStart, number, number),
+    st.builds(BatchRequest, number, number, number),
+    st.builds(StepReport, number, st.lists(text), numbers),
+    st.builds(Published, number),
+    st.builds(Checkpointed, number, text),
+    st.builds(EvalRequest, number),
+    st.builds(Finish, text),
+)
+indices = st.lists(number, max_size=3)
+to_trainer = st.one_of(
+    st.builds(TrainerReady, number, number),
+    st.builds(Batch, number, st.lists(headers, max_size=3), indices, indices, indices, numbers),
+    st.builds(Finished, text),
+    st.builds(EvalResult, number, numbers),
+    st.builds(Waiting, text, text),
+    st.builds(Done, text),
+    st.builds(Refused, text, text),
+)
+to_worker = st.one_of(
+    st.builds(Lease, text, text, text, st.just(tasks(1)[0]), st.lists(number), number),
+    st.builds(Ack, text),
+    st.builds(Drain, text),
+)
+
+
+@given(to_datapipe)
+def test_to_datapipe(message: wire.ToDatapipe) -> None:
+    assert wire.decode_to_datapipe(wire.encode(message)) == message
+
+
+@given(to_trainer)
+def test_to_trainer(message: ToTrainer) -> None:
+    assert wire.decode_to_trainer(wire.encode(message)) == message
+
+
+@given(to_worker)
+def test_to_worker(message: ToWorker) -> None:
+    assert wire.decode_to_worker(wire.encode(message)) == message
+
+
+def test_a_message_of_the_other_direction_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_to_worker(wire.encode(Published(3)))
+
+
+def test_names_of_requests_are_apart() -> None:
+    requests = [Published(3), StepReport(3, [], {}), EvalRequest(3), Finish("x"), Published(4)]
+    assert len({wire.request_name(request) for request in requests}) == 5
+    assert wire.request_name(Checkpointed(7, "/x")) == "Checkpointed 7"
+
+
+async def test_channel_delivers_bursts_both_ways_without_a_wake_up() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = wire.open_socket(context, zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    dealer = wire.open_socket(context, zmq.DEALER)
+    dealer.connect(f"tcp://127.0.0.1:{port}")
+    got: list[bytes] = []
+    complete = asyncio.Event()
+
+    def answer(frames: list[bytes]) -> None:
+        server.send([frames[0], frames[1]])
+
+    def keep(frames: list[bytes]) -> None:
+        got.append(frames[0])
+        if len(got) == 1000:
+            complete.set()
+
+    server, client = wire.Channel(router, answer), wire.Channel(dealer, keep)
+    for index in range(1000):
+        client.send([b"%d" % index])
+    async with asyncio.timeout(60):
+        await complete.wait()
+    assert got == [b"%d" % index for index in range(1000)]
+    server.close()
+    client.close()
+    client.close()
+    context.term()

@@ -1,0 +1,28 @@
+"""A heartbeat that cannot be written leaves nothing behind: it comes again every second."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from arealite.base.errors import UserError
+from arealite.system.names.registry import NameRegistry
+
+
+def test_what_cannot_be_written_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("llm_server", "a", {"version": "1"})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(UserError, match="No space left"):
+        names.put("llm_server", "a", {"version": "2"})
+    assert [path.name for path in (tmp_path / "llm_server").iterdir()] == ["a.json"]
+    assert names.list("llm_server")[0].value == {"version": "1"}

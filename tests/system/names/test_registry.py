@@ -1,0 +1,175 @@
+"""Names appear, are renewed, and die with their heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.base.errors import DeadlineError, UserError
+from arealite.system.names import registry as name_registry
+from arealite.system.names.registry import NameRegistry
+from tests.waiting import eventually
+
+
+def test_put_list_remove(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    assert names.list("llm_server") == []
+    names.put("llm_server", "b", {"address": "2"})
+    names.put("llm_server", "a", {"address": "1"})
+    names.put("llm_server", "a", {"address": "3"})
+    assert [(e.id, e.value["address"]) for e in names.list("llm_server")] == [
+        ("a", "3"),
+        ("b", "2"),
+    ]
+    names.remove("llm_server", "a")
+    names.remove("llm_server", "a")
+    assert [e.id for e in names.list("llm_server")] == ["b"]
+    assert list((tmp_path / "llm_server").iterdir()) == [tmp_path / "llm_server" / "b.json"]
+
+
+def test_a_silent_name_is_dead_until_it_beats_again(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path, ttl_s=5.0)
+    names.put("datapipe", "0", {})
+    old = time.time() - 6.0
+    os.utime(tmp_path / "datapipe" / "0.json", (old, old))
+    assert names.list("datapipe") == []
+    names.put("datapipe", "0", {})
+    assert len(names.list("datapipe")) == 1
+
+
+@pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
+def test_a_readers_clock_that_is_off_hides_nobody_and_shows_no_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
+) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("rollout", "live", {})
+    names.put("rollout", "dead", {})
+    old = time.time() - 6.0
+    os.utime(tmp_path / "rollout" / "dead.json", (old, old))
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + apart_s)
+    assert [entry.id for entry in names.list("rollout")] == ["live"]
+    names.put("rollout", "dead", {})
+    assert [entry.id for entry in names.list("rollout")] == ["dead", "live"]
+    assert len(list((tmp_path / "rollout").iterdir())) == 2, "asking the folder left a file"
+
+
+@pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
+def test_a_writers_clock_that_stamps_its_files_may_be_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
+) -> None:
+    names, clock, begin = NameRegistry(tmp_path, ttl_s=5.0), [1000.0], time.time()
+    monkeypatch.setattr(name_registry.time, "monotonic", lambda: clock[0])
+
+    def beat(at: float) -> None:
+        clock[0] = 1000.0 + at
+        names.put("rollout", "0", {})
+        os.utime(tmp_path / "rollout" / "0.json", (begin + apart_s + at,) * 2)
+
+    def lives(at: float) -> bool:
+        clock[0] = 1000.0 + at
+        return bool(names.list("rollout"))
+
+    beat(0.0)
+    assert lives(0.0) == (apart_s > 0), "nothing tells that its time is not ours"
+    beat(1.0)
+    assert lives(1.0) and lives(5.9), "it changed while we looked"
+    assert not lives(6.1)
+    beat(7.0)
+    assert lives(7.0)
+
+
+def test_who_did_not_look_for_long_asks_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, clock = NameRegistry(tmp_path, ttl_s=5.0), [1000.0]
+    monkeypatch.setattr(name_registry.time, "monotonic", lambda: clock[0])
+    names.put("rollout", "0", {})
+    assert names.list("rollout")
+    died = time.time() - 60.0
+    os.utime(tmp_path / "rollout" / "0.json", (died, died))
+    clock[0] += 100.0
+    assert not names.list("rollout"), "it changed, but not lately"
+
+
+def test_half_written_and_foreign_files_are_skipped(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("rollout", "0", {})
+    (tmp_path / "rollout" / "1.json").write_text('{"addr')
+    (tmp_path / "rollout" / "2.json").write_text("[1]")
+    assert [e.id for e in names.list("rollout")] == ["0"]
+
+
+def test_an_unwritable_root_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cluster\.name_root"):
+        NameRegistry(tmp_path / "file").put("rollout", "0", {})
+
+
+async def test_registered_beats_with_fresh_values_and_removes(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    beats = asyncio.Queue[int]()
+    count = 0
+
+    def value() -> dict[str, int]:
+        nonlocal count
+        count += 1
+        beats.put_nowait(count)
+        return {"version": count}
+
+    async with names.registered("llm_server", "0", value, heartbeat_s=0.01):
+        assert names.list("llm_server")[0].value["version"] >= 1
+        while await beats.get() < 4:
+            pass
+        assert names.list("llm_server")[0].value["version"] >= 3
+    assert names.list("llm_server") == []
+
+
+async def test_who_is_cancelled_while_the_name_is_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, put, go_on = NameRegistry(tmp_path), NameRegistry.put, threading.Event()
+
+    def slow(registry: NameRegistry, *words: Any) -> None:
+        put(registry, *words)
+        go_on.wait(60)
+
+    async def hold() -> None:
+        async with names.registered("llm_server", "0", dict):
+            pytest.fail("it was cancelled before that")
+
+    monkeypatch.setattr(NameRegistry, "put", slow)
+    holding = asyncio.create_task(hold())
+    await eventually(lambda: names.list("llm_server"), "the name")
+    holding.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert names.list("llm_server") == []
+
+
+async def test_wait_returns_when_enough_are_there(tmp_path: Path) -> None:
+    names = NameRegistry(tmp_path)
+    names.put("llm_server", "0", {})
+    waiting = asyncio.create_task(names.wait("llm_server", count=2, seconds=60.0, owner="me"))
+    names.put("llm_server", "1", {})
+    assert [e.id for e in await waiting] == ["0", "1"]
+
+
+async def test_wait_names_who_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"trainer waited .* for 1 live 'datapipe'"):
+        await NameRegistry(tmp_path).wait("datapipe", seconds=0.05, owner="trainer")
+
+
+def test_address_is_that_of_the_first_live_name(tmp_path: Path):
+    names = NameRegistry(tmp_path)
+    assert names.address("datapipe") is None
+    names.put("datapipe", "0", {"address": "tcp://127.0.0.1:1"})
+    assert names.address("datapipe") == "tcp://127.0.0.1:1"

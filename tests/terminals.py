@@ -1,0 +1,126 @@
+"""A real terminal for a test's child process, and what a person would see in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+TOKENS = re.compile(r"\x1b\[(\??)(\d*)(?:;\d+)*([A-Za-z])|\x1b.|[\r\n\x07]|[^\x1b\r\n\x07]+")
+NOT_OURS = ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+
+
+class Screen:
+    """Lines as a terminal of `columns` × `rows` shows them, with what has scrolled out of it."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.columns, self.rows = columns, rows
+        self.lines = [""]
+        self.row = self.column = 0
+        self.is_cursor_hidden = False
+
+    def feed(self, text: str) -> None:
+        for token in TOKENS.finditer(text):
+            private, number, command = token[1], int(token[2] or 1), token[3]
+            if command == "A":
+                self.row = max(self.row - number, len(self.lines) - self.rows, 0)
+            elif command == "K":
+                self.lines[self.row] = "" if number == 2 else self.lines[self.row][: self.column]
+            elif private and number == 25:
+                self.is_cursor_hidden = command == "l"
+            elif command:
+                assert command == "m", f"a sequence that this terminal does not know: {token[0]!r}"
+            elif token[0] == "\r":
+                self.column = 0
+            elif token[0] == "\n":
+                self._down()
+            elif token[0][0] not in "\x1b\x07":
+                self._write(token[0])
+
+    def _down(self) -> None:
+        self.row += 1
+        self.lines += [""] * (self.row == len(self.lines))
+
+    def _write(self, text: str) -> None:
+        for letter in text:
+            if self.column == self.columns:
+                self.column = 0
+                self._down()
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + letter + line[self.column + 1 :]
+            self.column += 1
+
+
+class Terminal:
+    """A process with a terminal of its own, which it controls as a shell's child does."""
+
+    def __init__(self, process: subprocess.Popen[bytes], mine: int, its: int) -> None:
+        self.process, self.mine, self.its = process, mine, its
+        self.written = b""
+
+    def read(self, seconds: float = 0.0) -> str:
+        """Return all that was written so far."""
+        while select.select([self.mine], [], [], seconds)[0]:
+            self.written += os.read(self.mine, 65536)
+        return self.written.decode(errors="replace")
+
+    def until(self, words: str, *, seconds: float = 60.0) -> None:
+        """Wait until some words were written."""
+        end = time.monotonic() + seconds
+        while words not in self.read(0.05):
+            assert time.monotonic() < end, f"no {words!r} at the end of {self.written[-2000:]!r}"
+
+    def press(self, keys: str) -> None:
+        os.write(self.mine, keys.encode())
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def end(self) -> int:
+        """Wait for the process's end, reading on; return its exit code."""
+        end = time.monotonic() + 60.0
+        while self.process.poll() is None and time.monotonic() < end:
+            self.read(0.05)
+        self.read(0.05)
+        return self.process.wait(1.0)
+
+    @property
+    def mode(self) -> int:
+        """What the terminal does with keys: echoes them, waits for a whole line."""
+        return termios.tcgetattr(self.its)[3] & (termios.ECHO | termios.ICANON)
+
+    def screen(self, columns: int = 80, rows: int = 40) -> Screen:
+        """Show all that was written."""
+        screen = Screen(columns, rows)
+        screen.feed(self.read())
+        return screen
+
+
+@contextmanager
+def terminal(
+    command: Sequence[str], *, columns: int = 80, rows: int = 40, **environment: str
+) -> Iterator[Terminal]:
+    """Run a command of this Python in a terminal of its own for the body's time."""
+    mine, its = pty.openpty()
+    known = {k: v for k, v in os.environ.items() if k not in NOT_OURS} | {"TERM": "xterm"}
+    # Who leads a session gets the terminal that it opens first.
+    shell = ["sh", "-c", 'exec "$@" 0<>"$0" 1>&0 2>&0', os.ttyname(its), sys.executable, *command]
+    try:
+        fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        with subprocess.Popen(shell, start_new_session=True, env=known | environment) as process:
+            try:
+                yield Terminal(process, mine, its)
+            finally:
+                process.kill()
+    finally:
+        os.close(mine)
+        os.close(its)

@@ -1,0 +1,30 @@
+"""A target that runs the tests of a marker reads the folders they are in, and no others: reading
+all tests takes as long as ten of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = [
+    pytest.param(marker, line.split(), id=marker)
+    for line in (ROOT / "Makefile").read_text().splitlines()
+    for marker in re.findall(r"\w+", "".join(re.findall(r'-m pytest -m ("[^"]+"|\w+)', line)))
+    if marker != "or"
+]
+
+
+def test_there_are_targets() -> None:
+    assert len(TARGETS) >= 7
+
+
+@pytest.mark.parametrize(("marker", "words"), TARGETS)
+def test_all_that_is_marked_is_read(marker: str, words: list[str]) -> None:
+    folders = [ROOT / word for word in words if word.startswith("tests/")]
+    marked = re.compile(rf"pytest\.mark\.{marker}\b")
+    files = [f for f in (ROOT / "tests").rglob("test_*.py") if marked.search(f.read_text())]
+    assert files
+    assert [f for f in files if not any(f.is_relative_to(folder) for folder in folders)] == []

@@ -1,0 +1,140 @@
+"""The pages made from the code are those of the code; links in README and docs lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arealite.api.config import ExperimentConfig
+from arealite.base import config as base_config
+from arealite.cli.main import COMMANDS
+from arealite.impl.logger.names import catalogue
+from tools import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "examples/README.md",
+    *DOCS.rglob("*.md"),
+]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return reference.pages()
+
+
+@pytest.mark.parametrize("name", ["config.md", "commands.md", "metrics.md"])
+def test_a_page_is_what_the_code_says(made: dict[str, str], name: str) -> None:
+    assert (reference.FOLDER / name).read_text("utf-8") == made[name], "run `make reference`"
+
+
+def test_every_key_command_and_metric_is_there(made: dict[str, str]) -> None:
+    config = made["config.md"]
+    for key, _, _ in base_config.keys(ExperimentConfig):
+        names = key.split(".")
+        sections = [".".join(names[:n]) for n in range(1, len(names))]
+        is_elsewhere = any(f"### {section}\n\nThe keys of `" in config for section in sections)
+        assert f"\n| `{key}` | " in config or is_elsewhere, key
+    assert all(f"\n## {name}\n" in made["commands.md"] for name in COMMANDS)
+    assert "Traceback" not in made["commands.md"]
+    assert all(f"\n| `{name}` | " in made["metrics.md"] for name in catalogue())
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        (int, "int"),
+        (str | None, "str or null"),
+        (list[str], "list of str"),
+        (dict[str, float], "map of float"),
+        (dict[str, Any], "map of anything"),
+    ],
+)
+def test_types_are_told_as_yaml(held: Any, told: str) -> None:
+    assert reference.type_name(held) == told
+
+
+def test_check_says_which_page_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reference, "FOLDER", tmp_path / "reference")
+    monkeypatch.setattr(reference, "pages", lambda: {"config.md": "new"})
+    monkeypatch.setattr(sys, "argv", ["reference.py", "--check"])
+    assert reference.main() == 1
+    assert "docs/reference/config.md: stale" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["reference.py"])
+    assert reference.main() == 0
+    assert (tmp_path / "reference/config.md").read_text() == "new"
+    monkeypatch.setattr(sys, "argv", ["reference.py", "--check"])
+    assert reference.main() == 0
+
+
+# ---------------------------------------------------------------- links and the site
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{link}: no such file"
+        if anchor:
+            assert anchor in anchors(file), f"{link}: no such heading in {file.name}"
+
+
+def test_the_site_has_every_page_once() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    listed = sorted(entries(nav))
+    there = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+    assert listed == sorted([*there, "examples/index.md"])
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: the extra docs")
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly: a warning is an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    home = (tmp_path / "site/index.html").read_text("utf-8")
+    assert 'href="examples/index.html"' in home
+    example = (tmp_path / "site/examples/quickstart.html").read_text("utf-8")
+    assert "OPTIONS = [" in example
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)', page.read_text()
+        )
+        assert loaded == [], "it works without a network"
+
+
+def prose(page: Path) -> str:
+    """Return a page without code, where brackets are no links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?m)^(?: {4}|\t).*$", "", text)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def entries(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [entry for part in parts for entry in entries(part)]

@@ -1,0 +1,294 @@
+"""Write docs/reference/: config keys, commands and metrics, from the code that knows them.
+
+    python3 tools/reference.py           # write the pages
+    python3 tools/reference.py --check   # exit 1 where one is not what the code says
+
+Generated, so that it is whole and never out of date: a test, and `make check`, compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import io
+import itertools
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from arealite.api.config import ExperimentConfig, ServerConfig  # noqa: E402
+from arealite.api.env_server import EnvServerConfig  # noqa: E402
+from arealite.api.logger import loggers  # noqa: E402
+from arealite.api.sampling import CollectConfig, EvaluateConfig  # noqa: E402
+from arealite.base import config as base_config  # noqa: E402
+from arealite.base import errors  # noqa: E402
+from arealite.cli import main as cli  # noqa: E402
+from arealite.impl.logger.names import catalogue  # noqa: E402
+
+FOLDER = ROOT / "docs" / "reference"
+NOTE = "<!-- Written by tools/reference.py: change the code, then run it (`make reference`). -->\n"
+ROOTS: list[tuple[str, type, type | None]] = [
+    ("train.py", ExperimentConfig, None),
+    ("launch_llm_server", ServerConfig, None),
+    ("arealite serve", EnvServerConfig, None),
+    ("arealite eval", EvaluateConfig, ExperimentConfig),
+    ("arealite collect", CollectConfig, ExperimentConfig),
+]
+"""Who reads a config, its schema, and the one that it only adds to."""
+WIDTH = "100"
+Places = dict[type, tuple[str, str]]
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description="Write docs/reference from the code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where stale")
+    is_check = parser.parse_args().check
+    stale = [name for name, text in pages().items() if read(FOLDER / name) != text]
+    for name in stale:
+        if not is_check:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            (FOLDER / name).write_text(pages()[name], "utf-8")
+        print(f"docs/reference/{name}: {'stale; run make reference' if is_check else 'written'}")
+    return 1 if is_check and stale else 0
+
+
+def pages() -> dict[str, str]:
+    """Return each page's text, by file name."""
+    return {
+        "config.md": f"{NOTE}\n{config_page()}",
+        "commands.md": f"{NOTE}\n{commands_page()}",
+        "metrics.md": f"{NOTE}\n{metrics_page()}",
+    }
+
+
+def read(file: Path) -> str:
+    """Return a file's text; "" where there is none."""
+    return file.read_text("utf-8") if file.exists() else ""
+
+
+# ---------------------------------------------------------------- config keys
+
+
+def config_page() -> str:
+    """List every key of every root config, by section; a class that is met again is referred to."""
+    head = (
+        "# Config keys\n\n"
+        "A run is told by YAML files and `key=value` words; later ones win, words win over files: "
+        "`train.py --config config/ppo.yaml trainer.ppo.lr=1e-6`. A key that does not exist and a "
+        "value of another type or out of range are refused. `null` is no value, NAME a name of "
+        "your choice. Parts of your own add keys under the name they are registered by.\n"
+    )
+    return "\n".join([head, *(root_page(*root, places()) for root in ROOTS)])
+
+
+def places() -> Places:
+    """Return where the keys of each config class are listed: (root, section), the least nested."""
+    found: Places = {}
+    for title, schema, _ in ROOTS:
+        parents = [path.split(".")[:-1] for path, _, _ in base_config.leaves(schema)]
+        sections = dict.fromkeys(
+            ".".join(names[:n]) for names in parents for n in range(1, len(names) + 1)
+        )
+        for section in sorted(sections, key=lambda path: path.count(".")):
+            found.setdefault(class_at(schema, section), (title, section))
+    return found
+
+
+def root_page(title: str, schema: type, added_to: type | None, seen: Places) -> str:
+    """Describe one root: a table for each of its sections."""
+    known = [(key, default) for key, default, _ in base_config.keys(added_to)] if added_to else []
+    told = zip(base_config.keys(schema), base_config.leaves(schema), strict=True)
+    sections: dict[str, list[str]] = {}
+    elsewhere: dict[str, str] = {}
+    for (path, default, _), (_, item, held) in told:
+        if (path, default) in known:
+            continue
+        parent = path.rpartition(".")[0]
+        if found := listed_elsewhere(title, schema, parent, seen):
+            sections.setdefault(found[0], [])
+            elsewhere[found[0]] = found[1]
+        else:
+            sections.setdefault(parent, []).extend(key_lines(path, item, held, default, seen))
+    lines = [f"## {title}\n"]
+    if added_to:
+        lines.append("All keys of train.py, and these, or these defaults:\n")
+    for section, rows in sections.items():
+        if section:
+            lines.append(f"### {section}\n")
+        if section in elsewhere:
+            lines.append(f"The keys of {elsewhere[section]}.\n")
+            continue
+        if section:
+            lines.append(f"{about(class_at(schema, section))}\n")
+        lines += ["| key | type | default | |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def listed_elsewhere(title: str, schema: type, parent: str, seen: Places) -> tuple[str, str] | None:
+    """Return (section, place) where a section that holds `parent` is listed at another place."""
+    names = parent.split(".") if parent else []
+    for n in range(1, len(names) + 1):
+        section = ".".join(names[:n])
+        place = seen[class_at(schema, section)]
+        if place != (title, section):
+            return section, f"`{place[1]}`" + (f" of {place[0]}" if place[0] != title else "")
+    return None
+
+
+def class_at(schema: type, path: str) -> type:
+    """Return the config class of a section."""
+    held: Any = schema
+    for name in path.split("."):
+        held = get_type_hints(held)[name]
+    return held
+
+
+def about(held: type) -> str:
+    """Return a class's first words."""
+    return (inspect.getdoc(held) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def key_lines(
+    path: str, item: dataclasses.Field[Any], held: Any, default: Any, seen: Places
+) -> Iterator[str]:
+    """Yield a key's line; of a dict of configs also those of what it holds."""
+    text = "; ".join(filter(None, (item.metadata.get("help"), base_config.range_of(item))))
+    yield line(f"`{path}`", type_name(held), f"`{shown(default)}`", text)
+    inner = base_config.element(held)
+    if inner is None:
+        return
+    if inner in seen:
+        yield line(f"`{path}.NAME.*`", "", "", f"the keys of `{seen[inner][1]}`")
+        return
+    for field in dataclasses.fields(inner):
+        own, made = get_type_hints(inner)[field.name], field.default_factory
+        found, key = base_config.element(own) or own, f"{path}.NAME.{field.name}"
+        if found in seen:
+            yield line(f"`{key}.*`", "", "", f"the keys of `{seen[found][1]}`")
+            continue
+        default = field.default if made is dataclasses.MISSING else made()
+        yield from key_lines(key, field, own, default, seen)
+
+
+def line(*cells: str) -> str:
+    """Return a line of a table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def type_name(held: Any) -> str:
+    """Write a type as a reader of YAML thinks of it."""
+    origin, inner = get_origin(held), get_args(held)
+    if origin is Literal:
+        return " \\| ".join(f"`{value}`" for value in inner).replace("\\|", "|")
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if each is type(None) else type_name(each) for each in inner)
+    if origin in (list, tuple):
+        return f"list of {type_name(inner[0])}"
+    if origin is dict:
+        return f"map of {type_name(inner[1])}"
+    return {"Any": "anything"}.get(name := getattr(held, "__name__", str(held)), name)
+
+
+def shown(value: Any) -> str:
+    """Write a default as YAML."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    plain = {None: "null", True: "true", False: "false"}
+    if isinstance(value, (bool, type(None))):
+        return plain[value]
+    return str(value) if str(value) else '""'
+
+
+# ---------------------------------------------------------------- commands
+
+
+def commands_page() -> str:
+    """Show each command's help, and what exit codes mean."""
+    lines = [
+        "# Commands\n",
+        "`train.py` is `arealite train`; `arealite/launch_llm_server.py` is `arealite serve-llm`. "
+        "Keys that a command takes are in [config keys](config.md).\n",
+        "| command | |",
+        "|---|---|",
+        *(line(f"[`{name}`](#{name})", text) for name, (_, text) in cli.COMMANDS.items()),
+        "",
+    ]
+    for name in cli.COMMANDS:
+        lines.append(f"## {name}\n\n```text\n{help_of(name)}\n```\n")
+    return "\n".join([*lines, exit_codes()])
+
+
+def help_of(name: str) -> str:
+    """Return what `arealite NAME --help` prints, without the list of keys."""
+    before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), WIDTH
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(out), suppress(SystemExit):
+            cli.main([name, "--help"])
+    finally:
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    return out.getvalue().partition("keys, with their defaults:")[0].rstrip()
+
+
+def exit_codes() -> str:
+    """Tell the exit codes, from the tree of errors."""
+    kinds = (errors.UserError, errors.InvariantError, errors.RoleError)
+    told = {
+        0: "it ended as planned",
+        1: "what was asked does not hold (audit, replay); or a bug, with its traceback",
+    }
+    told |= {kind.exit_code: (kind.__doc__ or "").partition("\n")[0].rstrip(".") for kind in kinds}
+    told |= {130: "stopped by Ctrl-C", 141: "nobody read its output on, as after `| head`"}
+    rows = [line(f"{code}", text) for code, text in sorted(told.items())]
+    return "\n".join(["## Exit codes\n", "| code | |", "|---|---|", *rows, ""])
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def metrics_page() -> str:
+    """List the catalogue of metrics, by group, and who writes them."""
+    head = (
+        "# Metrics\n\n"
+        "What stands in `metrics.jsonl` and in each of `logger.types`, one line a step and one an "
+        "evaluation. `{a,b}` is one of them, `<x>` a name of yours. Names end in `_s` for "
+        "seconds, `_frac` for a share from 0 to 1, `_max` for the largest.\n"
+    )
+    lines = [head]
+    groups = itertools.groupby(catalogue().items(), key=lambda pair: pair[0].split("/")[0])
+    for group, own in groups:
+        lines += [f"## {group}\n", "| name | |", "|---|---|"]
+        lines += [*(line(f"`{name}`", text) for name, text in own), ""]
+    return "\n".join([*lines, loggers_section()])
+
+
+def loggers_section() -> str:
+    """Tell each logger's first words, from its module."""
+    told = (
+        "## Loggers\n\n"
+        "`metrics.jsonl` is always written. `logger.types` names others, as in "
+        "`'logger.types=[tensorboard,wandb]'`; one that fails or is late is left out, with one "
+        "warning in the trainer's log, and never holds training.\n"
+    )
+    lines = [told]
+    for name in loggers.names():
+        module: Any = inspect.getmodule(loggers.get(name))
+        if not module.__name__.startswith("arealite."):  # a test's
+            continue
+        text = " ".join((inspect.getdoc(module) or "").split())
+        how = f" `pip install {module.PIP}`." if hasattr(module, "PIP") else ""
+        lines.append(f"**{name}**: {text}{how}\n")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

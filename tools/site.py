@@ -1,0 +1,74 @@
+"""What mkdocs is told besides mkdocs.yml: the examples are pages, and links may leave docs/.
+
+Hooks of `make docs`. Pages are written to be read in the repository; here a link to an example
+leads to its page, and one to another file of the repository becomes that file's name.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add a page for each example, and the list of them."""
+    for file in examples():
+        files.append(File.generated(config, f"examples/{file.stem}.md", content=page(file)))
+    listed = (EXAMPLES / "README.md").read_text("utf-8")
+    files.append(File.generated(config, "examples/index.md", content=listed))
+    return files
+
+
+def on_config(config: Any) -> Any:
+    """Put the examples' pages below Examples."""
+    (entry,) = [item for item in config.nav if "Examples" in item]
+    entry["Examples"] = [
+        {"All": "examples/index.md"},
+        *(f"examples/{f.stem}.md" for f in examples()),
+    ]
+    return config
+
+
+def examples() -> list[Path]:
+    """List the examples' files."""
+    return sorted(EXAMPLES.glob("[!_]*.py"))
+
+
+def page(file: Path) -> str:
+    """Return an example as a page: its name, what it says of itself, its code."""
+    source = file.read_text("utf-8")
+    told = ast.get_docstring(ast.parse(source)) or ""
+    code = source.partition('"""')[2].partition('"""')[2].strip()
+    return f"# {file.stem}\n\n{told}\n\n```python\n{code}\n```\n"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links that leave docs/ into links to pages, or into names."""
+    uri = page.file.src_uri
+    here = EXAMPLES if uri.startswith("examples/") else (ROOT / "docs" / uri).parent
+    site = Path(uri).parent
+
+    def rewritten(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], (here / match[2]).resolve(), match[3] or ""
+        if not target.exists():  # no link, but code
+            return match[0]
+        if target.is_relative_to(ROOT / "docs"):
+            place = target.relative_to(ROOT / "docs")
+        elif target.parent == EXAMPLES:
+            place = Path("examples") / (
+                "index.md" if target.name == "README.md" else f"{target.stem}.md"
+            )
+        else:
+            return text
+        return f"[{text}]({os.path.relpath(place, site)}{anchor})"
+
+    return LINK.sub(rewritten, markdown)
