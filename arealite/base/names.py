@@ -26,6 +26,11 @@ class RunPaths:
         return self.root / "configs"
 
     @property
+    def starts(self) -> dict[int, Path]:
+        """The same files by that step, in order."""
+        return {int(file.stem): file for file in sorted(self.configs.glob("*.yaml"))}
+
+    @property
     def ledger(self) -> Path:
         """The ledger, one SQLite file."""
         return self.root / "ledger.sqlite"

@@ -91,10 +91,10 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
         )
     if rows[-1][0] != len(rows) - 1:
         raise UserError(f"{paths.ledger} lacks steps. `arealite audit {paths.root}` says more.")
-    begins = {int(file.stem): file for file in sorted(paths.configs.glob("*.yaml"))}
-    config, found = begins.get(0, paths.config), list[Segment]()
+    starts = paths.starts
+    config, found = starts.get(0, paths.config), list[Segment]()
     for step, ranks, _ in rows:
-        new = begins.get(step, config)
+        new = starts.get(step, config)
         config = config if new.read_text() == config.read_text() else new
         if found and found[-1].ranks == ranks and found[-1].config == config:
             found.pop()

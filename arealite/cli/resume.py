@@ -101,8 +101,8 @@ def settle(config: ExperimentConfig) -> ExperimentConfig:
     if newest:
         total = "" if config.trainer.is_offline else f" of {config.trainer.ppo.total_steps}"
         print(f"going on after step {begin}{total}", flush=True)
-    for file in paths.configs.glob("*.yaml"):
-        if int(file.stem) > begin:
+    for step, file in paths.starts.items():
+        if step > begin:
             file.unlink()
     paths.configs.mkdir(exist_ok=True)
     for file in (paths.config, paths.configs / f"{begin:06d}.yaml"):
@@ -117,8 +117,7 @@ def step_of(name: str) -> int:
 
 def _go_back(paths: RunPaths, step: int) -> None:
     """Forget checkpoints after `step`; the trainer's start rolls the rest of the ledger back."""
-    folders = paths.checkpoints, paths.critic
-    every = [path for folder in folders for path in folder.glob("step-*")]
+    every = [*paths.checkpoints.glob("step-*"), *paths.critic.glob("step-*")]
     if newer := [path for path in every if step_of(path.name) > step]:
         aside = _aside(paths)
         for path in newer:

@@ -49,8 +49,7 @@ class LocalLauncher(Launcher):
         total, evaluates = config.trainer.ppo.total_steps, config.evaluates
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         if not config.trainer.is_offline:  # a run that is given again may have nothing to train
-            begins = [int(file.stem) for file in self.paths.configs.glob("*.yaml")]
-            self.progress.newest = max(begins, default=0) - 1
+            self.progress.newest = max(self.paths.starts, default=0) - 1
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]

@@ -87,13 +87,12 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
 
 def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
     """Return the run's configs as they stand, each with the first step that it held for."""
-    starts = sorted(paths.configs.glob("*.yaml")) or [paths.config]
     found = list[dict[str, Any]]()
-    for file in starts:
+    for step, file in (paths.starts or {0: paths.config}).items():
         with suppress(OSError, ValueError):
-            text, step = file.read_text("utf-8"), file.stem
+            text = file.read_text("utf-8")
             if not found or found[-1]["text"] != text:
-                found.append({"step": int(step) if step.isdigit() else 0, "text": text})
+                found.append({"step": step, "text": text})
     return found
 
 

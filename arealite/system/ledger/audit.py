@@ -180,7 +180,7 @@ class Promises:
     @classmethod
     def of(cls, paths: RunPaths) -> Promises:
         """Read the configs; without any, promise what each run keeps."""
-        files = [file for file in (paths.config, *paths.configs.glob("*.yaml")) if file.exists()]
+        files = [file for file in (paths.config, *paths.starts.values()) if file.exists()]
         found = [base_config.read(file).trainer.ppo for file in files]
         if not found:
             return cls()
