@@ -17,6 +17,8 @@ from contextlib import contextmanager
 
 TOKENS = re.compile(r"\x1b\[(\??)(\d*)(?:;\d+)*([A-Za-z])|\x1b.|[\r\n\x07]|[^\x1b\r\n\x07]+")
 NOT_OURS = ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+LAST = b"\0that is all\0"
+"""Written to a terminal when its process has ended: what comes before it is the process's."""
 
 
 class Screen:
@@ -63,21 +65,29 @@ class Screen:
 class Terminal:
     """A process with a terminal of its own, which it controls as a shell's child does."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mine: int, its: int) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], mine: int, its: int, first_mode: int
+    ) -> None:
         self.process, self.mine, self.its = process, mine, its
+        self.first_mode = first_mode
+        """What `mode` was before the process began."""
         self.written = b""
 
     def read(self, seconds: float = 0.0) -> str:
-        """Return all that was written so far."""
+        """Return all that was written so far; wait some seconds for more where there is nothing
+        new."""
         while select.select([self.mine], [], [], seconds)[0]:
             self.written += os.read(self.mine, 65536)
+            seconds = 0.0
         return self.written.decode(errors="replace")
 
-    def until(self, words: str, *, seconds: float = 60.0) -> None:
-        """Wait until some words were written."""
-        end = time.monotonic() + seconds
-        while words not in self.read(0.05):
-            assert time.monotonic() < end, f"no {words!r} at the end of {self.written[-2000:]!r}"
+    def until(self, words: str, *, then: str = "", seconds: float = 60.0) -> None:
+        """Wait until some words were written, and others after them."""
+        end, is_over = time.monotonic() + seconds, False
+        wanted = re.compile(f"{re.escape(words)}.*{re.escape(then)}", re.DOTALL)
+        while not wanted.search(self.read(0.05)):
+            assert not is_over, f"no {words!r} at the end of {self.written[-2000:]!r}"
+            is_over = time.monotonic() >= end
 
     def press(self, keys: str) -> None:
         os.write(self.mine, keys.encode())
@@ -86,23 +96,36 @@ class Terminal:
         fcntl.ioctl(self.mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def end(self) -> int:
-        """Wait for the process's end, reading on; return its exit code."""
+        """Wait for the process's end, reading on; return its exit code.
+
+        The kernel brings what was written when it comes to it, but in order.
+        """
         end = time.monotonic() + 60.0
         while self.process.poll() is None and time.monotonic() < end:
             self.read(0.05)
-        self.read(0.05)
-        return self.process.wait(1.0)
+        code = self.process.wait(1.0)
+        os.write(self.its, LAST)
+        while LAST not in self.written:
+            self.read(1.0)
+        self.written = self.written.replace(LAST, b"")
+        return code
 
     @property
     def mode(self) -> int:
         """What the terminal does with keys: echoes them, waits for a whole line."""
-        return termios.tcgetattr(self.its)[3] & (termios.ECHO | termios.ICANON)
+        return mode(self.its)
 
-    def screen(self, columns: int = 80, rows: int = 40) -> Screen:
-        """Show all that was written."""
-        screen = Screen(columns, rows)
-        screen.feed(self.read())
+    def screen(self, columns: int = 80, rows: int = 40, *, upto: str = "") -> Screen:
+        """Show all that was written; or all up to where some words stand last, of a process that
+        may be in the middle of a picture."""
+        screen, text = Screen(columns, rows), self.read()
+        screen.feed(text[: text.rindex(upto) + len(upto)])
         return screen
+
+
+def mode(its: int) -> int:
+    """Read a terminal's `Terminal.mode`."""
+    return termios.tcgetattr(its)[3] & (termios.ECHO | termios.ICANON)
 
 
 @contextmanager
@@ -116,9 +139,13 @@ def terminal(
     shell = ["sh", "-c", 'exec "$@" 0<>"$0" 1>&0 2>&0', os.ttyname(its), sys.executable, *command]
     try:
         fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        attributes = termios.tcgetattr(its)
+        attributes[3] |= termios.NOFLSH  # a ^C drops nothing of what is on its way to us
+        termios.tcsetattr(its, termios.TCSANOW, attributes)
+        before = mode(its)
         with subprocess.Popen(shell, start_new_session=True, env=known | environment) as process:
             try:
-                yield Terminal(process, mine, its)
+                yield Terminal(process, mine, its, before)
             finally:
                 process.kill()
     finally:
