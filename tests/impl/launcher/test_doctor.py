@@ -37,6 +37,8 @@ def stopped(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         until(lambda: len(list(tmp_path.glob("rollout-*.json"))) == 2, what="vitals")
         for process in found:
             process.send_signal(signal.SIGSTOP)
+        told = [psutil.Process(process.pid) for process in found]
+        until(lambda: {each.status() for each in told} == {psutil.STATUS_STOPPED}, what="the stop")
         yield found
     finally:
         for process in found:
@@ -71,7 +73,8 @@ async def test_only_a_child_is_killed(
     for name in ("rollout-0", "rollout-1"):
         lines = [line for line in said if line.startswith(f"{name} is stopped: ")]
         assert len(lines) == 1, "said once"
-    assert sum("is killed after" in line for line in said) == 1
+    killed = [line.split()[0] for line in said if "is killed after" in line]
+    assert {*killed} == {"rollout-0"}, "again, if it is not gone when it is looked at next"
 
 
 async def test_who_waits_for_one_that_is_dead_is_ended(

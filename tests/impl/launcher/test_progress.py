@@ -26,12 +26,12 @@ def line(step: int, *, at: float, **metrics: float) -> str:
 
 def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "metrics.jsonl"
-    file.write_text(line(0, at=time.time() - 60))
+    file.write_text(line(0, at=1.0))
     progress = Progress(file, total_steps=3, every=1)
     progress.poll()
     assert capsys.readouterr().out == "", "an earlier run's line"
     with file.open("a") as output:
-        output.write(line(1, at=time.time()) + line(2, at=time.time())[:10])
+        output.write(line(1, at=2.0) + line(2, at=3.0)[:10])
     progress.poll()
     assert capsys.readouterr().out.startswith("step 2/3  reward 0.500")
     progress.poll()
@@ -41,12 +41,12 @@ def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_rewritten_file_is_read_from_its_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    file, now = tmp_path / "metrics.jsonl", time.time()
-    file.write_text("".join(line(step, at=now - 60, note=1.5) for step in range(9)))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(step, at=1.0, note=1.5) for step in range(9)))
     progress = Progress(file, total_steps=9, every=1)
     progress.poll()
     shorter = tmp_path / "new"
-    shorter.write_text(line(0, at=now - 60) + line(1, at=time.time()))
+    shorter.write_text(line(0, at=1.0) + line(1, at=2.0))
     os.replace(shorter, file)
     progress.poll()
     assert capsys.readouterr().out.splitlines() == ["step 2/9  reward 0.500"]
@@ -122,7 +122,7 @@ from arealite.impl.launcher import progress as module
 from tests.waiting import until
 
 root = Path(sys.argv[1])
-module.DRAW_S = 0.05
+module.DRAW_S, module.LAST_S = 0.05, 60.0
 progress = module.Progress(root / "metrics.jsonl", 3, every=1)
 def trained(step):
     with (root / "metrics.jsonl").open("a") as file:
@@ -166,12 +166,11 @@ def panels(screen: Screen) -> list[int]:
 def test_a_terminal_has_the_panel_below_what_is_said(run: Run):
     body = "log.get('a').warning('of ours'); progress.say('a line\\nof two'); trained(2)"
     with shown(run, body) as on:
-        mode = on.mode
-        on.until("2 of 3")
-        (top,) = panels(screen := on.screen())
+        on.until("2 of 3", then="╯")
+        (top,) = panels(screen := on.screen(upto="╯"))
         assert screen.lines[:top] == ["the first line"], "and no lines of steps"
         go_on(run)
-        assert on.end() == 0 and on.mode == mode
+        assert on.end() == 0 and on.mode == on.first_mode
         (top,) = panels(screen := on.screen())
     assert sum("of ours" in text for text in screen.lines[:top]) == 1
     assert screen.lines[top - 2 : top] == ["a line", "of two"]
@@ -194,6 +193,7 @@ def test_what_others_write_and_type_leaves_the_last_panel_whole(run: Run):
     with shown(run, body) as on:
         on.until("2 of 3")
         on.press("typed\n")
+        on.until("typed")
         go_on(run)
         assert on.end() == 0
         lines = on.screen().lines
@@ -234,7 +234,9 @@ STOPPED = """
 import sys
 from pathlib import Path
 from arealite.base.config import save
+from arealite.impl.launcher import progress
 from tests.impl.launcher.test_local import UNTIL_TERM, ScriptedLauncher, after
+progress.LAST_S = 60.0
 done = Path(sys.argv[1]) / "done"
 scripts = dict.fromkeys(("datapipe", "rollout"), after(done))
 scripts["trainer"] = UNTIL_TERM + f"open({str(done)!r}, 'w')"
@@ -246,12 +248,12 @@ sys.exit(launcher.run())
 
 def test_ctrl_c_in_a_terminal_ends_a_launcher_with_its_last_panel(run: Run):
     with terminal(["-c", STOPPED, str(run.paths.root)], columns=200) as on:
-        mode = on.mode
         on.until("╰")
         logs = run.paths.root / "e" / "t" / "logs"
-        until(lambda: (logs / "trainer-0.log").read_text() == "ready\n", what="the trainer")
+        ranks = [logs / f"trainer-{rank}.log" for rank in (0, 1)]
+        until(lambda: all(log.exists() and log.read_text() for log in ranks), what="the ranks")
         on.press("\x03")
-        assert on.end() == 130 and on.mode == mode, on.read()[-2000:]
+        assert on.end() == 130 and on.mode == on.first_mode, on.read()[-2000:]
         (top,) = panels(screen := on.screen(columns=200))
     assert "stopping after this step" in screen.lines[top - 1]
     assert screen.lines[-2].startswith("run folder: ") and not screen.is_cursor_hidden
@@ -265,16 +267,17 @@ def test_a_store_that_is_away_holds_no_line_up(tmp_path: Path, monkeypatch: pyte
 
         def read(self) -> None:
             asked.set()
-            waited.append(told.wait(10))
+            waited.append(told.wait(60))
             raise OSError("away")
 
     monkeypatch.setattr(progress_module, "Watch", Away)
     monkeypatch.setattr(progress_module, "DRAW_S", 0.01)
+    monkeypatch.setattr(progress_module, "LAST_S", 60.0)
     monkeypatch.setattr(progress_module.Terminal, "is_drawable", True)
     progress = Progress(tmp_path / "metrics.jsonl", 3)
     progress._terminal.is_interactive = True
     with progress.shown():
-        assert asked.wait(10)
+        assert asked.wait(60)
         progress.say("a line")
         told.set()
     assert all(waited)

@@ -19,7 +19,8 @@ RUN = """
 import sys
 from arealite.api.config import ClusterConfig, ServerConfig
 from arealite.impl.launcher import server, supervisor
-server.TERMINATE_S, supervisor.FIRST_PAUSE_S = 1.0, 0.02
+supervisor.FIRST_PAUSE_S = 0.02
+server.TERMINATE_S = float(sys.argv[3])
 config = ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1]))
 sys.exit(server.keep(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))
 """
@@ -44,8 +45,10 @@ SERVES = BEGIN + (
 DEAF = SERVES.replace("lambda *_: over.set()", "signal.SIG_IGN")
 
 
-def kept(folder: Path, script: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", RUN, str(folder), script]
+def kept(
+    folder: Path, script: str, *, terminate_s: float = 120.0
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", RUN, str(folder), script, str(terminate_s)]
     return spawned(command, os.environ | {"PYTHONPATH": os.getcwd()})
 
 
@@ -81,7 +84,7 @@ def test_a_killed_server_comes_back_and_ends_gently(tmp_path: Path):
 
 
 def test_a_server_that_does_not_listen_is_killed(tmp_path: Path):
-    with kept(tmp_path, DEAF) as parent:
+    with kept(tmp_path, DEAF, terminate_s=0.5) as parent:
         ready(tmp_path, 1)
         parent.send_signal(signal.SIGINT)
         assert parent.wait(60) == 0
@@ -107,7 +110,7 @@ def test_some_ends_are_final(tmp_path: Path, code: int):
 def test_a_server_that_never_lives_is_given_up(tmp_path: Path):
     dying = BEGIN + "sys.exit(4 if life < 6 else 7)"
     with kept(tmp_path, dying) as parent:
-        assert parent.wait(60) == 7
+        assert parent.wait(240) == 7
         says = shown(parent)
     assert len(lives(tmp_path)) == 6
     assert "llm_server died (exit code 4); started again (5 of 5)" in says
@@ -117,7 +120,7 @@ def test_a_server_that_never_lives_is_given_up(tmp_path: Path):
 def test_a_server_that_has_served_has_a_new_count_and_leaves_no_name(tmp_path: Path):
     dying = BEGIN + NAMED + "sys.exit(4 if life < 8 else 0)"
     with kept(tmp_path, dying) as parent:
-        assert parent.wait(60) == 0
+        assert parent.wait(240) == 0
         says = shown(parent)
     assert says.count("started again (1 of 5)") == 7
     assert not list(tmp_path.rglob("llm_server/*.json"))

@@ -12,6 +12,7 @@ import pytest
 
 from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child
+from arealite.impl.launcher.supervisor import Role
 from tests.impl.launcher.test_local import SUICIDE, ScriptedLauncher, launched, trains
 
 DATAPIPE = """
@@ -29,7 +30,7 @@ ended, stop = "{root}/ended-" + sys.argv[1], threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 open("{root}/began-" + sys.argv[1], "a").write("x")
 while not (stop.is_set() or os.path.exists("{root}/done")): time.sleep(0.02)
-if stop.is_set(): open(ended, "a").write("x")
+if not os.path.exists("{root}/done"): open(ended, "a").write("x")
 """
 TRAINER = """
 import os, time
@@ -47,10 +48,11 @@ while not os.path.exists("{root}/done"): time.sleep(0.02)
 
 
 class Elastic(ScriptedLauncher):
-    """A run of up to three workers, each of which knows its number."""
+    """A run of up to three workers, each of which knows its number; leaves a file for each number
+    of workers that it has heard of."""
 
     def __init__(self, root: Path, steps: list[str], *, worker: str = WORKER, restarts: int = 0):
-        about = {"root": root, "names": root / "unknown"}
+        self.root, about = root, {"root": root, "names": root / "unknown"}
         scripts = {"datapipe": "", "rollout": worker.replace("{root}", str(root)), "trainer": ""}
         super().__init__(root, scripts, restarts=restarts)
         self.options = replace(self.options, max_workers=3)
@@ -61,6 +63,11 @@ class Elastic(ScriptedLauncher):
 
     def command(self, role: str, index: int) -> list[str]:
         return [*super().command(role, index), str(index)]
+
+    def _resized(self, wanted: int) -> list[Role]:
+        added = super()._resized(wanted)
+        (self.root / f"heard-{wanted}").touch()
+        return added
 
 
 def lives(root: Path, what: str) -> str:
@@ -98,11 +105,11 @@ def test_one_that_dies_again_and_again_is_let_go_all_the_same(
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 60.0)
     first = "import os, signal, sys\nif sys.argv[1] == '1':\n"
     dying = f"    open('{{root}}/began-1', 'a').write('x'); {SUICIDE}\n"
-    steps = ["wish(2); until('began-1', 2)", "wish(1); time.sleep(1.2)"]
+    steps = ["wish(2); until('began-1', 2)", "wish(1); until('heard-1', 0)"]
     worker = first + dying + WORKER
-    code, shown, _ = launched(Elastic(tmp_path, steps, worker=worker, restarts=5))
+    code, shown, _ = launched(Elastic(tmp_path, steps, worker=worker, restarts=99))
     assert code == 0, shown
-    assert "rollout-1 died (killed by SIGKILL); started again (1 of 5)" in shown
+    assert "rollout-1 died (killed by SIGKILL); started again (1 of 99)" in shown
     assert "rollout-1 is not needed now" in shown
 
 
@@ -115,7 +122,7 @@ class Hasty(Elastic):
         if name != "rollout-1" or not self.is_first:
             return await super().spawn(name, command, *about)
         self.is_first = False
-        stays = [sys.executable, "-c", "import time; time.sleep(60)"]
+        stays = [sys.executable, "-c", "import time; time.sleep(600)"]
         child = await super().spawn(name, stays, *about)
         self._resized(1)
         return child
@@ -123,7 +130,7 @@ class Hasty(Elastic):
 
 def test_one_that_is_let_go_while_it_starts_does_not_stay(tmp_path: Path) -> None:
     late = f"time.monotonic() > end or os.path.exists('{tmp_path}/began-1')"
-    steps = ["wish(2); end = time.monotonic() + 10", f"while not ({late}): time.sleep(0.02)"]
+    steps = ["wish(2); end = time.monotonic() + 60", f"while not ({late}): time.sleep(0.02)"]
     code, shown, _ = launched(Hasty(tmp_path, steps))
     assert code == 0, shown
     assert lives(tmp_path, "began-1") == "x"

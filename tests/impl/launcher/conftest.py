@@ -1,0 +1,19 @@
+"""Time for children that get no CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from arealite.impl.launcher import doctor, supervisor
+from arealite.system.health.diagnosis import examine
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take long to end what the others have already left, to beat, and to look
+    again at what was said."""
+    monkeypatch.setattr(supervisor, "EARLY_S", 120.0)
+    monkeypatch.setattr(doctor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0))
+    monkeypatch.setattr(doctor, "QUIET_S", 600.0)
