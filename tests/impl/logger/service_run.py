@@ -1,11 +1,12 @@
 """A run of two starts with a service's logger, as a process: services leave threads and hooks.
 
-python -m tests.impl.logger.service_run LOGGER RUN_ROOT
+python -m tests.impl.logger.service_run LOGGER RUN_ROOT UPLOAD_S
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from arealite.api.logger import loggers
@@ -15,9 +16,10 @@ from arealite.impl.logger.guarded import GuardedLogger
 
 def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
-    wandb.UPLOAD_S = 2.0
-    guarded.CLOSE_S = 60.0
+    wandb.UPLOAD_S = float(sys.argv[3])
+    guarded.CLOSE_S = 120.0
     for begin in (0, 1):
+        second = int(time.time())
         sink = GuardedLogger(root, loggers.get(name))
         sink.rewind(begin)
         for step in range(begin, 3):
@@ -25,6 +27,8 @@ def main() -> None:
         sink.log(2, {"eval/reward": 0.5})  # told late, as one that ran beside training
         sink.log(1, {"eval/reward": 0.25})
         sink.close()
+        while int(time.time()) == second:  # W&B names what it writes by the second of its start
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +46,9 @@ class Kept(MetricLogger):
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     global happened
+    monkeypatch.setattr(guarded, "CLOSE_S", 120.0)
     happened = []
     does.clear()
     yield
@@ -104,9 +104,8 @@ def test_one_that_hangs_holds_nobody(
 ) -> None:
     monkeypatch.setattr(guarded, "CLOSE_S", 0.05)
     does[call] = hangs()
-    begin = time.monotonic()
     assert run(tmp_path) == ["it did not close within 0.05 s"]
-    assert time.monotonic() - begin < 10.0
+    assert call not in happened, "it hangs still"
 
 
 def test_one_that_is_very_late_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

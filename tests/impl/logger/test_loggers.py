@@ -6,7 +6,9 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from arealite.api.logger import loggers
 from arealite.base.names import RunPaths
@@ -68,7 +70,11 @@ def scalars(root: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("reward/mean")]
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file is named by its second and by its number in this process, and 10 is read before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     first = TensorBoardLogger(tmp_path)
     for step in range(3):
         first.log(step, {"reward/mean": float(step)})

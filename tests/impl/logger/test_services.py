@@ -43,15 +43,15 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def start(logger: str, root: Path, **env: str) -> str:
-    """Run two starts; return what was printed."""
+def start(logger: str, root: Path, *, upload_s: float = 120.0, **env: str) -> str:
+    """Run two starts, of a service that has so long to answer; return what was printed."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.impl.logger.service_run", logger, str(root)],
+        [sys.executable, "-m", "tests.impl.logger.service_run", logger, str(root), str(upload_s)],
         env={**own, "HOME": str(root.parent), **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
@@ -86,7 +86,7 @@ def test_wandb_that_cannot_be_reached_is_told_once_a_start_and_holds_nobody(root
         held.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{held.getsockname()[1]}"
         key = "0123456789" * 4
-        said = start("wandb", root, WANDB_BASE_URL=address, WANDB_API_KEY=key)
+        said = start("wandb", root, upload_s=2.0, WANDB_BASE_URL=address, WANDB_API_KEY=key)
     assert said.count("logger left out") == 2
     assert key not in said
 
