@@ -80,12 +80,14 @@ def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
 def test_it_says_that_it_waits_for_a_server_only_where_it_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ExperimentConfig(cluster=ClusterConfig(name_root=str(tmp_path)), server_wait_s=0.2)
+    cluster = ClusterConfig(name_root=str(tmp_path), ttl_s=600.0)
+    config = ExperimentConfig(cluster=cluster, server_wait_s=0.2)
     with pytest.raises(UserError, match="Start one"):
         check.find_servers(config, {})
     assert "waiting up to 0.2 s for a language-model server" in capsys.readouterr().out
     NameRegistry.of(config).put("llm_server", "a", {"address": "http://a"})
-    assert [entry.id for entry in check.find_servers(config, {})] == ["a"]
+    patient = replace(config, server_wait_s=120.0)
+    assert [entry.id for entry in check.find_servers(patient, {})] == ["a"]
     assert capsys.readouterr().out == ""
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from arealite.cli import info
 from arealite.cli import main as cli
 from arealite.cli.fold import COMMAND, fold
 
@@ -79,6 +80,7 @@ def test_no_command_leaves_words_to_the_terminal_to_break(
     words: list[str], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(info, "ANSWER_S", 120.0)  # else a program may answer once of twice
 
     def shown(out: io.StringIO) -> str:
         monkeypatch.setattr(sys, "stdout", out)

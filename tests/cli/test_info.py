@@ -63,6 +63,7 @@ def test_tools_speak_for_themselves(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(info, "ANSWER_S", 120.0)
     said = {
         "etcd": "echo 'etcd Version: 3.5.1'; echo 'Git SHA: x'",
         "sinfo": "echo no configuration >&2; exit 1",

@@ -56,7 +56,7 @@ def serve(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], st
 
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said_in_one_line(words: list[str], says: str, tmp_path
     command = [sys.executable, "-m", "arealite.cli.main", "serve", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: ")

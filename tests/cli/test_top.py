@@ -70,7 +70,7 @@ def test_a_pipe_gets_lines_as_they_come_and_the_panel_at_the_end(run: Run):
     with spawned(command, os.environ) as process:
         assert process.stdout is not None
         lines = list[str]()
-        for step in range(2, 600):  # it tells what comes after it has begun
+        for step in range(2, 2000):  # it tells what comes after it has begun
             add(run, step)
             if select.select([process.stdout], [], [], 0.1)[0]:
                 lines.append(process.stdout.readline())
@@ -113,7 +113,6 @@ def test_folders_that_cannot_be_written_are_read(
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(run: Run):
     show(run.vitals, "trainer-0")
     with terminal([*TOP, str(run.paths.root), "--every", "0.1"]) as on:
-        mode = on.mode
         on.until("2 of 3")
         add(run, 2)
         on.until("3 of 3")
@@ -121,9 +120,9 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(run: Run):
         anew.write_text(line(0))
         os.replace(anew, run.paths.metrics)  # as a resumed trainer does
         on.until("1 of 3")
-        assert on.mode != mode
+        assert on.mode != on.first_mode
         on.press("q")
-        assert on.end() == 0 and on.mode == mode
+        assert on.end() == 0 and on.mode == on.first_mode
         screen = on.screen()
     assert sum(text.startswith("╭") for text in screen.lines) == 1
     assert "1 of 3" in screen.lines[1] and not screen.is_cursor_hidden
@@ -133,7 +132,6 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(run: Run):
 def test_however_it_ends_the_terminal_is_as_it_was(run: Run, ends: str):
     show(run.vitals, "trainer-0")
     with terminal([*TOP, str(run.paths.root), "--every", "0.1"]) as on:
-        mode = on.mode
         on.until("2 of 3")
         if ends == "ctrl-c":
             on.press("\x03")
@@ -142,7 +140,7 @@ def test_however_it_ends_the_terminal_is_as_it_was(run: Run, ends: str):
         else:
             add(run, 2)
             (run.vitals / "trainer-0.json").unlink()
-        assert on.end() == 0 and on.mode == mode
+        assert on.end() == 0 and on.mode == on.first_mode
         screen = on.screen()
     assert [text[0] for text in screen.lines if text][-1] == "╰" and not screen.is_cursor_hidden
 

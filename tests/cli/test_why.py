@@ -5,13 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
 from arealite.base.config import save
+from arealite.cli import why as why_module
 from arealite.cli.main import main
+from arealite.system.health import diagnosis, explain
 from arealite.system.health.diagnosis import examine
 from arealite.system.health.explain import WIDTH
 from arealite.system.health.waits import OTHER_RANKS
@@ -68,17 +72,32 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspect nobody who gets no CPU for a while."""
+    limits = dict.fromkeys(("silent_s", "blocked_s", "overdue_s"), 120.0)
+    monkeypatch.setattr(why_module, "examine", partial(examine, **limits))
+
+
+@pytest.fixture
+def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait until every role has told its stacks."""
+    monkeypatch.setattr(explain, "ANSWER_S", 120.0)
+
+
 def why(run: Run, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     code = main(["why", str(run.root)])
     return code, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("patient", "all_answer")
 def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> None:
     with (
         living("rollout-0", run.vitals, EPISODES),
         living("llm_server-a", run.vitals, IDLE),
     ):
-        until(lambda: shown("rollout-0", run.vitals)["waits"], what="episodes")
+        begun = lambda: [w["count"] for w in shown("rollout-0", run.vitals)["waits"]] == [256]  # noqa: E731
+        until(begun, what="episodes")
         code, text = why(run, capsys)
     assert code == 0
     assert text.startswith("nobody holds the run up.")
@@ -88,6 +107,7 @@ def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> N
     assert len(lines) < 25 and max(map(len, lines)) <= WIDTH
 
 
+@pytest.mark.usefixtures("patient", "all_answer")
 def test_an_environment_that_hangs_is_told_with_the_line_where_it_waits(run: Run, capsys) -> None:
     with living("rollout-0", run.vitals, HANGS) as process:
         long = lambda: any(w["waited_s"] > 2 for w in shown("rollout-0", run.vitals)["waits"])  # noqa: E731
@@ -101,6 +121,7 @@ def test_an_environment_that_hangs_is_told_with_the_line_where_it_waits(run: Run
     assert "1 x task episode g7/0: " in stacks[2] and stacks[2].endswith(" environment")
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> None:
     with (
         living("datapipe-0", run.vitals, IDLE) as process,
@@ -108,6 +129,9 @@ def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> N
     ):
         until(lambda: shown("trainer-0", run.vitals)["waits"], what="the trainer's wait")
         process.send_signal(signal.SIGSTOP)
+        until(
+            lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, what="its stop"
+        )
         code, text = why(run, capsys)
     lines = text.splitlines()
     assert code == 1
@@ -117,16 +141,26 @@ def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> N
     assert lines[2].startswith("    <- trainer-0: batch 12, ")
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_blocked_loop_comes_with_the_line_that_blocks_it(run: Run, capsys) -> None:
     stack = '  File "agent.py", line 7, in act\n    requests.get(url)\n'
-    show(run.vitals, "rollout-0", blocked_s=9.0, blocked_stack=stack)
+    show(run.vitals, "rollout-0", blocked_s=900.0, blocked_stack=stack)
     code, text = why(run, capsys)
     assert code == 1
     assert text.splitlines()[1].startswith("* rollout-0 is BLOCKED for ")
     assert "requests.get(url)" in text.splitlines()[3]
 
 
-def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(run: Run, capsys) -> None:
+def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(
+    run: Run, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def size(file: Path) -> int:
+        text = file.read_bytes()
+        return len(text) if b"in match" in text else 0  # it is written in pieces
+
+    monkeypatch.setattr(explain, "_size", size)
+    monkeypatch.setattr(explain, "SIGNAL_S", 120.0)
+    monkeypatch.setattr(diagnosis, "spent", lambda *_: None)  # starved it may be besides
     with living("rollout-0", run.vitals, HOLDS_THE_INTERPRETER) as process:
         until(lambda: [f.cause for f in examine(run.vitals)] == ["silent"], what="silence")
         code, text = why(run, capsys)
@@ -160,7 +194,7 @@ def test_no_signal_goes_to_a_process_that_only_has_the_pid(run: Run, capsys) -> 
     with living("rollout-0", run.vitals, IDLE) as other:
         until(lambda: shown("rollout-0", run.vitals), what="vitals")
         text = (run.vitals / "rollout-0.json").read_text()
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         forged = text.replace(f'"pid":{other.pid}', f'"pid":{process.pid}')
         (run.vitals / "rollout-0.json").write_text(forged)
@@ -177,6 +211,7 @@ def test_a_finished_run_and_a_wrong_folder_are_told_apart(run: Run, capsys) -> N
     assert main(["why", str(run.root / "none")]) == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_collective_says_which_rank_has_not_come(run: Run, capsys) -> None:
     counters = {"ranks": 3, "collectives": 8}
     for rank in (0, 2):
