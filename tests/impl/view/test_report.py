@@ -292,7 +292,7 @@ def test_it_loads_neither_torch_nor_transformers(paths: RunPaths) -> None:
         f"assert main(['report', {str(paths.root)!r}]) == 0; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_token_stats_of_a_large_run_are_found_by_step(tmp_path: Path) -> None:

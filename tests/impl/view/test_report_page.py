@@ -32,6 +32,7 @@ WORDS = [
     CALL, "four", HOSTILE, ODD, "<tool_call>{never closed", b"\xff",
 ]  # fmt: skip
 
+PATIENCE_MS = 120_000.0
 
 Open = Callable[..., AbstractContextManager[Any]]
 
@@ -93,7 +94,7 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
-            executable_path=shutil.which("chromium-headless-shell")
+            executable_path=shutil.which("chromium-headless-shell"), timeout=PATIENCE_MS
         )
         yield chromium
         chromium.close()
@@ -105,7 +106,9 @@ def opened(browser: Any) -> Open:
 
     @contextmanager
     def opened(file: Path, **context: Any) -> Iterator[Any]:
-        page = (own := browser.new_context(offline=True, **context)).new_page()
+        own = browser.new_context(offline=True, **context)
+        own.set_default_timeout(PATIENCE_MS)
+        page = own.new_page()
         wrong: list[str] = []
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -157,6 +160,7 @@ def test_hovering_tells_the_value_in_every_chart(paths: RunPaths, opened: Open) 
     with opened(paths.report) as page:
         box = page.locator("#main-curves svg").first.bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
+        page.locator("#main-curves .place", has_text="step 1").first.wait_for()
         places = texts(page, "#main-curves .place")
         assert set(places) == {"step 1"}
         assert "0.3333" in page.locator("#main-curves .values").first.inner_text()
@@ -210,6 +214,7 @@ def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> Non
         page.click("[data-mode=none]")
         assert not any(colours())
         page.locator(".token.sampled").last.hover()
+        page.wait_for_selector("#tip")  # seen
         tip = page.inner_text("#tip")
         assert tip.split("\n") == [
             "token", '"<|im_end|>"', "id", "15", "version", "1", "logprob", "−0.1 (90.5 %)",
@@ -264,7 +269,6 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
             ("zzz", []),
         ):
             page.fill("[name=words]", words)
-            page.wait_for_selector("output[data-busy=true]", state="attached")
             page.wait_for_selector("output[data-busy=false]", state="attached")
             assert rows() == left
         page.click("[type=reset]")
@@ -291,7 +295,6 @@ def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
         page.locator(".trajectory", has_text="g1249/7").click()
         page.wait_for_selector("#detail[data-row='9999']")
         page.fill("[name=words]", " w98.")
-        page.wait_for_selector("output[data-busy=true]", state="attached")
         page.wait_for_selector("output[data-busy=false]", state="attached")
         left = (page.inner_text("output")).split()[0]
         assert int(left.replace(",", "")) == sum(
