@@ -41,22 +41,35 @@ WAITS = """
 with waits.waiting("batch 12", owner="trainer rank 0", on="datapipe-0"):
     forever()
 """
-BLOCKED = """
+ONLY_HERE = """
+usual, vitals.BLOCKED_S = vitals.BLOCKED_S, 600
+def block():
+    vitals.BLOCKED_S = usual
+    time.sleep(600)
+"""
+"""A loop that is held up elsewhere, by the machine, is not reported."""
+BLOCKED = (
+    ONLY_HERE
+    + """
 async def main():
     vitals.watch(asyncio.get_running_loop())
     await asyncio.sleep(0.3)
-    time.sleep(60)
+    block()
 asyncio.run(main())
 """
-BLOCKED_UVLOOP = """
+)
+BLOCKED_UVLOOP = (
+    ONLY_HERE
+    + """
 import uvloop
 async def main():
     await asyncio.sleep(0.3)
-    time.sleep(60)
+    block()
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     vitals.watch(runner.get_loop())
     runner.run(main())
 """
+)
 BURSTS = """
 async def main():
     vitals.watch(asyncio.get_running_loop())
@@ -90,6 +103,11 @@ def living(name: str, folder: Path, script: str) -> Iterator[subprocess.Popen[by
         process.wait()
 
 
+def innermost(stack: str) -> str:
+    """Return the last call of a stack."""
+    return stack.rpartition("  File ")[2]
+
+
 def shown(name: str, folder: Path) -> dict[str, Any]:
     """Return what a role shows; {} while it shows nothing."""
     with contextlib.suppress(OSError):
@@ -106,13 +124,16 @@ def wait(
 
 
 def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any) -> None:
-    """Write the vitals of a role that lives, in our own process, and was seen `age_s` ago."""
+    """Write the vitals of a role that lives, in our own process, and was seen `age_s` ago.
+
+    One that was seen just now is so for a minute, however long we are held up.
+    """
     known: dict[str, Any] = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": MY_START,
         "stacks": f"{name}.stacks",
-        "clock": time.monotonic() - age_s,
+        "clock": time.monotonic() - (age_s or -60.0),
         "awake_s": 1000.0,
     }
     file = folder / f"{name}.json"

@@ -24,7 +24,9 @@ class Run:
 
     def __init__(self, root: Path, **trainer: Any) -> None:
         self.config = ExperimentConfig(
-            cluster=ClusterConfig(name_root=str(root / "names"), run_root=str(root / "runs")),
+            cluster=ClusterConfig(
+                name_root=str(root / "names"), run_root=str(root / "runs"), ttl_s=600.0
+            ),
             trainer=TrainerConfig(ppo=PPOConfig(total_steps=3), **trainer),
         )
         self.paths, self.vitals = run_paths(self.config), name_dir(self.config) / "vitals"

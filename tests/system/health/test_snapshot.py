@@ -151,7 +151,7 @@ def test_servers_are_those_with_a_live_name(run: Run):
     names = NameRegistry.of(run.config)
     names.put("llm_server", "h-1", {"version": 4, "load": {"running": 2}})
     (server,) = Watch(run.paths).read().servers
-    assert server.id == "h-1" and server.value["version"] == 4 and server.age_s < 5.0
+    assert server.id == "h-1" and server.value["version"] == 4 and server.age_s < 600.0
     show(run.vitals, "llm_server-h-1")
     assert Watch(run.paths).read().state == "not running", "a server may outlive its runs"
 
