@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
-from contextlib import closing
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -292,17 +293,21 @@ def test_readers_that_overlap_do_not_let_the_log_grow(
 ) -> None:
     """SQLite alone begins its log anew only in a moment without readers, which never comes."""
     monkeypatch.setattr(ledger_module, "LOG_BYTES", (1 << 20) if is_bounded else 1 << 40)
-    ledger, done = Ledger(tmp_path / "l", fingerprint={}), threading.Event()
+    monkeypatch.setattr(ledger_module, "READERS_MS", 60_000)  # a loaded machine's readers are slow
+    monkeypatch.setattr(ledger_module, "MAX_READERS_MS", 60_000)
+    ledger = Ledger(tmp_path / "l", fingerprint={})
     ledger.connection.execute("PRAGMA wal_autocheckpoint = 16")
-    readers = threading.Thread(target=overlap, args=(ledger.path, done))
-    readers.start()
     sizes: list[int] = []
-    for number in range(50):
-        ledger.add_trajectory(header("g0", number), os.urandom(200_000))
-        ledger.commit()
-        sizes.append((tmp_path / "l-wal").stat().st_size)
-    done.set()
-    readers.join()
+    with closing(overlap(ledger.path)) as readers, ThreadPoolExecutor(1) as pool:
+        next(readers)
+        for number in range(50):
+            ledger.add_trajectory(header("g0", number), os.urandom(200_000))
+            written = pool.submit(ledger.commit)
+            while is_bounded and not wait([written], 0.01).done:  # for readers to go on
+                next(readers)
+            written.result()
+            next(readers)
+            sizes.append((tmp_path / "l-wal").stat().st_size)
     ledger.close()
     assert (max(sizes) < 4 << 20) is is_bounded, sizes
     with closing(connect(ledger.path, read_only=True)) as db:
@@ -320,13 +325,13 @@ def test_a_folder_that_cannot_be_written_is_read(
         assert os.listdir(tmp_path) == ["l"]
 
 
-def overlap(path: Path, done: threading.Event) -> None:
-    """Read so that at every moment some snapshot is open, each for 10 ms or so."""
-    held = connect(path, read_only=True)
-    while not done.wait(0.01):
-        reader = connect(path, read_only=True)
-        reader.execute("BEGIN")
-        reader.execute("SELECT COUNT(*) FROM groups").fetchone()
-        held.close()
-        held = reader
-    held.close()
+def overlap(path: Path) -> Generator[None, None, None]:
+    """Keep some snapshot open at every moment: each turn opens one and closes the one before."""
+    with ExitStack() as stack:
+        while True:
+            reader = connect(path, read_only=True)
+            reader.execute("BEGIN")
+            reader.execute("SELECT COUNT(*) FROM groups").fetchone()
+            stack.close()
+            stack.callback(reader.close)
+            yield

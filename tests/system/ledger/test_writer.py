@@ -40,7 +40,7 @@ async def durable(writer: LedgerWriter, *, hurry: bool = False) -> None:
     """Return once all that is queued is."""
     done = asyncio.Event()
     writer.after_commit(done.set, hurry=hurry)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await done.wait()
 
 
@@ -57,7 +57,7 @@ async def test_the_first_and_what_is_hurried_is_written_at_once(ledger: Ledger) 
     ledger.set_meta("last", "1")
     writer.want_commit()
     writer.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await running
     assert kept(ledger, "last"), "the end does not wait, either"
 
