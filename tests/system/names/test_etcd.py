@@ -63,6 +63,7 @@ def answering() -> Iterator[str]:
 def test_who_answers_with_an_error_is_away(
     answering: str, monkeypatch: pytest.MonkeyPatch, given: tuple[int, Any]
 ) -> None:
+    monkeypatch.setattr(name_etcd, "ANSWER_S", 60.0)
     names = names_in(answering)
     monkeypatch.setattr(Answers, "given", (200, {"ID": "1", "result": {"TTL": "5"}}))
     names.put("llm_server", "a", {})

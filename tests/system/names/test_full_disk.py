@@ -15,7 +15,7 @@ from arealite.system.names.registry import NameRegistry
 def test_what_cannot_be_written_leaves_no_part_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = NameRegistry(tmp_path)
+    names = NameRegistry(tmp_path, ttl_s=600.0)
     names.put("llm_server", "a", {"version": "1"})
 
     def full(*_: object) -> None:
