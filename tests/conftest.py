@@ -1,4 +1,4 @@
-"""Fixtures that any test may use: the session's real SGLang server.
+"""What holds for all tests, and fixtures that any may use: the session's real SGLang server.
 
 Mark the test (or the module: `pytestmark = pytest.mark.sglang`) and ask for `sglang_server`:
 
@@ -18,8 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.sglang.shared import SharedServer, shared_server
+
+# How long an example takes is the machine's matter.
+settings.register_profile(
+    "any speed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,22 +24,24 @@ def until(
 
     `what` may be a function, for words that are known only at the end.
     """
-    end = time.monotonic() + seconds
+    end, is_over = time.monotonic() + seconds, False
     while not condition():
-        if time.monotonic() >= end:
+        if is_over:
             pytest.fail(f"waited {seconds} s for {what() if callable(what) else what}")
         time.sleep(0.01)
+        is_over = time.monotonic() >= end  # it has one more look: we may have been held
 
 
 async def eventually(
     condition: Callable[[], object], what: str = "what must come", *, seconds: float = 60.0
 ) -> Any:
     """Return what `condition` gives as soon as it is true; the loop runs on meanwhile."""
-    end = time.monotonic() + seconds
+    end, is_over = time.monotonic() + seconds, False
     while not (found := condition()):
-        if time.monotonic() >= end:
+        if is_over:
             pytest.fail(f"waited {seconds} s for {what}")
         await asyncio.sleep(0.005)
+        is_over = time.monotonic() >= end
     return found
 
 
