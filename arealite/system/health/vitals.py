@@ -173,7 +173,7 @@ class Recorder(threading.Thread):
     def close(self) -> None:
         """Take the files back."""
         self._over.set()
-        self.join(1.0)
+        self.join(10.0)  # what it writes later would be left behind
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
         for suffix in ("json", "dump", "stacks"):
