@@ -125,7 +125,7 @@ class TrainerLink:
         if self._evals and not self._eval_results:
             if wait:
                 request = next(iter(self._evals.values()))
-                self._ask(request, lambda message: isinstance(message, EvalResult), on_wait)
+                self._ask(request, lambda _: bool(self._eval_results), on_wait)
             else:
                 while self._receive(block=False) is not None:
                     pass
@@ -156,26 +156,26 @@ class TrainerLink:
             self._send(request)
             while True:
                 now = time.monotonic()
-                silent_s = now - shown.heard
-                if silent_s > self.silence_s:
-                    raise RoleError(
-                        f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
-                        f"{owner} waits for the answer to '{name}'"
-                    )
-                if now - max(shown.heard, looked_up) > SILENT_S:
-                    looked_up = asked = now
-                    self._reconnect(request)
-                elif now - asked > RENEW_S:
-                    asked = now
-                    self._send(request)
-                said = None
+                silent_s, said = now - shown.heard, None
+                # What has come goes first: silence may be this process's own, that stood still.
                 if (received := self._receive()) is not None:
                     message = received[0]
                     if is_answer(message):
                         return received
                     said = message if isinstance(message, Waiting) else None
                     shown.hear(said.detail if said is not None else "")
-                elif now - waited > 1.0 and silent_s > 1.0:
+                elif silent_s > self.silence_s:
+                    raise RoleError(
+                        f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
+                        f"{owner} waits for the answer to '{name}'"
+                    )
+                elif now - max(shown.heard, looked_up) > SILENT_S:
+                    looked_up = asked = now
+                    self._reconnect(request)
+                if now - asked > RENEW_S:
+                    asked = now
+                    self._send(request)
+                if received is None and now - waited > 1.0 and silent_s > 1.0:
                     said = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
                 if said is not None and said.request == name and on_wait is not None:
                     waited = now

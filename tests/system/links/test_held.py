@@ -1,0 +1,60 @@
+"""A rank that stood still for a while: what came meanwhile is there, and is what counts."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from arealite.api.trainer_messages import Done, EvalResult, ToTrainer
+from arealite.system.links import trainer_link, wire
+from arealite.system.links.trainer_link import TrainerLink
+
+
+class Answers:
+    """A socket in which these answers wait."""
+
+    def __init__(self, *answers: ToTrainer) -> None:
+        self.left = list(answers)
+
+    def poll(self, _: int) -> bool:
+        return bool(self.left)
+
+    def recv_multipart(self) -> list[bytes]:
+        return [wire.encode(self.left.pop(0))]
+
+    def send(self, *_: Any) -> None:
+        pass
+
+    def close(self, *, linger: int) -> None:
+        self.left.clear()
+
+
+def connected(*answers: ToTrainer) -> TrainerLink:
+    link: Any = TrainerLink(lambda: None, rank=0, world_size=1)
+    link._socket = Answers(*answers)
+    return link
+
+
+@pytest.mark.parametrize("held_s", [3.0, 100.0])
+def test_an_answer_is_taken_however_late_it_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, held_s: float
+) -> None:
+    """It was dropped with its connection; the datapipe of a run that is over gives no other."""
+    held = chain([0.0], repeat(held_s))  # from the first look at the clock on
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(held), sleep=time.sleep)
+    link = connected(Done("Finish"))
+    monkeypatch.setattr(trainer_link, "time", clock)
+    link.finish("over")
+
+
+def test_an_evaluations_second_answer_is_not_the_next_ones() -> None:
+    """Asked again while the answer was on its way, the datapipe answers twice."""
+    first, second = EvalResult(0, {"eval/reward": 0.5}), EvalResult(1, {"eval/reward": 1.0})
+    link = connected(first, first, second)
+    link.evaluate(0)
+    link.evaluate(1)
+    assert [link.eval_result(wait=True) for _ in range(3)] == [first, second, None]
