@@ -141,12 +141,30 @@ def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
     )
 
 
+INTERRUPTS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+assert os.getpgrp() == os.getpid()
+while not pathlib.Path("waited-for").exists():
+    time.sleep(0.01)
+os.kill(os.getppid(), signal.SIGINT)
+while True:  # not pause(): a signal just before it would be waited for in vain
+    time.sleep(0.02)
+"""
+
+
+class Waited(subprocess.Popen):
+    """Tells in a file that it is waited for: an interruption earlier would be the test's own."""
+
+    def wait(self, timeout=None):
+        Path("waited-for").touch()
+        return super().wait(timeout)
+
+
 def test_training_gets_each_interruption_once(monkeypatch, tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import os, signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); "
-        "assert os.getpgrp() == os.getpid(); os.kill(os.getppid(), signal.SIGINT); signal.pause()"
-    )
+    (tmp_path / "train.py").write_text(INTERRUPTS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo.subprocess, "Popen", Waited)
     assert demo.train(Path("kit"), [], None) == 7
 
 

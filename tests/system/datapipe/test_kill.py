@@ -17,6 +17,7 @@ from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
 from tests.system.datapipe.test_datapipe import train
 from tests.system.scenes import FakeWorker, episode, experiment, failed, in_thread
+from tests.waiting import until
 
 SERVE = """
 import asyncio, pickle, sys
@@ -64,11 +65,17 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     def on_step(step: int) -> None:
         if step in reached:
             loop.call_soon_threadsafe(reached[step].set)
+        if step == steps - 1:  # a worker that is not back at the end is not let go
+            until(lambda: all(map(is_back, workers)), what="every worker to be back")
+
+    def is_back(worker: FakeWorker) -> bool:
+        link = worker.link
+        return link._address == resolve() and link._heard > link._connected
 
     process = await start(config, tmp_path)
     link = TrainerLink(resolve, rank=0, world_size=1, silence_s=60.0)
-    training = asyncio.create_task(in_thread(lambda: train(link, steps=steps, on_step=on_step)))
     workers = [FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script) for n in range(2)]
+    training = asyncio.create_task(in_thread(lambda: train(link, steps=steps, on_step=on_step)))
     working = [asyncio.create_task(worker.run()) for worker in workers]
     for event in reached.values():
         waiting = asyncio.create_task(event.wait())
