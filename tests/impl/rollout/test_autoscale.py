@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import zmq
 from arealite.api.agent import Agent
 from arealite.api.collector import AutoscaleConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.datapipe import DatapipeConfig
 from arealite.api.env import Env, envs
+from arealite.api.llm import LLMClientConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout import worker as module
@@ -21,42 +24,89 @@ from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.links.worker_link import WorkerLink
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.experiment import experiment, tokenizer
-from tests.fakes.sglang import FakeSGLang
+from tests.fakes.sglang import FakeSGLang, Job
 from tests.models import tiny_model
 from tests.system.scenes import in_thread
 from tests.waiting import eventually
 
 CAPACITY, MOST = 8, 24
-TOKEN_S, SLOW_S = 0.0125, 0.5
+SLOW, FAST = 6, 1
+"""A turn's time, in times of its generation."""
 
 
 @envs.register("thoughtful")
 class Thoughtful(Env):
-    """Takes its time after each answer."""
+    """Thinks after each answer until it is told that it has thought enough."""
 
-    seconds = SLOW_S
+    thoughts: dict[str, asyncio.Event]
     cancelled = 0
 
     async def run(self, task: Task, **agents: Agent) -> None:
+        enough, name = asyncio.Event(), agents["agent"].seat.episode_id
         try:
             await agents["agent"].act("hello")
-            await asyncio.sleep(Thoughtful.seconds)
+            Thoughtful.thoughts[name] = enough
+            await enough.wait()
         except asyncio.CancelledError:
             Thoughtful.cancelled += 1
             raise
         agents["agent"].reward(1.0)
 
 
+class Paced(FakeSGLang):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(version="0", capacity=CAPACITY)
+        self.answered: set[str] = set()
+
+    def _is_held(self, job: Job) -> bool:
+        return job.rid not in self.answered
+
+    @property
+    def standing(self) -> list[str]:
+        return [rid for rid, job in self._jobs.items() if self._is_held(job)]
+
+    async def answer(self, count: int) -> None:
+        self.answered.update(self.standing[:count])
+        await self._notify()
+
+
+class Pace:
+    """Stands for time: moves one episode on after the other, each when all others are at their
+    places, so that one in `turn` of them generates, however fast the machine is."""
+
+    def __init__(self, server: Paced, in_flight: Callable[[], int]) -> None:
+        self.server, self.in_flight, self.turn = server, in_flight, SLOW
+        Thoughtful.thoughts = {}
+
+    async def keep(self) -> None:
+        thoughts = Thoughtful.thoughts
+        while True:
+            await eventually(self.is_settled, "all episodes at their places", seconds=120.0)
+            generating = len(self.server.standing)
+            surplus = generating - round((generating + len(thoughts)) / self.turn)
+            if surplus <= 0 and thoughts:
+                thoughts.pop(next(iter(thoughts))).set()
+            else:
+                await self.server.answer(max(surplus, 1))
+
+    def is_settled(self) -> bool:
+        return 0 < self.in_flight() == len(self.server.standing) + len(Thoughtful.thoughts)
+
+
 def configured(root: Path) -> ExperimentConfig:
     own = AutoscaleConfig(enabled=True, min_concurrency=2, period_s=0.15)
-    config = experiment("thoughtful", group_size=2, concurrency=MOST, autoscale=own)
+    client = LLMClientConfig(sglang=SGLangClientConfig(connect_timeout_s=60.0))
+    config = experiment("thoughtful", group_size=2, concurrency=MOST, autoscale=own, client=client)
     ppo = replace(config.trainer.ppo, batch_size=4, max_staleness=9000, total_steps=9000)
     return replace(
         config,
         model=ModelConfig(path=str(tiny_model(root / "model"))),
         cluster=ClusterConfig(
-            run_root=str(root), name_root=str(root / "names"), heartbeat_s=0.05, ttl_s=30.0
+            run_root=str(root), name_root=str(root / "names"), heartbeat_s=0.05, ttl_s=600.0
         ),
+        datapipe=DatapipeConfig(commit_interval_s=0.001, lease_ttl_s=600.0),
         trainer=replace(config.trainer, ppo=ppo),
         launcher=replace(config.launcher, rollout_workers=2),
     )
@@ -69,7 +119,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
     config = configured(tmp_path)
     names = NameRegistry.of(config)
     tasks = [Task(f"train-{row}", "?", None, {}) for row in range(7)]
-    server = FakeSGLang(version="0", token_s=TOKEN_S, capacity=CAPACITY)
+    server = Paced()
     with zmq.Context() as context:
         pipe = Datapipe(
             config, train=tasks, eval=[], registry=names, address="inproc://pipe", context=context
@@ -94,7 +144,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             return worker
 
         named = names.registered("llm_server", "fake", server.entry, heartbeat_s=0.05)
-        async with server, asyncio.timeout(120), named, asyncio.TaskGroup() as roles:
+        async with server, asyncio.timeout(240), named, asyncio.TaskGroup() as roles:
             roles.create_task(pipe.run())
             await pipe.ready.wait()
             working = [roles.create_task(work(number)) for number in range(2)]
@@ -102,15 +152,22 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             told = pipe.workers.metrics
             target = lambda: told()["rollout/target_concurrency"]  # noqa: E731
             in_flight = lambda: sum(w.in_flight for w in pipe.workers.by_id.values())  # noqa: E731
-            # Of 8 tokens each, 7.2 requests run where 7.2 · 0.6 s / 0.1 s = 43 episodes do.
-            await eventually(lambda: target() >= 30 and in_flight() >= 30, "many")
+            pace = Pace(server, in_flight)
+            pacing = roles.create_task(pace.keep())
+
+            async def reached(what: str, condition: Callable[[], bool]) -> None:
+                await eventually(condition, what, seconds=120.0)
+
+            # 7.2 requests run where 7.2 · 6 = 43 episodes do.
+            await reached("many", lambda: target() >= 30 and in_flight() >= 30)
             assert in_flight() <= 2 * MOST
-            Thoughtful.seconds = 0.0
-            await eventually(lambda: target() <= 13 and in_flight() <= 14, "few")
-            Thoughtful.seconds = SLOW_S
-            await eventually(lambda: target() >= 30 and in_flight() >= 30, "many again")
+            pace.turn = FAST
+            await reached("few", lambda: target() <= 13 and in_flight() <= 14)
+            pace.turn = SLOW
+            await reached("many again", lambda: target() >= 30 and in_flight() >= 30)
             assert Thoughtful.cancelled == 0, "fewer are reached as episodes end"
             assert told()["rollout/workers"] == 2
+            pacing.cancel()
             await in_thread(lambda: (rank.finish("done"), rank.close()))
             await asyncio.gather(*working)
         failed = [name for w in working for name in w.result().metrics() if "failed" in name]

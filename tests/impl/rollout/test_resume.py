@@ -16,9 +16,10 @@ import pytest
 from arealite.api.agent import AgentConfig
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir, run_paths
+from arealite.api.datapipe import DatapipeConfig
 from arealite.api.env import EnvConfig
 from arealite.api.episode import decode_turn
-from arealite.api.llm import SamplingConfig
+from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trainer_messages import StepReport
@@ -46,6 +47,7 @@ def experiment(root: Path) -> ExperimentConfig:
     collector = CollectorConfig(
         env=EnvConfig(type="counter"),
         agent=AgentConfig(),
+        client=LLMClientConfig(sglang=SGLangClientConfig(connect_timeout_s=60.0)),
         sampling=SamplingConfig(max_new_tokens=BUDGET),
         group_size=1,
         concurrency=1,
@@ -55,6 +57,7 @@ def experiment(root: Path) -> ExperimentConfig:
         imports=["tests.impl.rollout.worlds"],
         cluster=ClusterConfig(run_root=str(root), name_root=str(root / "names"), ttl_s=600.0),
         model=ModelConfig(path=str(tiny_model(root / "model"))),
+        datapipe=DatapipeConfig(lease_ttl_s=600.0),
         trainer=TrainerConfig(ppo=ppo),
     )
 
@@ -110,14 +113,14 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
             rows = db.execute("SELECT idx, payload FROM turns WHERE group_id = 'g0'").fetchall()
         return {index: len(decode_turn(blob).response().output_ids) for index, blob in rows}
 
-    async with asyncio.timeout(100), server, asyncio.TaskGroup() as roles:
+    async with asyncio.timeout(280), server, asyncio.TaskGroup() as roles:
         names.put("llm_server", "fake", server.entry())
         piping = roles.create_task(pipe.run())
         await pipe.ready.wait()
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
         training = roles.create_task(in_thread(lambda: train(link)))
         first = await start(config)
-        await server.held(1)
+        await server.held(1, seconds=240.0)
         server.hold_after = 0
         await server._abort_all()  # as a weight update does; the rest is held before its first
         await eventually(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")

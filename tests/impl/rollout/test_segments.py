@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arealite.api.episode import Turn
 from arealite.api.llm import LLMResponse
 from arealite.api.trajectory import Segment, decode_segments, encode_segments
 from arealite.impl.rollout.segments import make_segments
+
+ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def turn(prompt: list[int], output: list[int], **settings) -> Turn:
@@ -95,6 +97,7 @@ def episodes(draw) -> list[Turn]:
     return turns
 
 
+@ANY_PACE
 @given(episodes())
 def test_every_turn_is_found_exactly_once(turns: list[Turn]) -> None:
     segments = make_segments(turns)
@@ -118,6 +121,7 @@ def test_every_turn_is_found_exactly_once(turns: list[Turn]) -> None:
         assert any(tokens[: len(whole)] == whole for tokens in wholes)
 
 
+@ANY_PACE
 @given(st.lists(tokens.filter(bool), min_size=1, max_size=8))
 def test_a_conversation_is_one_segment(parts: list[list[int]]) -> None:
     turns: list[Turn] = []

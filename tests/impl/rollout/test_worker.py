@@ -226,7 +226,8 @@ async def test_drain_lets_finish_what_is_nearly_done_and_aborts_the_rest(monkeyp
     assert link.submitted == []  # their leases stay unanswered
 
 
-async def test_drain_submits_what_finishes_in_time() -> None:
+async def test_drain_submits_what_finishes_in_time(monkeypatch) -> None:
+    monkeypatch.setattr(module, "DRAIN_GRACE_S", 600.0)
     async with running() as (_, link, client, task):
         client.gate.clear()
         link.leases.put_nowait(lease(0, members=3, prompt="ok"))
