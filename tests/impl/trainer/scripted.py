@@ -126,7 +126,7 @@ class ScriptedPublisher(WeightPublisher):
         return False
 
     def push(self, version: int) -> PublishReport:
-        assert self.gate.wait(10.0)
+        assert self.gate.wait(60.0)
         if self.failure is not None:
             raise self.failure
         if version in self.weights:
@@ -160,6 +160,10 @@ class ScriptedPipe:
     def connect(self) -> ScriptedLink:
         return ScriptedLink(self)
 
+    def is_empty(self, step: int) -> bool:
+        first = self.empty_from  # once: another thread may change it
+        return first is not None and step >= first
+
 
 class ScriptedLink:
     """One link to the scripted datapipe; complains when two threads use it."""
@@ -184,7 +188,7 @@ class ScriptedLink:
     ) -> tuple[Batch, list[bytes]] | None:
         self._mine()
         self.events.add(f"ask {step}")
-        while self.pipe.empty_from is not None and step >= self.pipe.empty_from:
+        while self.pipe.is_empty(step):
             self.pipe.waiting.set()
             if self.pipe.failure is not None:
                 raise self.pipe.failure

@@ -230,7 +230,7 @@ def test_kl_in_the_reward_gives_no_gradient_of_its_own() -> None:
 class Two(World):
     """One of two ranks in threads; they meet where arrays are added."""
 
-    barrier = threading.Barrier(2, timeout=10.0)
+    barrier = threading.Barrier(2, timeout=60.0)
     given: list[np.ndarray] = [np.zeros(0)] * 2
 
     def add(self, numbers: np.ndarray) -> np.ndarray:

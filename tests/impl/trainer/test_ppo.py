@@ -183,7 +183,7 @@ def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[P
     made = trainer(config(), stage.parts())
 
     def press() -> None:
-        assert stage.pipe.waiting.wait(10.0)
+        assert stage.pipe.waiting.wait(60.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     pressing = threading.Thread(target=press)
@@ -205,7 +205,7 @@ def test_a_sigterm_during_an_evaluation_gives_it_up(
     made = trainer(config(held_out=True), stage.parts())
 
     def press() -> None:
-        assert stage.pipe.waiting.wait(10.0)
+        assert stage.pipe.waiting.wait(60.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     pressing = threading.Thread(target=press)
@@ -332,21 +332,22 @@ def test_closing_hides_no_earlier_error_and_goes_on(
 
 
 def test_a_broken_update_ends_the_publish_and_the_fetch_under_way(config: MakeConfig) -> None:
-    stage = Stage()
+    before, stage = set(threading.enumerate()), Stage()
     stage.pipe.empty_from = 2
 
     def on_update(count: int) -> None:
         if count == 1:
             stage.publisher.gate.clear()
         else:
-            assert stage.pipe.waiting.wait(10.0)
+            assert stage.pipe.waiting.wait(60.0)
             raise RuntimeError("a broken update")
 
     stage.engine.on_update = on_update
     with pytest.raises(RuntimeError, match="a broken update"):
         AsyncPPOTrainer(config(), stage.parts()).train()
     stage.events.order("ask 2", "publisher closed")
-    assert not [t.name for t in threading.enumerate() if t.name.startswith(("fetch", "publish"))]
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in left if name.startswith(("fetch", "publish"))]
 
 
 @BOTH
@@ -389,7 +390,7 @@ def test_a_starving_server_is_fed_while_a_batch_is_waited_for(
 def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, one of which has its batch at once: as many collectives and streams on both."""
     monkeypatch.setattr(ppo, "SLICE_S", 0.01)
-    barrier, flags = threading.Barrier(2, timeout=10.0), [dict[str, float](), dict[str, float]()]
+    barrier, flags = threading.Barrier(2, timeout=60.0), [dict[str, float](), dict[str, float]()]
 
     class Pair(World):
         def max(self, values: dict[str, float]) -> dict[str, float]:

@@ -6,22 +6,38 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from arealite.impl.launcher.processes import rank_environments, threads
+from arealite.impl.launcher.processes import threads
 from tests.impl.trainer import worker
 from tests.impl.trainer.worker import KINDS
 from tests.models import tiny_model
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.processes
+
+
+def place(store: TCPStore, rank: int, size: int) -> dict[str, str]:
+    """Return the environment of a rank that meets the others in a store that stands already."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 @pytest.fixture(scope="module")
 def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("steps")
     tiny_model(folder / "model", init_std=0.1)
-    ranks = [rank | threads(1) for size in (1, 2) for rank in rank_environments(size)]
-    assert run_ranks(worker.main, (folder,), ranks, seconds=200) == [0, 0, 0]
+    # They listen before any rank begins: a port that was free a moment ago may be another's.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    places = [(stores[0], 0, 1), (stores[1], 0, 2), (stores[1], 1, 2)]
+    ranks = [place(*each) | threads(1) for each in places]
+    assert run_ranks(worker.main, (folder,), ranks) == [0, 0, 0]
     names = "1-0", "2-0", "2-1"
     return {name: torch.load(folder / f"out-{name}.pt", weights_only=False) for name in names}
 

@@ -115,7 +115,7 @@ def config(tmp_path: Path) -> Callable[..., ExperimentConfig]:
         return ExperimentConfig(
             model=ModelConfig(path=str(model)),
             cluster=ClusterConfig(
-                name_root=str(tmp_path / "names"), run_root=str(tmp_path / "runs")
+                name_root=str(tmp_path / "names"), run_root=str(tmp_path / "runs"), ttl_s=600.0
             ),
             logger=LoggerConfig(types=["tensorboard"]),
             trainer=TrainerConfig(ppo=learning),
@@ -132,7 +132,7 @@ def run(trainer: type[PPOTrainer], config: ExperimentConfig) -> Server:
     try:
         trainer(config).train()
     finally:
-        others.thread.join(30.0)
+        others.thread.join(120.0)
     assert others.failure is None, others.failure
     assert not others.thread.is_alive(), "datapipe and worker end with the trainer"
     assert others.server is not None
