@@ -44,18 +44,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def experiment(tmp_path: Path, opponent: FixedPolicyConfig) -> ExperimentConfig:
-    client = LLMClientConfig(sglang=SGLangClientConfig(refresh_s=0.05, request_timeout_s=5.0))
+    own = SGLangClientConfig(refresh_s=0.05, request_timeout_s=600.0, connect_timeout_s=60.0)
     collector = CollectorConfig(
         env=EnvConfig(type="against"),
         agent=AgentConfig(type="chat"),
         seats={"other": AgentConfig(type="fixed_policy", fixed_policy=opponent)},
-        client=client,
+        client=LLMClientConfig(sglang=own),
         sampling=SamplingConfig(max_new_tokens=8),
     )
     return ExperimentConfig(
         cluster=ClusterConfig(name_root=str(tmp_path / "names"), ttl_s=600.0, user="test"),
         model=ModelConfig(path="trained"),
-        server_wait_s=5.0,
+        server_wait_s=60.0,
         trainer=TrainerConfig(ppo=PPOConfig(collector=collector)),
     )
 

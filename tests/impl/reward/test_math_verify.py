@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 import uvloop
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arealite.api.reward import MathVerifyConfig, RewardConfig, RewardFactory
@@ -38,7 +38,10 @@ def family(pool: CheckerPool) -> list[psutil.Process]:
 
 
 def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # since it was seen to run
+        return True
 
 
 # ---------------------------------------------------------------- verdicts
@@ -81,7 +84,7 @@ padded = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(st.tuples(padded, padded), padded.map(lambda text: (text, text.strip()))))
 def test_short_cut_agrees_with_math_verify(pair):
     decided = equal_integers(*pair)
@@ -119,7 +122,7 @@ async def test_endless_check_is_killed_and_has_no_reward(reward, answer):
     with pytest.raises(RewardTimeout, match=r"killed after 0\.3 s") as caught:
         await reward.score(answer, "5")
     assert failure_class(caught.value) == "reward_timeout"
-    child.wait(timeout=60)
+    until(lambda: ended(child), what="its end")
     reward.pool.timeout_s = 600.0
     assert await reward.score("1/2", "0.5") == 1.0
     assert len(family(reward.pool)) == 2
@@ -133,7 +136,7 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
     check.cancel()
     with pytest.raises(asyncio.CancelledError):
         await check
-    child.wait(timeout=60)
+    until(lambda: ended(child), what="its end")
     assert await reward.score("1/2", "1/3") == 0.0
 
 
@@ -191,12 +194,11 @@ async def test_close_leaves_no_process():
     busy.cancel()
     await asyncio.gather(busy, return_exceptions=True)
     await pool.close()
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    assert alive == []
+    until(lambda: all(map(ended, processes)), what="their end")
 
 
 async def test_checks_run_in_parallel_and_keep_their_answers():
-    pool = CheckerPool(workers=2, timeout_s=60.0)
+    pool = CheckerPool(workers=2, timeout_s=600.0)
     await pool.start()
     try:
         checks = [pool.check(f"it is ${n}/7$", f"\\frac{{{n - n % 2}}}{{7}}") for n in range(40)]
@@ -227,5 +229,4 @@ asyncio.run(main())
     workers = [psutil.Process(int(pid)) for pid in (await owner.stdout.readline()).split()]
     owner.kill()
     await owner.wait()
-    _, alive = psutil.wait_procs(workers, timeout=60)
-    assert all(map(ended, alive))
+    until(lambda: all(map(ended, workers)), what="their end")
