@@ -26,7 +26,7 @@ from arealite.base.errors import DeadlineError
 from arealite.impl.sandbox import bwrap
 from arealite.system.health.deadlines import deadline
 
-START_S, END_S, PROBE_S = 60.0, 10.0, 30.0
+START_S, END_S, PROBE_S = 60.0, 30.0, 30.0
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
 PLACE: Any = {
     **{"stdin": PIPE, "stdout": PIPE, "stderr": PIPE},

@@ -176,7 +176,7 @@ class Limits:
             others = processes_of_user() if os.getuid() else 0
         bounds = {
             resource.RLIMIT_AS: self.memory,
-            resource.RLIMIT_CPU: int(self.seconds) + 2,
+            resource.RLIMIT_CPU: int(self.seconds) + 60,  # the clock below comes first
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_NOFILE: 128,
             resource.RLIMIT_CORE: 0,
