@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -28,7 +29,7 @@ FOR_EVER = "() => new Promise(() => {})"
 @pytest.fixture
 async def world():
     async with serving({"/": PAGE}) as site:
-        browser = Browser(BrowserConfig(contexts=2), [site.address])
+        browser = Browser(BrowserConfig(contexts=2, timeout_s=60.0), [site.address])
         await browser.setup()
         yield site, browser
         await browser.close()
@@ -38,6 +39,11 @@ async def world():
 def chromes() -> list[psutil.Process]:
     """Return the processes of browsers that this one has started."""
     return [p for p in psutil.Process().children(recursive=True) if "--headless" in cmdline(p)]
+
+
+def mains() -> list[psutil.Process]:
+    """Return one process a browser, and what it forks until that is another program."""
+    return [p for p in chromes() if "--type=" not in cmdline(p) and "/bin/sh" not in cmdline(p)]
 
 
 def cmdline(process: psutil.Process) -> str:
@@ -74,13 +80,16 @@ async def test_pages_are_lent_again_and_never_more_than_asked_for(world) -> None
     site, browser = world
     lent: set[int] = set()
     now: list[int] = []
-    most = 0
+    most, two = 0, asyncio.Event()
 
     async def episode(number: int) -> None:
         nonlocal most
         async with browser.page() as page:
             now.append(number)
             most = max(most, len(now))
+            if most == 2:
+                two.set()
+            await two.wait()
             lent.add(id(page.tab))
             await page.open(site.address)
             now.remove(number)
@@ -161,7 +170,8 @@ async def test_a_dead_browser_fails_its_episodes_and_serves_the_next(world, who:
     victims = old if who == "browser" else drivers
     assert victims
     for victim in victims:
-        os.kill(victim.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it went with the others
+            os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(crash):
         await task
 
@@ -172,8 +182,7 @@ async def test_a_dead_browser_fails_its_episodes_and_serves_the_next(world, who:
 
     assert await asyncio.gather(*(again() for _ in range(4))) == ["Here"] * 4
     await eventually(lambda: not any(cmdline(p) for p in old), "the end of the old one")
-    mains = [p for p in chromes() if "--type=" not in cmdline(p) and "/bin/sh" not in cmdline(p)]
-    assert len(mains) == 1
+    await eventually(lambda: len(mains()) == 1, "one browser")
 
 
 HOSTILE = """<title>Hostile</title>
@@ -211,7 +220,7 @@ async def test_nothing_but_the_tasks_site_is_reached(tmp_path: Path) -> None:
         port = foreign.address.rpartition(":")[2]
         hostile = HOSTILE.format(foreign=foreign.address, secret=secret, port=port)
         site.pages |= {"/": hostile, "/redirect": redirect, "/to-file": to_file}
-        browser = Browser(BrowserConfig(settle_ms=50), [site.address])
+        browser = Browser(BrowserConfig(settle_ms=50, timeout_s=60.0), [site.address])
         await browser.setup()
         try:
             async with browser.page() as page:

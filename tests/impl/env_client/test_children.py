@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from arealite.api.env import envs
 from arealite.base.errors import UserError
 from arealite.impl.env_client import children as children_module
+from arealite.impl.env_client import servers as servers_module
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.env_hosts import Steps
 from tests.fakes.env_servers import collecting, failed, played
@@ -36,7 +38,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def apart(env: str = "host_moods", **runtime: Any) -> AsyncIterator[Collector]:
     """A collector whose environment runs in processes of its own."""
-    async with collecting(env, **{"type": "subprocess"} | runtime) as collector:
+    async with collecting(env, **{"type": "subprocess", "wait_s": 200.0} | runtime) as collector:
         yield collector
 
 
@@ -91,22 +93,19 @@ async def test_kill_9_in_mid_episode_and_a_custom_environment_of_two_seats() -> 
 
 def listener(port: int | None) -> int:
     """Return the process that listens on a port of loopback."""
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    wanted = f"0100007F:{port:04X}"
-    inode = next(line.split()[9] for line in lines if line.split()[1] == wanted)
-    for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(entry) == f"socket:[{inode}]":
-                return int(entry.parts[2])
-        except OSError:
-            continue
-    raise AssertionError(port)
+    sockets = [each for each in psutil.net_connections("tcp4") if each.laddr.port == port]
+    (pid,) = {each.pid for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert pid is not None
+    return pid
 
 
 async def test_one_that_hangs_is_killed_and_replaced() -> None:
-    async with apart(silence_s=0.3) as collector:
+    async with apart(silence_s=60.0) as collector:
+        runtime = collector.parts[""].env.config.runtime
         first = await pid_of(collector)
+        object.__setattr__(runtime, "silence_s", 0.3)
         assert failed(await played(collector, "block")) == "env_server_lost"
+        object.__setattr__(runtime, "silence_s", 60.0)  # nor is a slow one taken for a silent one
         assert await pid_of(collector) != first
         assert not is_alive(first)
 
@@ -130,12 +129,16 @@ async def test_one_that_is_renewed_finishes_what_it_has() -> None:
         running = [asyncio.create_task(played(collector, "pid", n)) for n in range(4)]
         await client.received(4)  # two in the old one, which takes no more, two in the new
         env = collector.parts[""].env
-        assert [server.load for server in env.servers.known] == [2, 2]
+        loads = [server.load for server in env.servers.known]
+        assert [load for load in loads if load] == [2, 2]  # the next one may be there, too
         client.gate.set()
         assert [failed(each) for each in await asyncio.gather(*running)] == [None] * 4
 
 
-async def test_one_that_dies_again_and_again_ends_the_run() -> None:
+async def test_one_that_dies_again_and_again_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers_module, "PROBE_S", 3600.0)  # else it may seem silent as it dies
     async with apart(max_restarts=1) as collector:
         fatal = None
         for number in range(4):
@@ -178,7 +181,7 @@ async def test_it_dies_with_its_parent() -> None:
         sys.executable, "-c", PARENT, stderr=asyncio.subprocess.PIPE, cwd=ROOT
     )
     assert process.stderr is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while not (line := await process.stderr.readline()).strip().isdigit():
             assert line, "it ended"
     child = listener(int(line))

@@ -24,6 +24,7 @@ from tests.fakes.client import response
 from tests.fakes.env_hosts import Moods
 from tests.fakes.env_servers import collecting, failed, fake_openenv, hosted, played, wired
 from tests.fakes.experiment import lease
+from tests.fakes.ports import held_port
 from tests.impl.rollout import worlds
 from tests.waiting import eventually
 
@@ -152,7 +153,8 @@ async def test_episodes_are_spread_by_load_and_survive_the_loss_of_a_server(monk
     async with AsyncExitStack() as stack:
         _, first = await stack.enter_async_context(hosted("host_moods"))
         second_stack = await stack.enter_async_context(AsyncExitStack())
-        _, second = await second_stack.enter_async_context(hosted("host_moods"))
+        port = stack.enter_context(held_port())
+        _, second = await second_stack.enter_async_context(hosted("host_moods", port=port))
         collector = await stack.enter_async_context(collecting("host_moods", first, second))
         known = collector.parts[""].env.servers.known
         await eventually(lambda: all(server.alive for server in known))
@@ -172,7 +174,6 @@ async def test_episodes_are_spread_by_load_and_survive_the_loss_of_a_server(monk
         begun = known[1].begun
         assert failed(await played(collector, "fine")) is None  # goes to the other
         assert known[1].begun == begun
-        port = int(second.rpartition(":")[2])
         await stack.enter_async_context(hosted("host_moods", port=port))
         await eventually(lambda: known[1].alive)
         for number in range(4):
@@ -184,16 +185,19 @@ async def test_who_finds_no_room_goes_elsewhere_or_waits_or_fails() -> None:
     async with (
         hosted("host_moods", max_sessions=2) as (_, small),
         hosted("host_moods", max_sessions=3) as (_, other),
-        collecting("host_moods", small, other, wait_s=0.2) as collector,
+        collecting("host_moods", small, other) as collector,
     ):
-        known = collector.parts[""].env.servers.known
+        env = collector.parts[""].env
+        known = env.servers.known
         await eventually(lambda: all(server.alive for server in known))
         client = collector._agents.client
         client.gate.clear()
         running = [asyncio.create_task(played(collector, "fine", n)) for n in range(5)]
         await client.received(5)
         assert sorted(server.load for server in known) == [2, 3]
+        object.__setattr__(env.config.runtime, "wait_s", 0.2)
         assert failed(await played(collector, "fine")) == "env_server_full"
+        object.__setattr__(env.config.runtime, "wait_s", 60.0)
         waiting = asyncio.create_task(played(collector, "fine", 9))
         client.gate.set()
         assert [failed(each) for each in await asyncio.gather(*running, waiting)] == [None] * 6
@@ -243,7 +247,8 @@ async def test_a_token_is_sent(monkeypatch) -> None:
                 pass
 
 
-async def test_no_redirect_is_followed() -> None:
+async def test_no_redirect_is_followed(monkeypatch) -> None:
+    monkeypatch.setattr(servers_module, "PROBE_S", 3600.0)
     async with hosted("host_steps") as (server, address):
 
         async def away(request: web.Request) -> web.StreamResponse:
@@ -256,7 +261,8 @@ async def test_no_redirect_is_followed() -> None:
             async with collecting("host_steps", address) as collector:
                 env = collector.parts[""].env
                 env.servers.remove(env.servers.known[0])
-                env.servers.add(parse(foreign))
+                added = env.servers.add(parse(foreign))
+                await eventually(lambda: added.alive)
                 object.__setattr__(env.config.runtime, "wait_s", 0.2)
                 assert failed(await played(collector, "go")) == "env_server_lost"
         assert not server.sessions

@@ -116,7 +116,8 @@ async def test_a_failure_travels_with_its_class_and_never_as_a_reward(prompt, ki
 async def test_an_episode_has_a_time_limit() -> None:
     async with hosted("host_moods", episode_s=0.05) as (_, address), wired(address) as wire:
         await wire.reset("hang")
-        assert (await wire.ask("step", {"text": "a"}))["failure_class"] == "episode_timeout"
+        step = {"text": "a", "turn": 1}  # which may be over by now
+        assert (await wire.ask("step", step))["failure_class"] == "episode_timeout"
 
 
 async def test_sessions_are_apart_and_listed_without_what_is_said() -> None:
@@ -237,12 +238,16 @@ async def test_who_does_not_read_the_answers_is_let_go() -> None:
         writer.writelines([frame] * 500)
         await eventually(lambda: not server.sessions, "its session to be closed")
         writer.transport.abort()
-        assert (await session.get(f"http://{address}/health")).status == 200
+        async with session.get(f"http://{address}/health") as answer:
+            assert answer.status == 200
 
 
 async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
-    async with hosted("host_moods", idle_s=0.05) as (server, address), wired(address) as wire:
+    async with hosted("host_moods", idle_s=1000.0) as (server, address), wired(address) as wire:
         await wire.reset("fine", "idle")
+        (limit,) = server._limits.held
+        assert 900 < limit.when - asyncio.get_running_loop().time() <= 1000
+        limit.expire()
         message = await wire.socket.receive(timeout=60)
         assert (wire.socket.close_code, message.extra) == (1008, "idle for too long")
         await eventually(lambda: not server.sessions and "idle" in Moods.cut)

@@ -19,7 +19,7 @@ from arealite.impl.sandbox.process import ProcessSandbox
 BACKENDS = ["bwrap", "landlock"]
 CONFINED = [*BACKENDS, *(f"{name} as a user" for name in BACKENDS)]
 SETPRIV = "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"
-SMALL = {"timeout_s": 20.0, "processes": 16}
+SMALL = {"timeout_s": 60.0, "processes": 16}
 
 
 class AsUser(ProcessSandbox):
@@ -67,5 +67,11 @@ def left(mark: str) -> list[str]:
                 found.append(each.parent.name)
         except OSError:
             continue
-    children = psutil.Process().children()
-    return found + [f"zombie {c.pid}" for c in children if c.status() == psutil.STATUS_ZOMBIE]
+    return found + [f"zombie {c.pid}" for c in psutil.Process().children() if is_zombie(c)]
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

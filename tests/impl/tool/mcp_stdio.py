@@ -78,7 +78,11 @@ def text(said: str) -> dict[str, Any]:
 def main() -> None:
     """Answer until stdin ends."""
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{len([*FOLDER.iterdir()])}.pid").write_text(str(os.getpid()))
+    whole = FOLDER.with_name(f"{os.getpid()}.new")
+    whole.write_text(str(os.getpid()))
+    whole.rename(
+        FOLDER / f"{len([*FOLDER.iterdir()])}.pid"
+    )  # whoever is killed here leaves no half
     for line in sys.stdin:
         message = json.loads(line)
         if "id" not in message:

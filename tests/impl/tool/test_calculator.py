@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from arealite.api.tool import ToolError
 from arealite.impl.tool.calculator import FUNCTIONS, MAX_BITS, evaluate
+from tests.waiting import until
 
 VALUES = {
     "1+2*3": "7",
@@ -99,11 +100,14 @@ def test_values(text: str, value: str) -> None:
 
 @pytest.mark.parametrize(("text", "error"), ERRORS.items(), ids=lambda text: text[:20])
 def test_what_has_no_value_is_told_at_once(text: str, error: str) -> None:
-    begin = time.process_time()
-    with pytest.raises(ToolError) as raised:
-        evaluate(text)
-    assert error in str(raised.value)
-    assert time.process_time() - begin < 0.1
+    def takes() -> float:
+        begin = time.thread_time()
+        with pytest.raises(ToolError) as raised:
+            evaluate(text)
+        assert error in str(raised.value)
+        return time.thread_time() - begin
+
+    until(lambda: takes() < 0.1, what="an answer at once")  # what the host stole is counted, too
 
 
 SIGNS = {

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from arealite.api.tool import MCPServerConfig, ToolsEnvConfig
 from arealite.base.errors import UserError
 from arealite.impl.tool.mcp import MCPUnavailable
 from arealite.impl.tool.toolbox import Answer, Toolbox, ToolCrash
+from tests.fakes.ports import held_port
 from tests.waiting import eventually, until
 
 pytest.importorskip("mcp", reason="arealite[tools] is not installed")
@@ -62,7 +64,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     await made.setup()
     yield made
     await made.close()
-    assert not any(map(is_alive, pids(tmp_path / "pids")))
+    await eventually(lambda: not any(map(is_alive, pids(tmp_path / "pids"))), "the servers' end")
 
 
 async def test_a_servers_tools_are_offered_beside_ours_and_answer(box) -> None:
@@ -130,10 +132,16 @@ async def test_a_server_that_hangs_as_it_is_started_again_is_not_the_agents_faul
     program = tmp_path / "server.py"
     program.write_text(SOURCE)
     own = MCPServerConfig(command=[sys.executable, str(program), str(tmp_path / "pids")])
-    box = toolbox(own, timeout_s=0.3)
+    box = toolbox(own)
     await box.setup()
     program.write_text("import time; time.sleep(100)")
     os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
+    noticed = asyncio.create_task(call(box, "t__add", a=2, b=3))
+    await eventually(box.servers[0]._restarting.locked)
+    noticed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await noticed
+    box.config = replace(box.config, timeout_s=0.3)
     with pytest.raises(MCPUnavailable, match="died and is not back"):
         await call(box, "t__add", a=2, b=3)
     await box.close()
@@ -214,16 +222,18 @@ def start(port: int) -> subprocess.Popen[bytes]:
         with socket.socket() as tried:
             return tried.connect_ex(("127.0.0.1", port)) == 0
 
-    until(answers, what="the server")
+    until(answers, what="the server", seconds=200.0)
     return process
 
 
-@pytest.mark.processes
-async def test_a_server_by_http_that_is_gone_and_back() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_port() as held:
+        yield held
 
+
+@pytest.mark.processes
+async def test_a_server_by_http_that_is_gone_and_back(port: int) -> None:
     process = start(port)
     box = toolbox(MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp"))
     try:

@@ -25,7 +25,7 @@ class Scripted(Sandbox):
 
 @pytest.fixture(params=["sandbox", "monty"])
 async def python(request: pytest.FixtureRequest):
-    limits = SandboxConfig(output_kb=8, concurrency=2)
+    limits = SandboxConfig(timeout_s=60.0, output_kb=8, concurrency=2)
     if request.param == "monty":
         pytest.importorskip("pydantic_monty", reason="arealite[tools] is not installed")
         limits = replace(limits, memory_mb=32)
@@ -133,9 +133,13 @@ async def test_monty_sleeps_for_nobody_and_ends_in_time_or_when_cancelled(python
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await python.call({"code": "while True: pass"}, {})
-    python.runner.config = replace(python.runner.config, timeout_s=0.1)
-    for code, error in (("pass", "TimeoutError"), ("print('x' * 100)", "MemoryError")):
+    long = python.runner.config
+    for code, seconds, error in (
+        ("while True: pass", 0.1, "TimeoutError"),
+        ("for _ in range(1000): print('x' * 100)", long.timeout_s, "MemoryError"),
+    ):
+        python.runner.config = replace(long, timeout_s=seconds)
         with pytest.raises(ToolError, match=error) as raised:
-            await python.call({"code": f"while True: {code}"}, {})
+            await python.call({"code": code}, {})
         assert len(str(raised.value)) < 9_000
     assert await python.call({"code": "1"}, {}) == "1"

@@ -30,7 +30,7 @@ def observed(reward: Any = 1.0, *, done: bool = True, **fields: Any) -> Any:
 @asynccontextmanager
 async def playing(*addresses: str, **options: Any) -> Any:
     """A collector in OpenEnv servers."""
-    own = OpenEnvConfig(**{"addresses": list(addresses), "wait_s": 0.5} | options)
+    own = OpenEnvConfig(**{"addresses": list(addresses), "wait_s": 60.0} | options)
     config = experiment("openenv")
     object.__setattr__(config.trainer.ppo.collector, "env", EnvConfig(type="openenv", openenv=own))
     client = ScriptedClient(lambda _: response([10, 11, 12]))
@@ -131,7 +131,9 @@ def wrong(kind: str) -> Any:
 async def test_what_a_server_does_wrong_is_counted_by_class(kind: str, counted: str) -> None:
     async with (
         fake_openenv(wrong(kind)) as address,
-        playing(address, max_message_kb=64, answer_s=0.2) as collector,
+        playing(
+            address, max_message_kb=64, answer_s=0.2 if kind == "silence" else 60.0
+        ) as collector,
     ):
         episodes = await asyncio.gather(*(play(collector) for _ in range(3)))
         assert {failed(episode) for episode in episodes} == {counted}

@@ -14,6 +14,8 @@ from arealite.impl.env.code.env import BrokenTests, CodeEnv, Verdict, program, r
 from arealite.impl.env.code.values import close, decode, encode, same, same_text
 from tests.impl.env.games.players import Player, task
 
+CASE_S, LONG_S = 60.0, 200.0
+"""Of a case and of a program that has to end by itself, on a machine however busy."""
 CALLS = {"entry_point": "f", "cases": [{"args": [x], "expected": x + 1} for x in range(4)]}
 STDIO = {"cases": [{"stdin": f"{x}\n", "stdout": f"{2 * x}\n"} for x in range(3)]}
 CHECK = {
@@ -45,19 +47,19 @@ def sandboxed() -> SandboxConfig:
     try:
         choose(SandboxConfig())
     except UserError:
-        return SandboxConfig(backend="unsafe", timeout_s=30.0)
-    return SandboxConfig(timeout_s=30.0)
+        return SandboxConfig(backend="unsafe", timeout_s=LONG_S)
+    return SandboxConfig(timeout_s=LONG_S)
 
 
 @pytest.fixture
 async def env():
-    made = CodeEnv(None, CodeEnvConfig(sandbox=sandboxed(), case_timeout_s=5.0))
+    made = CodeEnv(None, CodeEnvConfig(sandbox=sandboxed(), case_timeout_s=CASE_S))
     await made.setup()
     yield made
     await made.close()
 
 
-async def verdict(env: CodeEnv, text: str, info: Any, *, prompt: str = "?", case_s: float = 5.0):
+async def verdict(env: CodeEnv, text: str, info: Any, *, prompt: str = "?", case_s: float = CASE_S):
     cases = read_cases(task(prompt, **info), case_s)
     return await env.judge(program(text, prompt, cases.entry), cases)
 
@@ -113,12 +115,13 @@ async def test_a_program_without_the_function_does_not_load(env):
 
 
 async def test_endless_cases_fail_alone(env):
-    text = "def f(x):\n    while x == 1: pass\n    return x + 1"
-    assert await verdict(env, text, CALLS, case_s=0.5) == Verdict(3, 4, True)
+    """Their end takes its time, in which the others must have theirs: hence side by side."""
+    one = "import time\ndef f(x):\n    while x == 1: time.sleep(0.1)\n    return x + 1"
+    two = "import time\ndef twice(x):\n    while x == 2: time.sleep(0.1)\n    return 2 * x\n"
+    judged = verdict(env, one, CALLS, case_s=8.0), verdict(env, two + PAIRS, ASSERTS, case_s=8.0)
+    assert await asyncio.gather(*judged) == [Verdict(3, 4, True)] * 2
     text = "n = int(input())\nwhile n == 1: print('x' * 99)\nprint(2 * n)"
-    assert await verdict(env, text, STDIO, case_s=0.5) == Verdict(2, 3, True)
-    text = f"def twice(x):\n    while x == 2: pass\n    return 2 * x\n{PAIRS}"
-    assert await verdict(env, text, ASSERTS, case_s=0.5) == Verdict(3, 4, True)
+    assert await verdict(env, text, STDIO) == Verdict(2, 3, True)
 
 
 async def test_crashes_fail_alone(env):
@@ -292,7 +295,7 @@ async def test_cheating_does_not_pay(env, kind):
 
 async def test_printing_is_no_answer_to_stdin_cases(env):
     assert await verdict(env, 'print(\'{"case": 0, "code": 0}\')', STDIO) == Verdict(0, 3, True)
-    assert await verdict(env, "while True: print('x' * 99)", STDIO, case_s=20) == (0, 3, True)
+    assert await verdict(env, "while True: print('x' * 99)", STDIO, case_s=CASE_S) == (0, 3, True)
 
 
 # ---------------------------------------------------------------- rewards
@@ -312,7 +315,7 @@ async def test_printing_is_no_answer_to_stdin_cases(env):
     ],
 )
 async def test_rewards(text, options, reward):
-    env = CodeEnv(None, CodeEnvConfig(sandbox=sandboxed(), **options))
+    env = CodeEnv(None, CodeEnvConfig(sandbox=sandboxed(), case_timeout_s=CASE_S, **options))
     await env.setup()
     player = Player([text])
     await env.run(task("f adds one", **CALLS), agent=player)

@@ -48,7 +48,7 @@ async def test_choices_are_made_at_the_same_time() -> None:
             return await super().act(observation)
 
     seats = Waiting(["defect"]), Waiting(["cooperate"])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await env.run(task(), row=seats[0], column=seats[1])
     assert [seat.rewards for seat in seats] == [[5.0], [0.0]]
 

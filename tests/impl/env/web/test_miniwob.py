@@ -46,7 +46,7 @@ class Player:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def env():
-    config = BrowserEnvConfig(browser=BrowserConfig(contexts=4))
+    config = BrowserEnvConfig(browser=BrowserConfig(contexts=4, timeout_s=60.0))
     made = BrowserEnv(None, config)
     await made.setup()
     yield made
@@ -131,7 +131,7 @@ async def test_a_task_that_is_not_there_is_no_reward_of_0(env) -> None:
 
 @pytest.mark.parametrize(("rules", "begins"), [("none", "Goal:"), ("short", "Actions:")])
 async def test_rules_may_be_short_or_none(env, rules: str, begins: str, monkeypatch) -> None:
-    config = BrowserConfig(rules=rules, max_chars=40)  # type: ignore[arg-type]
+    config = BrowserConfig(rules=rules, max_chars=40, timeout_s=60.0)  # type: ignore[arg-type]
     monkeypatch.setattr(env.browser, "config", config)
     monkeypatch.setattr(env.browser, "_idle", [])
     player = await play(env, "click-button", "scroll [down]", "stop")

@@ -107,7 +107,7 @@ async def world(tmp_path_factory):
             tasks=str(file),
             sites={"shopping": shopping.address + "/", "reddit": reddit.address},
             held_out=0,
-            browser=BrowserConfig(contexts=2, settle_ms=30),
+            browser=BrowserConfig(contexts=2, settle_ms=30, timeout_s=60.0),
         )
         env = WebArenaEnv(None, config)
         await env.setup()
