@@ -15,16 +15,18 @@ import pytest
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, Site
+from tests.e2e import gated
+from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site
 from tests.e2e.test_replay import REWARD
 from tests.waiting import spawned, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 STEPS = 3
 OPTIONS = (
-    "imports=[variety]",
-    "trainer.ppo.collector.env.math.reward.type=variety",
+    f"imports=[variety,{gated.FILE}]",
+    "trainer.ppo.collector.env.type=gated",
+    "trainer.ppo.collector.env.gated.reward.type=variety",
     "dataset.eval=null",
     "logger.types=[]",
     f"trainer.ppo.total_steps={STEPS}",
@@ -58,17 +60,22 @@ def test_a_killed_trainer_goes_on_with_its_critic(site: Site, tmp_path: Path) ->
     paths = RunPaths(tmp_path / "e2e" / "t")
     (tmp_path / "variety.py").write_text(REWARD)
     environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
-    with spawned(site.command(tmp_path, *OPTIONS), environment) as run:
+    gate, groups = tmp_path / "gate", 4  # of a batch
+    gated.write(gate, groups)
+    options = [*OPTIONS, f"trainer.ppo.collector.env.gated.gate={gate}"]
+    with spawned(site.command(tmp_path, *options), environment) as run:
         saved = lambda: checkpoint.list_good(paths.checkpoints) or run.poll() is not None  # noqa: E731
-        until(saved, what="a checkpoint", seconds=90)
+        until(saved, what="a checkpoint", seconds=SLOW_S)
         victim = trainer_of(run.pid)
         assert victim is not None
+        gated.write(gate, 2 * groups)  # of the last batch it can not have had all
         victim.kill()
-        victim.wait(10)
+        victim.wait(60)
         held = checkpoint.latest(paths.checkpoints)
         assert held is not None
         before = contents(held), contents(paths.critic / held.name)
-        shown = run.communicate(timeout=100)[0]
+        gate.unlink()
+        shown = run.communicate(timeout=SLOW_S)[0]
     assert run.returncode == 0, shown
     assert "trainer-0 died (killed by SIGKILL); started again" in shown
     assert (contents(held), contents(paths.critic / held.name)) == before
@@ -86,6 +93,6 @@ def test_a_killed_trainer_goes_on_with_its_critic(site: Site, tmp_path: Path) ->
     assert distances[0] == pytest.approx(0.0, abs=1e-9) and distances[-1] > 0.0
     assert audit(paths.ledger).ok
     command = [sys.executable, "-m", "arealite.cli.main", "replay", str(paths.root)]
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SLOW_S)
     assert again.returncode == 0, again.stderr
     assert f"replayed {STEPS} steps: bitwise equal" in again.stdout, "critic and all"

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.ledger.audit import AuditReport, audit
-from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, strays
+from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 def server_version(site: Site) -> str:
@@ -149,7 +149,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
     assert run.returncode == 130, shown
     assert "stopping after this step" in shown
     assert not psutil.wait_procs(children, timeout=60)[1]
-    assert not strays(tmp_path)
+    all_gone(tmp_path)
     stopped_at = max(
         int(json.loads(line)["step"]) for line in paths.metrics.read_text().splitlines()
     )

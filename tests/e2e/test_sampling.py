@@ -13,22 +13,27 @@ from pathlib import Path
 import pytest
 
 from arealite.system.data.samples import Samples
-from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, strays
+from tests.e2e import gated
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 class Run:
     """A command in a folder of its own."""
 
     def __init__(self, site: Site, folder: Path, command: str, *words: str) -> None:
-        self.folder = folder
+        self.folder, self.gate = folder, folder / "gate"
         self.samples = folder / "runs" / "e2e" / "t" / command / "samples.sqlite"
         self.words = [
             *(sys.executable, "-m", "arealite.cli.main", command, *site.names()),
             *(f"model.path={site.model}", f"cluster.run_root={folder / 'runs'}"),
             "trainer.ppo.collector.concurrency=4",
+            f"imports=[{gated.FILE}]",
+            "trainer.ppo.collector.env.type=gated",
+            f"trainer.ppo.collector.env.gated.gate={self.gate}",
+            f"trainer.ppo.collector.env.gated.split={'eval' if command == 'eval' else 'train'}",
             *words,
         ]
 
@@ -53,8 +58,10 @@ class Run:
         finally:
             samples.close()
 
-    def cut(self, number: int, *, at: int) -> tuple[int, str]:
-        """Run it, send a signal once there are `at` samples; return exit code and output."""
+    def cut(self, number: int, *, at: int, tasks: int) -> tuple[int, str]:
+        """Run it, send a signal once there are `at` samples, in the first so many tasks that are
+        left; return exit code and output."""
+        gated.write(self.gate, tasks)
         with self.started() as process:
             there = lambda: len(self.kept()) >= at or process.poll() is not None  # noqa: E731
             until(there, what="samples", seconds=SLOW_S)
@@ -64,6 +71,7 @@ class Run:
 
     def whole(self) -> str:
         """Run it to its end; return its output."""
+        self.gate.unlink()
         with self.started() as process:
             shown, _ = process.communicate(timeout=SLOW_S)
         assert process.returncode == 0, shown
@@ -79,11 +87,11 @@ def test_an_evaluation_goes_on_after_a_kill_and_after_ctrl_c(site: Site, tmp_pat
         "n=24",
         "trainer.ppo.eval.sampling.max_new_tokens=48",
     )
-    code, _ = run.cut(signal.SIGKILL, at=8)
+    code, _ = run.cut(signal.SIGKILL, at=8, tasks=1)
     killed = run.kept()
     assert code == -signal.SIGKILL
     assert 8 <= len(killed) < 8 * 24
-    code, shown = run.cut(signal.SIGINT, at=len(killed) + 8)
+    code, shown = run.cut(signal.SIGINT, at=len(killed) + 8, tasks=2)
     stopped = run.kept()
     assert code == 130, shown
     assert f"{len(stopped)} of 192 samples are kept" in shown
@@ -111,11 +119,11 @@ def test_what_own_servers_sampled_is_learned_from(site: Site, tmp_path: Path) ->
         *("n=2", "tasks=16", "best_of=1", f"out={out}"),
         "trainer.ppo.collector.sampling.max_new_tokens=32",
     )
-    code, _ = run.cut(signal.SIGKILL, at=1)
+    code, _ = run.cut(signal.SIGKILL, at=1, tasks=4)
     assert code == -signal.SIGKILL
-    until(lambda: not strays(tmp_path), what="the end of its server")
+    all_gone(tmp_path)
     assert "16 rows of 16 trajectories" in run.whole()
-    assert not strays(tmp_path)
+    all_gone(tmp_path)
     done = site.train(
         tmp_path / "sft",
         *("--config", str(ROOT / "config/sft.yaml"), f"dataset.train={out}"),
