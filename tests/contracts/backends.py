@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 from safetensors.torch import load_file, save
 
-from arealite.impl.launcher.processes import free_port
 from arealite.impl.weights.buckets import Layout, pack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +37,9 @@ class Backend:
     api: dict[str, Any] = field(default_factory=dict)
     spans: bool = True
     """Whether it tells the version of each token."""
+    hold: Callable[[], None] | None = None
+    """Has generations stand still after their first tokens, until `let_go`; a real SGLang's run."""
+    let_go: Callable[[], None] = lambda: None
 
     async def probe(self) -> None:
         """Learn what this version can do: from its description, and from one token."""
@@ -79,12 +81,14 @@ class Backend:
     async def streaming(
         self, rid: str | None = None, new: int = LONG
     ) -> tuple[asyncio.Task, list[dict]]:
-        """Start a long streamed generation; return when its first tokens are there.
+        """Start a long streamed generation; return when its first tokens are there, and hold it.
 
         A rid must be fresh: SGLang aborts it once more 2 s after a stream has ended.
         """
         events: list[dict] = []
         started = asyncio.Event()
+        if self.hold is not None:
+            self.hold()
 
         async def read() -> None:
             body = {
@@ -108,8 +112,18 @@ class Backend:
     async def crowded(self) -> tuple[asyncio.Task, list[dict], asyncio.Future]:
         """Do the same amid others that slow it down, so that what is done to it finds it running;
         the third is for their answers."""
+        if self.hold is not None:
+            self.hold()
         crowd = asyncio.ensure_future(self.generate(LONG, input_ids=[PROMPT] * 24))
+        async with asyncio.timeout(60):
+            while self.hold is not None and await self.running() < 24:
+                pass
         return *(await self.streaming()), crowd
+
+    async def running(self) -> int:
+        """Return how many requests it says to be running."""
+        (load,) = (await self.get("/v1/loads"))[1]["loads"]
+        return load["num_running_reqs"]
 
     async def version(self) -> str:
         """Return the version that the server tells of itself."""
@@ -202,10 +216,11 @@ class Trainer:
 
     async def join(self, server: Backend, name: str | None = None) -> tuple[int, Any]:
         """Make a group with the server; return the server's answer."""
-        self.group, port = name or f"group-{uuid.uuid4().hex[:8]}", free_port()
+        self.group = name or f"group-{uuid.uuid4().hex[:8]}"
+        port = await self.command(do="listen", server=server)
         where = {"master_address": "127.0.0.1", "master_port": port, "group_name": self.group}
         init = {"rank_offset": 1, "world_size": 2, "backend": "gloo"} | where
-        made = self.command(do="join", port=port, name=self.group, server=server)
+        made = self.command(do="join", name=self.group, server=server)
         answer, told = await asyncio.gather(server.post("/init_weights_update_group", **init), made)
         assert told == "done"
         return answer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.contracts.backends import Backend, Trainer, trainer_process
-from tests.fakes.embedded import embedded
+from tests.fakes.embedded import Brake, embedded
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
 from tests.sglang.shared import SharedServer
@@ -26,19 +27,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(params=SERVERS)
 async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIterator[Backend]:
     """A server that has just started, or was brought back to that."""
+    control: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         if request.param == "fake":
             fake = FakeSGLang(
                 token_s=0.002, context_length=512, vocab_size=64, next_token=lambda ids: 9
             )
             url = (await stack.enter_async_context(fake)).url
+            control = {"hold": lambda: setattr(fake, "hold_after", 2), "let_go": fake.release}
         elif request.param == "embedded":
-            url = (await stack.enter_async_context(embedded(folders[0]))).address
+            instance = await stack.enter_async_context(embedded(folders[0]))
+            url, brake = instance.address, Brake(instance.engine)
+            control = {"hold": brake.hold, "let_go": brake.let_go}
         else:
             real: SharedServer = request.getfixturevalue("sglang_server")
             url, folders = real.address, real.folders
         session = await stack.enter_async_context(aiohttp.ClientSession(url))
-        backend = Backend(session, folders, is_scripted=request.param == "fake")
+        backend = Backend(session, folders, is_scripted=request.param == "fake", **control)
         await backend.probe()
         yield backend
 

@@ -85,6 +85,7 @@ async def test_tokens_outside_the_vocabulary_are_refused(server: Backend, ids: l
 
 async def test_stream_is_cumulative_and_ends_with_the_reason(server: Backend) -> None:
     task, events = await server.streaming(new=8)
+    server.let_go()
     await task
     lengths = [len(event["output_ids"]) for event in events]
     assert lengths == sorted(lengths) and lengths[-1] == 8
@@ -120,6 +121,7 @@ async def test_pause_abort_ends_all_with_what_they_have(server: Backend) -> None
     assert (await server.get("/health"))[0] == 200
     assert not held.done()
     await server.post("/continue_generation")
+    server.let_go()
     server.check(await held)
 
 
@@ -138,6 +140,7 @@ async def test_pause_update_continue_splits_the_versions(
     assert status == 200 and answer["success"], answer
     assert (await server.get("/model_info"))[1]["weight_version"] == "7"
     await server.post("/continue_generation")
+    server.let_go()
     await task
     last = events[-1]
     server.check(last)
@@ -163,6 +166,7 @@ async def test_abort_while_paused(server: Backend) -> None:
 async def test_update_waits_for_running_requests(server: Backend) -> None:
     task, events = await server.streaming(new=50)
     update = asyncio.ensure_future(server.load(1, weight_version="1"))
+    server.let_go()
     await task
     status, answer = await update
     assert status == 200, answer

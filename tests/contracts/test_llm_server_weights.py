@@ -67,8 +67,9 @@ async def test_a_session_waits_for_running_requests_unless_paused(
     task, events = await server.streaming()
     await server.post("/pause_generation", mode="retract")
     await server.post(route)
-    await server.post("/continue_generation")
     assert len(events[-1]["output_ids"]) < LONG
+    await server.post("/continue_generation")
+    server.let_go()
     await server.post(route)  # also where it is refused, as one who greets a server does
     await task
     assert len(events[-1]["output_ids"]) == LONG
@@ -119,6 +120,7 @@ async def test_a_group_update_splits_the_versions_of_running_requests(
     assert status == 200
     await server.end()
     await server.post("/continue_generation")
+    server.let_go()
     await task
     await trainer.leave(server)
     assert len(events[-1]["output_ids"]) == LONG
@@ -212,6 +214,7 @@ async def test_a_version_can_be_told_anew(server: Backend) -> None:
         "/update_weight_version", new_version="-1", abort_all_requests=False
     )
     assert (status, answer["new_version"]) == (200, "-1")
+    server.let_go()
     await task
     assert await server.version() == "-1"
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
@@ -241,6 +244,7 @@ async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
     assert await server.version() == "default"
     assert (await server.post("/flush_cache"))[0] == 400
     await server.post("/continue_generation")
+    server.let_go()
     await task
     assert server.versions(events[-1]) == ["default", "6"]
     await server.flush()

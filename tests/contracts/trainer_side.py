@@ -1,6 +1,7 @@
 """Rank 0 of a weight group, in a process of its own: torch knows one group of a name in a process.
 
-Reads commands as JSON lines (join, send, leave), answers each with one; see backends.Trainer.
+Reads commands as JSON lines (listen, join, send, leave), answers each with one; see
+backends.Trainer.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ def send(group: Any, weights: dict[str, torch.Tensor], names: list[str], *, flat
 def main() -> None:
     print(json.dumps("ready"), flush=True)
     group: Any = None
+    listener: Any = None
     for line in sys.stdin:
         command = json.loads(line)
-        told = "done"
+        told: Any = "done"
         try:
-            if command["do"] == "join":
-                address, name = (
-                    socket.create_server(("127.0.0.1", command["port"])),
-                    command["name"],
-                )
-                group = join(address, name, rank=0, world_size=2, backend="gloo", seconds=SECONDS)
+            if command["do"] == "listen":
+                listener = socket.create_server(("127.0.0.1", 0))
+                told = listener.getsockname()[1]
+            elif command["do"] == "join":
+                name = command["name"]
+                group = join(listener, name, rank=0, world_size=2, backend="gloo", seconds=SECONDS)
             elif command["do"] == "send":
                 weights = load_file(f"{command['folder']}/model.safetensors")
                 send(group, weights, command["names"], flat=command["flat"])

@@ -50,9 +50,9 @@ class ScriptedClient(LLMClient):
     async def generate(self, request: LLMRequest) -> LLMResponse:
         """Answer by the script."""
         self.requests.append(request)
-        async with self.arrived:
-            self.arrived.notify_all()
         try:
+            async with self.arrived:
+                self.arrived.notify_all()
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Self
 
 from aiohttp import web
+
+from tests.fakes.ports import held_port
 
 
 class FakeCompletions:
@@ -21,6 +25,8 @@ class FakeCompletions:
         self.headers: list[dict[str, str]] = []
         self.most = self._now = 0
         """Requests at a time."""
+        self.on_hang: Callable[[], None] = lambda: None
+        """Called when a request begins to hang, as a fault."""
         self.released = asyncio.Event()
         self.released.set()
         self._arrived = asyncio.Condition()
@@ -40,13 +46,14 @@ class FakeCompletions:
         app.router.add_post("/v1/chat/completions", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]
+        self._held = ExitStack()
+        self.port = self._held.enter_context(held_port())
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+        self._held.close()
 
     async def _answer(self, request: web.Request) -> web.Response:
         self._now += 1
@@ -65,6 +72,7 @@ class FakeCompletions:
         await self.released.wait()
         fault = self.faults.popleft() if self.faults else ""
         if fault == "hang":
+            self.on_hang()
             await asyncio.Event().wait()
         if fault == "reset":
             request.transport.abort()

@@ -12,14 +12,43 @@ from typing import Any
 from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
 from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
 from arealite.impl.server.embedded import EmbeddedServer
+from arealite.impl.server.engine import Engine
+
+
+class Brake:
+    """Has an engine stand still, so that what is done to a running generation finds it running."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._wake, self._inbox = engine._wake, lambda: engine._inbox
+        self._turn, engine._turn = engine._turn, self._braked  # type: ignore[method-assign]
+        self._is_on, self._free = False, 0
+
+    def hold(self, free: int = 0) -> None:
+        """From now on it takes `free` turns, then one for whatever it is told; a turn samples a
+        token for each request (two for a new one)."""
+        with self._wake:
+            self._is_on, self._free = True, free
+
+    def let_go(self) -> None:
+        """Have it run freely again."""
+        with self._wake:
+            self._is_on = False
+            self._wake.notify()
+
+    def _braked(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox() or self._free or not self._is_on)
+            self._free = max(0, self._free - 1)
+        self._turn()
 
 
 def server_config(model: Path | str, names: Path | str, **server: Any) -> ServerConfig:
     """Return the config of a server; `max_running_requests` goes where it belongs."""
     rows = server.pop("max_running_requests", 64)
     embedded = EmbeddedServerConfig(max_running_requests=rows, device="cpu")
+    cluster = ClusterConfig(name_root=str(names), user="test", heartbeat_s=0.2, ttl_s=600.0)
     return ServerConfig(
-        cluster=ClusterConfig(name_root=str(names), user="test", heartbeat_s=0.2),
+        cluster=cluster,
         model=ModelConfig(path=str(model)),
         llm_server=LLMServerConfig(embedded=embedded, **server),
     )

@@ -18,12 +18,14 @@ import asyncio
 import itertools
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from tests.fakes.ports import held_port
 from tests.fakes.sglang_weights import WeightRoutes
 
 BODY = web.RequestKey("body", dict)
@@ -83,6 +85,8 @@ class FakeSGLang:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         """(path, body) of every POST."""
         self.paused: str | None = None
+        self.on_hang: Callable[[], None] = lambda: None
+        """Called when a request begins to hang, as a fault."""
         self.port = 0
         for name, value in settings.items():
             if not hasattr(self, name):
@@ -184,12 +188,15 @@ class FakeSGLang:
 
     async def __aenter__(self) -> FakeSGLang:
         self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._held = ExitStack()
+        self.port = self._held.enter_context(held_port())
         await self._start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.kill()
         await self._tasks.__aexit__(None, None, None)
+        self._held.close()
 
     # ------------------------------------------------------------ inside
 
@@ -214,7 +221,6 @@ class FakeSGLang:
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -242,6 +248,7 @@ class FakeSGLang:
         if kind in ("400", "500"):
             return _error(int(kind), f"scripted {kind}")
         if kind == "hang":
+            self.on_hang()
             await asyncio.Event().wait()
         if kind == "reset" and request.transport is not None:
             request.transport.abort()
@@ -410,13 +417,14 @@ class FakeSGLang:
         if mode not in self.pause_modes:
             return _error(400, f"Invalid pause mode {mode!r}")
         self.paused = mode
-        for job in self._jobs.values():
+        running = list(self._jobs.values())
+        for job in running:
             if mode == "abort":
                 job.abort_message = "Aborted"
             job.retractions += mode == "retract"
         await self._notify()
-        if mode == "abort":
-            await self._until(lambda: not self._jobs)
+        if mode == "abort":  # who comes meanwhile is paused, and not waited for
+            await self._until(lambda: all(job not in self._jobs.values() for job in running))
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:

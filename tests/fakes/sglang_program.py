@@ -78,7 +78,8 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 signal.signal(signal.SIGTERM, on_term)
-(FOLDER / f"started-{{seed}}.json").write_text(json.dumps(about))
+(FOLDER / f"started-{{seed}}.tmp").write_text(json.dumps(about))
+(FOLDER / f"started-{{seed}}.tmp").replace(FOLDER / f"started-{{seed}}.json")
 Server(("127.0.0.1", port), Handler).serve_forever()
 """
 

@@ -99,6 +99,8 @@ class WeightRoutes:
 
     async def _from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         path = body.get("model_path", "")
+        if body.get("abort_all_requests"):  # first, as SGLang does
+            await self.fake._abort_all()
         content = await asyncio.to_thread(_content, path)
         if content is None:
             raise Refused(f"Failed to get weights iterator: {path} is no folder")
