@@ -22,6 +22,7 @@ from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation, SamplingParams
 from arealite.impl.server.weights import load_model, stage_weights
+from tests.fakes.embedded import Brake
 from tests.models import tiny_model
 
 FAMILIES = {
@@ -214,6 +215,7 @@ class Running:
     def __init__(self, model: Any, *, rows: int = 8) -> None:
         self.progress = threading.Condition()
         self.engine = Engine(Decoder(model, max_rows=rows, seed=0), deliver=self._deliver)
+        self.brake = Brake(self.engine)
         self.engine.start()
 
     def _deliver(self, generations: list[Generation]) -> None:
@@ -221,14 +223,15 @@ class Running:
             self.progress.notify_all()
 
     def start(self, generation: Generation) -> None:
-        """Submit; return when its first tokens are there."""
+        """Submit; return when its first tokens are there, and it stands still."""
         generation.stream = True
+        self.brake.hold(free=3)
         self.engine.submit([generation])
         self.until(lambda: len(generation.output) > 2)
 
     def until(self, condition: Any) -> None:
         with self.progress:
-            assert self.progress.wait_for(condition, timeout=20)
+            assert self.progress.wait_for(condition, timeout=60)
 
     def __enter__(self) -> Running:
         return self
@@ -260,6 +263,7 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
     for generation in generations:
         generation.stream = True
     with Running(model, rows=4) as running:
+        running.brake.hold(free=6)
         running.engine.submit(generations)
         running.until(lambda: len(generations[0].output) >= 5)
         running.engine.pause(mode).result(timeout=60)
@@ -267,6 +271,7 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
         assert update(running, model, folders[1], "1", flush=mode == "retract")
         assert [len(g.output) for g in generations] == standing
         running.engine.resume().result(timeout=60)
+        running.brake.let_go()
         running.until(lambda: all(g.ended for g in generations))
     for generation in generations:
         assert generation.finish == {"type": "length", "length": 200}
@@ -306,6 +311,7 @@ def test_a_command_nobody_waits_for_any_more_is_dropped(folders: list[Path]) -> 
         assert ask_update(running, model, folders[1], "1").cancel()
         running.engine.submit([queued])
         running.engine.abort(lambda generation: generation is busy)
+        running.brake.let_go()
         running.until(lambda: queued.ended)
         assert running.engine.flush().result(timeout=60)
         assert running.engine.version == "default"
@@ -319,6 +325,7 @@ def test_requests_behind_a_waiting_update_get_the_new_weights(folders: list[Path
         running.start(first)
         future = ask_update(running, model, folders[1], "1")
         running.engine.submit([second])
+        running.brake.let_go()
         running.until(lambda: second.ended)
         assert future.result(timeout=60)
     assert first.spans == [("default", 0, 100)]

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from arealite.api.config import name_dir
 from arealite.base.errors import RoleError, UserError
+from arealite.impl.server import embedded as embedded_module
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.system.names.registry import NameRegistry
-from tests.fakes.embedded import embedded, running, server_config
+from tests.fakes.embedded import Brake, embedded, running, server_config
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -60,12 +61,12 @@ async def test_more_requests_than_rows_all_finish(session: aiohttp.ClientSession
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_weights_change_with_32_in_flight_and_none_is_lost(
-    session: aiohttp.ClientSession, folders: list[Path], mode: str
+    server: EmbeddedServer, session: aiohttp.ClientSession, folders: list[Path], mode: str
 ) -> None:
+    brake = Brake(server.engine)
+    brake.hold()
     tasks = [asyncio.ensure_future(generate(session, [5 + i], 150)) for i in range(32)]
-    async with asyncio.timeout(60):
-        while (await loads(session))["num_running_reqs"] < 8:
-            pass
+    await until_loaded(session, running=8, waiting=24)
     for version in ("1", "2"):
         assert (await post(session, "/pause_generation", mode=mode))[0] == 200
         status, _ = await post(
@@ -77,11 +78,21 @@ async def test_weights_change_with_32_in_flight_and_none_is_lost(
         )
         assert status == 200
         await post(session, "/continue_generation")
+    brake.let_go()
     answers = await asyncio.gather(*tasks)
     assert all(len(a["output_ids"]) == 150 for a in answers)
     assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in answers)
     seen = {s["version"] for a in answers for s in a["meta_info"]["weight_versions"]}
-    assert {"default", "2"} <= seen
+    assert seen == {"default", "1", "2"}
+
+
+async def until_loaded(session: aiohttp.ClientSession, *, running: int, waiting: int = 0) -> None:
+    """Wait until it has so many requests."""
+    async with asyncio.timeout(60):
+        while True:
+            load = await loads(session)
+            if (load["num_running_reqs"], load["num_waiting_reqs"]) == (running, waiting):
+                return
 
 
 async def loads(session: aiohttp.ClientSession) -> dict[str, Any]:
@@ -183,14 +194,11 @@ async def test_bad_admin_bodies_are_refused(session: aiohttp.ClientSession) -> N
 async def test_a_client_that_vanishes_takes_its_request_along(
     server: EmbeddedServer, session: aiohttp.ClientSession
 ) -> None:
+    Brake(server.engine).hold()  # it cannot end by itself
     task = asyncio.ensure_future(generate(session, [5], 500))
-    async with asyncio.timeout(60):
-        while (await loads(session))["num_running_reqs"] < 1:
-            pass
-        await post(session, "/pause_generation", mode="in_place")  # it cannot end by itself
-        task.cancel()
-        while (await loads(session))["num_running_reqs"] > 0:
-            pass
+    await until_loaded(session, running=1)
+    task.cancel()
+    await until_loaded(session, running=0)
 
 
 async def test_paused_servers_are_healthy_but_not_ready(session: aiohttp.ClientSession) -> None:
@@ -204,7 +212,7 @@ async def test_paused_servers_are_healthy_but_not_ready(session: aiohttp.ClientS
 
 async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Path) -> None:
     config = server_config(folders[0], tmp_path, context_length=100)
-    registry = NameRegistry(name_dir(config))
+    registry = NameRegistry.of(config)
     async with running(config) as server:
         (entry,) = registry.list("llm_server")
         assert entry.value == {
@@ -229,13 +237,13 @@ async def test_the_name_follows_the_version_but_keeps_the_model(
 ) -> None:
     """The folder of new weights goes away, so who looks for the model must not find that one."""
     config = server_config(folders[0], tmp_path)
-    registry = NameRegistry(name_dir(config))
+    registry = NameRegistry.of(config)
     async with running(config) as server, aiohttp.ClientSession(server.address) as session:
         body = {"model_path": str(folders[1]), "weight_version": "5"}
         assert (await post(session, "/update_weights_from_disk", **body))[0] == 200
-        async with asyncio.timeout(60):
-            while (value := registry.list("llm_server")[0].value)["version"] != "5":
-                await loads(session)
+        value = await eventually(
+            lambda: (v := registry.list("llm_server")[0].value)["version"] == "5" and v, "version 5"
+        )
         assert value["model_path"] == str(folders[0])
 
 
@@ -260,23 +268,24 @@ async def test_wrong_models_are_refused_before_anything(
 
 
 async def test_sigterm_answers_what_is_in_flight_and_returns(
-    folders: list[Path], tmp_path: Path
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(embedded_module, "SHUTDOWN_S", 60.0)
     config = server_config(folders[0], tmp_path)
     server = EmbeddedServer(config)
     serving = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(60):
         await server.ready.wait()
+        Brake(server.engine).hold()
         async with aiohttp.ClientSession(server.address) as session:
             flight = asyncio.ensure_future(generate(session, [5], 500))
-            while (await loads(session))["num_running_reqs"] < 1:
-                pass
+            await until_loaded(session, running=1)
             os.kill(os.getpid(), signal.SIGTERM)
             answer = await flight
         await serving
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"])
-    assert NameRegistry(name_dir(config)).list("llm_server") == []
+    assert NameRegistry.of(config).list("llm_server") == []
 
 
 async def test_a_dead_engine_ends_the_server(folders: list[Path], tmp_path: Path) -> None:

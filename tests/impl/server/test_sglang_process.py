@@ -4,6 +4,7 @@ stand-in for SGLang."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -19,22 +20,39 @@ import psutil
 import pytest
 import structlog.testing
 
-from arealite.api.config import ServerConfig, name_dir
+from arealite.api.config import ServerConfig
 from arealite.base.errors import RoleError, UserError
-from arealite.impl.server import sglang_process
+from arealite.impl.server import sglang, sglang_process
 from arealite.impl.server.sglang import SGLangServer
-from arealite.impl.server.sglang_process import SGLangProcess
+from arealite.impl.server.sglang_process import SGLangProcess, take_ports
+from arealite.system.health import waits
 from arealite.system.names.registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config
 from tests.waiting import eventually, until
 
 ROOT = Path(__file__).resolve().parents[3]
+PORTS = itertools.count(10_000 + os.getpid() % 900 * 10, 5)
+"""Below those that the system gives."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is waited for between starts, long for answers; ports are free until they are used."""
     monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
+    monkeypatch.setattr(sglang_process, "TERMINATE_S", 60.0)
+    monkeypatch.setattr(sglang_process, "LOAD_S", 60.0)
+    for module in (sglang, sglang_process):
+        monkeypatch.setattr(module, "take_ports", take_own_ports)
+
+
+def take_own_ports(host: str, port: int, count: int) -> list[int]:
+    """As `take_ports`, but a free port is none that the system gives to others."""
+    while True:
+        try:
+            return take_ports(host, port or next(PORTS), count)
+        except OSError:
+            if port:
+                raise
 
 
 def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerConfig:
@@ -43,7 +61,7 @@ def quick_config(program: Program, model_folder: Path, **server: Any) -> ServerC
 
 
 def names(config: ServerConfig) -> list[Entry]:
-    return NameRegistry(name_dir(config)).list("llm_server")
+    return NameRegistry.of(config, ttl_s=600.0).list("llm_server")
 
 
 def is_alive(pid: int) -> bool:
@@ -113,9 +131,12 @@ async def test_an_old_server_that_cannot_tell_its_load_has_none(
         assert "load" not in names(settings)[0].value
         assert names(settings)[0].value["context_length"] == 77, "the model's own"
         program.tell(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
-        age = names(settings)[0].age_s
-        await eventually(lambda: names(settings)[0].age_s < age, "another heartbeat")
-        assert "load" not in names(settings)[0].value
+        told = program.orders["answers"] | {"/model_info": {"weight_version": "5"}}
+        program.tell(answers=told)  # it is asked for its load after this
+        value = await eventually(
+            lambda: (v := names(settings)[0].value)["version"] == "5" and v, "version 5"
+        )
+        assert "load" not in value
 
 
 async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
@@ -192,19 +213,30 @@ async def test_a_server_that_never_holds_is_given_up(
 
 @pytest.mark.parametrize("how", ["stopped", "refusing", "hanging"])
 async def test_a_silent_server_is_killed_and_started_again(
-    program: Program, model_folder: Path, how: str
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
-    settings = quick_config(program, model_folder, silence_s=1.5)
+    settings = quick_config(program, model_folder)
+    options, asked = settings.llm_server.sglang, list[float]()
+    bounded = SGLangProcess._bounded
+
+    def noted(server: SGLangProcess, what: str, seconds: float, **more: Any) -> Any:
+        asked.append(seconds)
+        return bounded(server, what, seconds, **more)
+
+    monkeypatch.setattr(SGLangProcess, "_bounded", noted)
     async with serving(settings):
-        pid = names(settings)[0].value["pid"]
+        object.__setattr__(options, "silence_s", 1.5)
+        (entry,) = await eventually(lambda: 1.5 in asked and names(settings), "the next question")
+        pid = entry.value["pid"]
         if how == "stopped":
             os.kill(pid, signal.SIGSTOP)
         elif how == "refusing":
             program.tell(sick=["1"])
         else:
             program.tell(hangs=["/model_info"])
-        await eventually(lambda: not names(settings), "the name to go")
         await eventually(lambda: gone([pid]), "the process to die")
+        assert pid not in [entry.value["pid"] for entry in names(settings)]
+        object.__setattr__(options, "silence_s", 600.0)
         program.tell(sick=[], hangs=[])
         (entry,) = await eventually(lambda: names(settings), "the name to come back")
         assert entry.value["pid"] != pid
@@ -213,26 +245,50 @@ async def test_a_silent_server_is_killed_and_started_again(
 async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 6.0)
-    settings = quick_config(program, model_folder, silence_s=5.0)
+    monkeypatch.setattr(sglang_process, "LOAD_S", 0.5)
+    load, deadlines = SGLangProcess._load, list[str]()
+
+    async def noted(server: SGLangProcess, seconds: float) -> Any:
+        deadlines.extend(wait.what for wait in waits.table if wait.seconds == 600.0)
+        return await load(server, seconds)
+
+    settings = quick_config(program, model_folder)
     async with serving(settings):
-        pid = names(settings)[0].value["pid"]
+        monkeypatch.setattr(SGLangProcess, "_load", noted)
+        (entry,) = names(settings)
         program.tell(hangs=["/v1/loads"])
-        await eventually(lambda: "load" not in names(settings)[0].value, "a name without load")
-        assert names(settings)[0].value["pid"] == pid
+        (later,) = await eventually(
+            lambda: [e for e in names(settings) if "load" not in e.value], "a name without load"
+        )
+        assert later.value["pid"] == entry.value["pid"]
+        assert not deadlines, "silence is counted while it is asked for its load"
 
 
 @pytest.mark.parametrize(
     ("orders", "timeout_s", "text"),
     [
         ({"exits": {"2": 3}}, 600.0, "died (exit code 3)"),
-        ({"sick": ["2"]}, 5.0, "/health"),
-        ({"hangs": ["/generate"]}, 5.0, "/health"),
+        ({"sick": ["2"]}, 1.0, "/health"),
+        ({"hangs": ["/generate"]}, 1.0, "/health"),
     ],
 )
 async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
-    program: Program, model_folder: Path, orders: dict[str, Any], timeout_s: float, text: str
+    program: Program,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    orders: dict[str, Any],
+    timeout_s: float,
+    text: str,
 ):
+    healthy = SGLangProcess._healthy
+
+    async def once_both_run(server: SGLangProcess) -> None:
+        if not orders.get("exits"):
+            runs = [program.folder / f"started-{seed}.json" for seed in (1, 2)]
+            await eventually(lambda: all(run.exists() for run in runs), "both to run")
+        await healthy(server)
+
+    monkeypatch.setattr(SGLangProcess, "_healthy", once_both_run)
     program.tell(says="line one\nno memory is left for the KV cache", grandchild=True, **orders)
     settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=timeout_s)
     with pytest.raises(ExceptionGroup) as caught:
@@ -249,7 +305,7 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
 
 
 async def test_sigterm_lets_running_requests_end(program: Program, model_folder: Path):
-    settings = quick_config(program, model_folder, drain_timeout_s=20.0)
+    settings = quick_config(program, model_folder, drain_timeout_s=600.0)
     program.tell(grandchild=True)
     async with serving(settings) as task:
         program.load(1, 0)
@@ -264,7 +320,17 @@ async def test_sigterm_lets_running_requests_end(program: Program, model_folder:
         await eventually(lambda: gone(pids), "the group to end")
 
 
-async def test_what_does_not_listen_is_killed_after_its_time(program: Program, model_folder: Path):
+async def test_what_does_not_listen_is_killed_after_its_time(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    terminate = asyncio.subprocess.Process.terminate
+
+    def heard(process: asyncio.subprocess.Process) -> None:
+        terminate(process)
+        until(program.terms, what="the signal to come")
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "terminate", heard)
+    monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
     program.tell(ignores_term=True, grandchild=True)
     settings = quick_config(program, model_folder)
     async with serving(settings) as task:
@@ -327,6 +393,7 @@ def command(
         "llm_server.type=sglang",
         f"llm_server.sglang.python={program.path}",
         "llm_server.sglang.device=cpu",
+        f"llm_server.port={take_own_ports('127.0.0.1', 0, 2)[0]}",
         f"model.path={model_folder}",
         f"cluster.name_root={program.folder / 'names'}",
         f"cluster.run_root={program.folder / 'runs'}",
@@ -340,7 +407,7 @@ def command(
         text=True,
         start_new_session=True,
     )
-    registry = NameRegistry(program.folder / "names/u/arealite/t")
+    registry = NameRegistry(program.folder / "names/u/arealite/t", ttl_s=600.0)
     try:
         until(lambda: process.poll() is not None or registry.list("llm_server"), what="a name")
         yield process

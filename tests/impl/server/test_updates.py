@@ -7,8 +7,11 @@ import base64
 import os
 import pickle
 import socket
+import threading
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +21,10 @@ from safetensors.torch import load_file, save
 
 from arealite.impl.server import group_member
 from arealite.impl.server.embedded import EmbeddedServer
+from arealite.impl.weights import group as groups
 from tests.contracts.backends import Backend, Trainer, layouts, trainer_process
 from tests.fakes.embedded import embedded
+from tests.waiting import eventually
 
 DISTRIBUTED = "/update_weights_from_distributed"
 
@@ -75,31 +80,55 @@ async def test_what_does_not_fit_is_refused_before_a_byte_is_awaited(
 
 
 async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
-    server: Backend, monkeypatch: pytest.MonkeyPatch
+    server: Backend, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_member, "TIMEOUT_S", 1.0)
+    made: list[Any] = []
+
+    def join_noted(*args: Any, **options: Any) -> Any:
+        made.append(groups.join(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(
+        group_member, "groups", SimpleNamespace(join=join_noted, leave=groups.leave)
+    )
     (layout,) = layouts(server.folders[1])
     body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
     before = await server.checksum()
-    with trainer_process() as silent:  # it joins and never sends
-        await join(silent, server)
-        await server.begin()
-        update = asyncio.ensure_future(server.post(DISTRIBUTED, group_name=silent.group, **body))
-        server.check(await server.generate(20))
-        assert not update.done()
-        async with asyncio.timeout(60):
-            status, answer = await update
-        assert status == 400 and answer["message"].startswith("Failed to receive weights")
-        await server.end()
-    path, name = "/destroy_weights_update_group", silent.group
-    assert (await server.post(path, group_name=name))[0] == 200
+    await join(trainer, server)  # and nothing is sent
+    await server.begin()
+    update = asyncio.ensure_future(server.post(DISTRIBUTED, group_name=trainer.group, **body))
+    server.check(await server.generate(20))
+    assert not update.done()
+    sent = trainer.command(
+        do="send", folder=server.folders[0], names=layout.names, flat=False, server=server
+    )
+    assert await sent == "done" and (await update)[0] == 200
+    assert await server.checksum() == before, "these were its own weights"
+
+    # Its wait has the bound that it joined with; here less of that, so that the test sees its end.
+    backend = made[0]._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=group_member.TIMEOUT_S)
+    backend._set_default_timeout(timedelta(seconds=0.5))
+    async with asyncio.timeout(60):
+        status, answer = await server.post(DISTRIBUTED, group_name=trainer.group, **body)
+    assert status == 400 and answer["message"].startswith("Failed to receive weights")
+    await server.end()
+    assert (await trainer.leave(server))[0] == 200
     assert await server.checksum() == before
 
 
 async def test_a_group_whose_trainer_never_comes_is_given_up(
     server: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tries, go_on = threading.Event(), threading.Event()
+
+    def join_later(*args: Any, **options: Any) -> Any:
+        tries.set()
+        assert go_on.wait(60)
+        return groups.join(*args, **options)
+
     monkeypatch.setattr(group_member, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(group_member, "groups", SimpleNamespace(join=join_later))
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # nobody listens
         body = {"master_address": "127.0.0.1", "master_port": deaf.getsockname()[1]}
@@ -107,8 +136,10 @@ async def test_a_group_whose_trainer_never_comes_is_given_up(
         path = "/init_weights_update_group"
         async with asyncio.timeout(60):
             first = asyncio.ensure_future(server.post(path, **body))
+            await eventually(tries.is_set, "a join")
             await server.generate(1)
             second = await server.post(path, **body)
+            go_on.set()
             status, answer = await first
     assert status == 400 and "Failed to initialize custom process group" in answer["message"]
     assert second[0] == 400 and "has already been created" in second[1]["message"]
