@@ -320,7 +320,7 @@ class SGLangProcess:
         drain_s = self.options.drain_timeout_s
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                while (load := await self._load(drain_s)) and any(load.values()):  # noqa: ASYNC110
+                while (load := await self._load(drain_s)) and (load["running"] or load["waiting"]):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         with suppress(ProcessLookupError):
             self._process.terminate()
