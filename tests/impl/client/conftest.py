@@ -54,7 +54,9 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
         names = NameRegistry(name_dir(experiment), ttl_s=600.0)
-        own = SGLangClientConfig(**({"refresh_s": 0.05, "request_timeout_s": 60.0} | client))
+        # Ends that only a test brings about: `refresh_s` or a deadline of its own.
+        limits = {"request_timeout_s": 60.0, "connect_timeout_s": 60.0}
+        own = SGLangClientConfig(**({"refresh_s": 0.05} | limits | client))
         async with AsyncExitStack() as stack:
             servers = [
                 await stack.enter_async_context(FakeSGLang(**one)) for one in settings or ({},)

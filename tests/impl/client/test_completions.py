@@ -16,6 +16,7 @@ from arealite.impl.client import completions
 from arealite.impl.client.completions import Completions, FixedPolicyFailed
 from arealite.system.health import waits
 from tests.fakes.completions import FakeCompletions
+from tests.fakes.patience import Patience
 
 HELLO = [{"role": "user", "content": "hello"}]
 KEY = "sk-very-secret"
@@ -63,9 +64,10 @@ async def test_it_sends_the_conversation_and_the_sampling() -> None:
     ],
     ids=lambda fault: fault[:12],
 )
-async def test_a_fault_is_tried_again(fault: str) -> None:
-    seconds = 0.2 if fault == "hang" else 30.0
-    async with connected(fault, timeout_s=seconds) as (server, endpoint):
+async def test_a_fault_is_tried_again(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = Patience(monkeypatch, completions)
+    async with connected(fault) as (server, endpoint):
+        server.on_hang = lambda: patience.end(f"endpoint 127.0.0.1:{server.port}")
         assert await endpoint.ask(HELLO, owner="seat judge") == "1: hello"
     assert len(server.bodies) == 2
 
@@ -75,17 +77,21 @@ async def test_a_fault_is_tried_again(fault: str) -> None:
     [
         ("500", "HTTP 500"),
         ("429", "HTTP 429"),
-        ("hang", "no answer in 0.05 s"),
+        ("hang", "no answer in 30 s"),
         ("nonsense", "no chat completion"),
         ("reset", "Disconnected"),
     ],
 )
-async def test_a_lasting_fault_fails_after_all_tries(fault: str, what: str) -> None:
-    seconds = 0.05 if fault == "hang" else 30.0
-    async with connected(*[fault] * 9, timeout_s=seconds) as (server, endpoint):
+async def test_a_lasting_fault_fails_after_all_tries(
+    fault: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = Patience(monkeypatch, completions)
+    async with connected(*[fault] * 9) as (server, endpoint):
+        server.on_hang = lambda: patience.end(f"endpoint 127.0.0.1:{server.port}")
         with pytest.raises(FixedPolicyFailed, match=what) as raised:
             await endpoint.ask(HELLO, owner="seat judge")
     assert len(server.bodies) == 3
+    assert patience.ended == ([30.0] * 3 if fault == "hang" else [])
     assert raised.value.failure_class == "fixed_policy"
 
 

@@ -22,6 +22,7 @@ from arealite.impl.client import sglang
 from arealite.impl.client.sglang import SGLangClient
 from tests.fakes.sglang import FakeSGLang, next_letter
 from tests.impl.client.conftest import request
+from tests.waiting import eventually
 
 
 async def post(server: FakeSGLang, path: str, **body: Any) -> None:
@@ -238,22 +239,26 @@ async def test_a_partial_output_moves_with_its_request(site) -> None:
 
 
 async def test_a_silent_server_is_left_when_its_name_dies(site) -> None:
-    async with site({}, {}, connect_timeout_s=0.5) as s:
+    async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
+        s.client._directory.timeout_s = 0.5  # of the next question, which is the test's
         first.fail_next("hang")
         first.fail_next("hang", path="/model_info", count=1000)
         task = asyncio.create_task(s.generate())
         await first.received(1)
         s.names.remove("llm_server", "s0")
+        s.client._directory.want()
         assert (await task).output_ids == expected([10, 20, 30], 8)
         assert len(second.requests) == 1
 
 
 async def test_a_server_that_stops_answering_questions_is_left(site) -> None:
-    async with site({}, {}, connect_timeout_s=0.5) as s:
+    async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
+        s.client._directory.timeout_s, s.client._directory.refresh_s = 0.5, 0.05
         first.fail_next("hang")
         first.fail_next("hang", path="/model_info", count=1000)
+        s.client._directory.want()
         assert (await s.generate()).stop_reason == "length"
         assert len(second.requests) == 1
 
@@ -272,20 +277,33 @@ async def test_a_restarted_server_gets_traffic_again(site) -> None:
 async def test_a_request_that_backs_off_holds_no_server(site) -> None:
     async with site() as s:
         s.servers[0].fail_next("reset", count=3)
+        back_off, backs_off, go_on = s.client._back_off, asyncio.Event(), asyncio.Event()
+
+        async def for_long(generation) -> None:
+            await back_off(generation)
+            backs_off.set()
+            await go_on.wait()
+
+        s.client._back_off = for_long
         task = asyncio.create_task(s.generate())
-        while s.client.stats()["failovers"] < 2:
-            await s.client._directory.changed()
+        async with asyncio.timeout(60):
+            await backs_off.wait()
         (server,) = s.client._router.servers.values()
         assert (server.in_flight, server.limits) == (0, set())
         server.lose()
+        go_on.set()
         assert (await task).stop_reason == "length"
 
 
 async def test_nobody_left_is_an_error_at_the_deadline(site) -> None:
     async with site() as s:
         await s.servers[0].kill()
+        with pytest.raises(ServerUnavailable, match=r"unreachable|before the deadline"):
+            await s.generate(deadline_s=0.3)  # it may end at the server, or at none
+        (server,) = s.client._router.servers.values()
+        await eventually(lambda: not server.alive, "the loss of the server")
         with pytest.raises(ServerUnavailable, match="unreachable"):
-            await s.generate(deadline_s=0.3)
+            await s.generate(deadline_s=0.1)
 
 
 async def test_a_generation_past_its_deadline_is_aborted(site) -> None:

@@ -19,12 +19,14 @@ import sys, torch, torch.distributed as dist
 from arealite.impl.weights.group import join, leave
 for number, port in enumerate(map(int, sys.argv[2:])):
     where, name = ("127.0.0.1", port), f"{sys.argv[1]}{number}"
-    group = join(where, name, rank=1, world_size=2, backend="gloo", seconds=60.0)
+    group = join(where, name, rank=1, world_size=2, backend="gloo", seconds=240.0)
     if sys.argv[1] != "lost":
         tensor = torch.zeros(5)
         dist.broadcast(tensor, src=0, group=group)
         leave(group)
         print(tensor.tolist())
+    else:
+        sys.stdin.readline()
 """
 
 
@@ -34,7 +36,8 @@ def member(tmp_path: Path):
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", MEMBER, *map(str, arguments)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path))
         return started[-1]
 
     yield start
@@ -49,7 +52,7 @@ def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
     ports = [listener.getsockname()[1] for listener in listeners]
     other = member("g", *ports)
     for number, (listener, port) in enumerate(zip(listeners, ports, strict=True)):
-        group = join(listener, f"g{number}", rank=0, world_size=2, backend="gloo", seconds=60.0)
+        group = join(listener, f"g{number}", rank=0, world_size=2, backend="gloo", seconds=240.0)
         listening = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
         assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}
         assert not dist.is_initialized(), "the default group stays untouched"
@@ -63,8 +66,9 @@ def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
 def test_a_member_that_dies_ends_the_broadcast(member) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     other = member("lost", listener.getsockname()[1])
-    group = join(listener, "lost0", rank=0, world_size=2, backend="gloo", seconds=60.0)
-    assert other.wait(60) == 0
+    group = join(listener, "lost0", rank=0, world_size=2, backend="gloo", seconds=240.0)
+    other.communicate("we have both joined\n", timeout=60)
+    assert other.returncode == 0
     with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer|Broken pipe"):
         dist.broadcast(torch.zeros(1 << 20), src=0, group=group)
     leave(group)
