@@ -211,7 +211,7 @@ class Killer:
             for pending in self._gone.values():
                 pending.launcher_died = pending.kind != "llm_server"
         else:
-            roles[name].wait(10)  # raises TimeoutExpired if it survived
+            roles[name].wait(BACK_S)  # raises TimeoutExpired if it survived
         if psutil.pid_exists(kill.pid) and psutil.Process(kill.pid) == roles[name]:
             raise SoakError(f"{name} (pid {kill.pid}) survived SIGKILL")
         self.kills.append(kill)

@@ -1,4 +1,4 @@
-"""Faults done to one live run, one after the other: each is named within ten seconds and healed.
+"""Faults done to one live run, one after the other: each is named and healed.
 
 One run for all, because each takes seconds to come up, and because faults that follow each other
 are what a long run meets.
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,14 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import until
 from tools import soak
 
-pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
 
-NAMED_S = 10.0
-HEALED_S = 30.0
+HANGS_S = 30.0
+"""How long an episode that hangs is there to be named."""
 ROOM = 150_000
 """Bytes that a file may have on the full disk: minutes of logs fit, a checkpoint (250 KB) not."""
 
@@ -50,37 +49,35 @@ class Live:
         return max((int(line["step"]) for line in whole), default=-1)
 
     def role(self, name: str) -> psutil.Process:
-        until(lambda: name in self.place.roles(), what=f"{name} to be there", seconds=HEALED_S)
+        until(lambda: name in self.place.roles(), what=f"{name} to be there", seconds=SLOW_S)
         return self.place.roles()[name]
 
-    def named(self, *words: str, since: int) -> float:
-        """Wait until one new line on the terminal holds all words; return how long it took."""
-        begin = time.monotonic()
+    def named(self, *words: str, since: int) -> None:
+        """Wait until one new line on the terminal holds all words."""
 
         def found() -> bool:
             new = self.shown()[since:].splitlines()
             return any(all(word in line for word in words) for line in new)
 
         what = lambda: f"a line with {words} in:\n{self.shown()[since:]}"  # noqa: E731
-        until(found, what=what, seconds=NAMED_S)
-        return time.monotonic() - begin
+        until(found, what=what, seconds=SLOW_S)
 
     def order(self, order: str) -> None:
         """Have the environment do harm, and wait until it begins: a worker may just be starting."""
         self.orders.write_text(order)
         taken = lambda: not self.orders.exists()  # noqa: E731
-        until(taken, what=f"somebody to take the order {order}", seconds=HEALED_S)
+        until(taken, what=f"somebody to take the order {order}", seconds=SLOW_S)
 
     def goes_on(self) -> None:
         """Wait until two more steps are trained."""
         begin = self.steps()
-        until(lambda: self.steps() >= begin + 2, what="further steps", seconds=HEALED_S)
+        until(lambda: self.steps() >= begin + 2, what="further steps", seconds=SLOW_S)
 
     def why(self) -> str:
         """What `arealite why` says now."""
         command = [sys.executable, "-m", "arealite.cli.main", "why", str(self.paths.root)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, env=ENVIRONMENT, cwd=ROOT
+            command, capture_output=True, text=True, timeout=SLOW_S, env=ENVIRONMENT, cwd=ROOT
         )
         return done.stdout + done.stderr
 
@@ -102,12 +99,11 @@ def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
         "imports=[tests.e2e.faulty]",
         "trainer.ppo.collector.env.type=faulty",
         f"trainer.ppo.collector.env.faulty.orders={orders}",
-        "trainer.ppo.collector.episode_timeout_s=6",
+        f"trainer.ppo.collector.episode_timeout_s={HANGS_S}",
         "trainer.ppo.total_steps=100000",
         "trainer.ppo.checkpoint.every_steps=3",
         "launcher.trainer_ranks=2",
-        "launcher.silent_s=4",
-        "launcher.blocked_s=5",
+        "launcher.blocked_s=10",
         "launcher.max_restarts=20",
         "logger.types=[]",
     )
@@ -116,22 +112,22 @@ def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
     run = Live(place, RunPaths(folder / "e2e" / "faults"), orders)
     place.start()
     try:
-        until(lambda: run.steps() >= 0, what="a trained step", seconds=60)
+        until(lambda: run.steps() >= 0, what="a trained step", seconds=SLOW_S)
         yield run
         place.launcher.send_signal(signal.SIGINT)
-        assert place.launcher.wait(60) == 130, run.shown()
+        assert place.launcher.wait(SLOW_S) == 130, run.shown()
     finally:
         place.stop()
     report = audit(run.paths.ledger)
     assert report.ok, report.table()
-    assert not strays(folder)
+    all_gone(folder)
 
 
 def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
     """The first, while metrics and logs are small: what is too large is the checkpoint."""
     since, victim = len(live.shown()), live.role("trainer-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
-    until(lambda: not victim.is_running(), what="a checkpoint to fail", seconds=HEALED_S)
+    until(lambda: not victim.is_running(), what="a checkpoint to fail", seconds=SLOW_S)
     live.named("trainer-0 died", "File too large", since=since)
     live.goes_on()
 
@@ -142,7 +138,7 @@ def test_a_stopped_role_is_named_and_replaced(live: Live, name: str) -> None:
     os.kill(victim.pid, signal.SIGSTOP)
     try:
         live.named(name.split("-")[0], "stopped", since=since)
-        until(lambda: not victim.is_running(), what=f"{name} to be killed", seconds=HEALED_S)
+        until(lambda: not victim.is_running(), what=f"{name} to be killed", seconds=SLOW_S)
     finally:
         if victim.is_running():
             victim.kill()
@@ -154,7 +150,7 @@ def test_a_stopped_launcher_is_named_by_why(live: Live) -> None:
     """Nobody is above it: the run goes on, and who asks is told."""
     live.place.launcher.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: "launcher-0 is STOPPED" in live.why(), what="why", seconds=NAMED_S)
+        until(lambda: "launcher-0 is STOPPED" in live.why(), what="why", seconds=SLOW_S)
         live.goes_on()
     finally:
         live.place.launcher.send_signal(signal.SIGCONT)
@@ -166,15 +162,15 @@ def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
     since, victim = len(live.shown()), live.role("rollout-0")
     live.order(order)
     live.named("rollout-0", "blocked", "faulty.py", since=since)
-    until(lambda: not victim.is_running(), what="it to be killed", seconds=HEALED_S)
+    until(lambda: not victim.is_running(), what="it to be killed", seconds=SLOW_S)
     live.goes_on()
 
 
 def test_an_environment_that_never_returns(live: Live) -> None:
     live.order("hang")
-    until(lambda: "environment" in live.why(), what="why to name it", seconds=NAMED_S)
+    until(lambda: "on environment faulty" in live.why(), what="why to name it", seconds=SLOW_S)
     timed_out = lambda: audit(live.paths.ledger).failures_by_class.get("episode_timeout")  # noqa: E731
-    until(timed_out, what="the episode's failure", seconds=NAMED_S)
+    until(timed_out, what="the episode's failure", seconds=SLOW_S)
     live.goes_on()
 
 
@@ -183,7 +179,7 @@ def test_a_full_disk_under_the_ledger(site: Site, live: Live) -> None:
     since, victim = len(live.shown()), live.role("datapipe-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
     live.named("cannot write the ledger", since=since)
-    assert live.place.launcher.wait(30) == 3
+    assert live.place.launcher.wait(SLOW_S) == 3
     assert "balanced" in live.shown()[since:]
     live.place.launch()
     live.goes_on()

@@ -19,11 +19,32 @@ from safetensors.torch import load_file
 from arealite.base import config as base_config
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.e2e import gated
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.models import tiny_model
 from tests.waiting import spawned, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+
+HELD = """
+import time
+from pathlib import Path
+
+from arealite.impl.trainer.sft import SFTTrainer
+from tests.e2e.gated import opened
+
+GATE, following = Path(__file__).with_name("gate"), SFTTrainer.next_batch
+
+
+def next_batch(self, step):
+    while step >= opened(GATE) and not self.stop.asked:
+        time.sleep(0.02)
+    return following(self, step)
+
+
+SFTTrainer.next_batch = next_batch
+"""
+"""Has trainers wait where a gate says so, until they are asked to stop."""
 
 
 def write_answers(file: Path, count: int) -> None:
@@ -69,12 +90,16 @@ class Run:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.paths = folder, RunPaths(folder / "runs" / "e2e" / "t")
         folder.mkdir()
+        (folder / "held.py").write_text(HELD)
+        self.gate = folder / "gate"
+        self.environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         write_answers(folder / "answers.jsonl", 64)
         self.command = [
             *(sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "config/sft.yaml")),
             *("experiment_name=e2e", "trial_name=t", f"cluster.name_root={folder / 'names'}"),
             *(f"model.path={model}", f"cluster.run_root={folder / 'runs'}"),
             *(f"dataset.train={folder / 'answers.jsonl'}", "launcher.trainer_ranks=2"),
+            f"imports=[{folder / 'held.py'}]",
             *("trainer.offline.batch_size=16", "trainer.offline.epochs=50"),
             *("trainer.offline.checkpoint_every_steps=20", "trainer.offline.lr=1e-3"),
         ]
@@ -89,15 +114,21 @@ class Run:
     def reaches(self, steps: int, train: subprocess.Popen[str], *, since: float = 0.0) -> None:
         """Wait until a process begun after `since` has trained a step from `steps` on."""
         over = lambda: self.steps(since) >= steps or train.poll() is not None  # noqa: E731
-        until(over, what=f"step {steps}", seconds=90)
+        until(over, what=f"step {steps}", seconds=SLOW_S)
         assert train.poll() is None, (train.stdout.read() if train.stdout else "") + self.logs()
+
+    def is_well(self) -> bool:
+        """Whether `arealite why` knows the ranks, and finds nobody at fault."""
+        why = [sys.executable, "-m", "arealite.cli.main", "why", str(self.paths.root)]
+        shown = subprocess.run(why, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
+        return shown.returncode == 0 and "trainer-1" in shown.stdout
 
     def finish(self) -> None:
         done = subprocess.run(
-            self.command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+            self.command, env=self.environment, capture_output=True, text=True, timeout=SLOW_S
         )
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
-        assert not strays(self.folder)
+        all_gone(self.folder)
 
     def logs(self) -> str:
         return "\n".join(file.read_text()[-2000:] for file in self.paths.logs.glob("*.log"))
@@ -112,21 +143,22 @@ def test_a_run_that_is_killed_stopped_and_resumed_is_the_same(tmp_path: Path) ->
     model = tiny_model(tmp_path / "model", init_std=0.1)
     whole, harmed = Run(tmp_path / "whole", model), Run(tmp_path / "harmed", model)
     whole.finish()
-    with spawned(harmed.command, ENVIRONMENT) as train:
+    gated.write(harmed.gate, 13)
+    with spawned(harmed.command, harmed.environment) as train:
         harmed.reaches(12, train)
-        why = [sys.executable, "-m", "arealite.cli.main", "why", str(harmed.paths.root)]
-        shown = subprocess.run(why, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
-        assert shown.returncode == 0 and "trainer-1" in shown.stdout, shown.stdout
+        until(harmed.is_well, what="nobody to hold the run up")
         ranks = psutil.Process(train.pid).children()
         os.kill(random.Random(1).choice(ranks).pid, signal.SIGKILL)
         killed = time.time()
+        gated.write(harmed.gate, 16)
         harmed.reaches(15, train, since=killed)
         train.send_signal(signal.SIGTERM)
-        code, told = train.wait(60), train.stdout.read() if train.stdout else ""
+        code, told = train.wait(SLOW_S), train.stdout.read() if train.stdout else ""
     assert code == 130, told + harmed.logs()
     assert "started again (1 of 5)" in told and "stopping after this step" in told
     assert "no audit" not in told and not harmed.paths.export.exists()
     assert len(harmed.told()) < 200, "it was stopped before its end"
+    harmed.gate.unlink()
     harmed.finish()
     assert harmed.told() == whole.told() and len(whole.told()) == 200
     one, other = (load_file(run.paths.export / "model.safetensors") for run in (whole, harmed))

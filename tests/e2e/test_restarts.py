@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,12 +21,10 @@ import pytest
 from arealite.base.names import RunPaths
 from arealite.impl.publisher.staging import TMPFS
 from arealite.system.ledger.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import spawned, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(240)]
-
-BACK_S = 3.0
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
 
 
 @dataclass
@@ -61,18 +58,16 @@ class Run:
     def trains(self, *, beyond: int) -> None:
         """Wait until a step after `beyond` is trained."""
         over = lambda: self.step() > beyond or self.train.poll() is not None  # noqa: E731
-        until(over, what=f"a step after {beyond}", seconds=90)
+        until(over, what=f"a step after {beyond}", seconds=SLOW_S)
 
-    def kill(self, role: str) -> float:
-        """Kill a role; return the seconds until another process has its place."""
+    def kill(self, role: str) -> None:
+        """Kill a role; wait until another process has its place (`make soak` measures how soon)."""
         before = self.pid(role)
         assert before is not None, f"{role} is not there to be killed"
-        victim, begin = psutil.Process(before), time.monotonic()
+        victim = psutil.Process(before)
         victim.kill()
-        until(lambda: self.pid(role) not in (None, before), what=f"{role} again")
-        seconds = time.monotonic() - begin
+        until(lambda: self.pid(role) not in (None, before), what=f"{role} again", seconds=SLOW_S)
         until(lambda: not victim.is_running(), what=f"the end of {role}")
-        return seconds
 
 
 @contextmanager
@@ -89,8 +84,8 @@ def running(site: Site, folder: Path) -> Iterator[Run]:
             yield Run(train, server, RunPaths(folder / "e2e" / "kills"))
     finally:
         server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0, (folder / "server.log").read_text()
-    assert not strays(folder)
+        assert server.wait(SLOW_S) == 0, (folder / "server.log").read_text()
+    all_gone(folder)
 
 
 def names(folder: Path) -> list[str]:
@@ -118,16 +113,15 @@ def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
         run.trains(beyond=0)
         for role in ("rollout-0", "datapipe-0", "llm_server", "trainer-1"):
             step, rank = run.step(), run.pid("trainer-0")
-            seconds = run.kill(role)
-            assert seconds <= BACK_S, f"{role} took {seconds:.1f} s"
+            run.kill(role)
             alone = run.pid("trainer-0") == rank
             assert alone == (role != "trainer-1"), "only ranks come back together"
             run.trains(beyond=step)
         children = psutil.Process(run.train.pid).children(recursive=True)
         before = leftovers()
         run.train.kill()
-        shown = run.train.communicate(timeout=10)[0]
-        assert not psutil.wait_procs(children, timeout=5)[1], "they die with the launcher"
+        shown = run.train.communicate(timeout=60)[0]
+        assert not psutil.wait_procs(children, timeout=60)[1], "they die with the launcher"
         left = leftovers() - before
         assert left, "a killed trainer cannot remove what it staged"
         for role in ("rollout-0", "datapipe-0", "trainer-1"):
@@ -137,7 +131,7 @@ def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
         assert "llm_server died (killed by SIGKILL); started again (1 of 5)" in said
         steps = run.step() + 3
         with start(site, tmp_path, f"trainer.ppo.total_steps={steps}") as again:
-            shown = again.communicate(timeout=100)[0]
+            shown = again.communicate(timeout=SLOW_S)[0]
         assert again.returncode == 0, shown
         assert "died" not in shown
         assert not left & leftovers(), "the next trainer has removed it"

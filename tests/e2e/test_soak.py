@@ -11,10 +11,10 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, strays
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Site, all_gone
 from tools import soak
 
-pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
 
 PLAN = ["datapipe", "rollout"] * 10 + ["llm_server"] * 5 + ["trainer"] * 3 + ["launcher"] * 2
 KILLS = len(PLAN)
@@ -45,7 +45,7 @@ def test_thirty_kills(site: Site, tmp_path: Path) -> None:
 
     place.start()
     try:
-        code = killer.run(limit=KILLS, timeout_s=240.0, stop_when=trains_again)
+        code = killer.run(limit=KILLS, timeout_s=1500.0, stop_when=trains_again)
     finally:
         place.stop()
     shown = (tmp_path / "train.log").read_text() + (tmp_path / "server.log").read_text()
@@ -57,4 +57,4 @@ def test_thirty_kills(site: Site, tmp_path: Path) -> None:
     report = audit(paths.ledger)
     assert report.ok, report.table()
     assert report.steps > 0, "it trained in spite of all this"
-    assert not strays(tmp_path)
+    all_gone(tmp_path)
