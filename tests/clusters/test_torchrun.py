@@ -18,11 +18,12 @@ import pytest
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.audit import audit
-from tests.e2e.conftest import ENVIRONMENT, ROOT, strays, write_rows
+from tests.e2e import gated
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, all_gone, write_rows
 from tests.models import tiny_model
 from tests.waiting import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 STEPS = 12
 
@@ -33,6 +34,8 @@ class Torchrun:
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = folder, RunPaths(folder / "runs" / "e2e" / "torchrun")
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.gate, groups = folder / "gate", 4  # of a batch
+        gated.write(self.gate, 4 * groups)
         model = tiny_model(folder / "model")
         write_rows(folder / "train.jsonl", 64, seed=1)
         self.words = [
@@ -42,6 +45,9 @@ class Torchrun:
             f"cluster.run_root={folder / 'runs'}",
             f"model.path={model}",
             f"dataset.train={folder / 'train.jsonl'}",
+            f"imports=[{gated.FILE}]",
+            "trainer.ppo.collector.env.type=gated",
+            f"trainer.ppo.collector.env.gated.gate={self.gate}",
             "trainer.ppo.batch_size=16",
             "trainer.ppo.collector.group_size=4",
             "trainer.ppo.collector.sampling.max_new_tokens=6",
@@ -60,7 +66,7 @@ class Torchrun:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
         command += ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=t", "--max-restarts=3"]
         command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--local-addr=127.0.0.1"]
-        conf = "--rdzv-conf=join_timeout=60,last_call_timeout=2,close_timeout=5"
+        conf = "--rdzv-conf=join_timeout=400,last_call_timeout=2,close_timeout=5"
         command += [conf, str(ROOT / "train.py"), *self.words, *more]
         log = (self.folder / f"agent-{len(self.agents)}.log").open("wb")
         process = subprocess.Popen(
@@ -82,7 +88,7 @@ class Torchrun:
             )
             for each in [*family, process]:
                 each.kill()
-            process.wait(10)
+            process.wait(60)
             log.close()
 
     def ranks(self, agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -100,7 +106,7 @@ class Torchrun:
         assert report.steps == STEPS
         lines = [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
         assert [line["step"] for line in lines if "reward/mean" in line] == list(range(STEPS))
-        until(lambda: not strays(self.folder), what="all processes to be gone", seconds=30)
+        all_gone(self.folder)
 
 
 @pytest.fixture
@@ -111,11 +117,14 @@ def job(tmp_path: Path) -> Torchrun:
 def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
     with ExitStack() as agents:
         both = [agents.enter_context(job.agent("2")) for _ in range(2)]
-        until(lambda: job.saved() or both[0].poll() is not None, what="a checkpoint", seconds=120)
+        until(
+            lambda: job.saved() or both[0].poll() is not None, what="a checkpoint", seconds=SLOW_S
+        )
         victim = job.ranks(both[1])[0]
         victim.send_signal(signal.SIGKILL)
+        job.gate.unlink()
         for agent in both:
-            assert agent.wait(150) == 0, job.told()
+            assert agent.wait(2 * SLOW_S) == 0, job.told()
     assert not victim.is_running()
     assert "going on after step" in job.told()
     job.assert_balanced()
@@ -125,10 +134,11 @@ def test_a_lost_node_leaves_a_job_of_one_rank(job: Torchrun) -> None:
     """The rendezvous is with the first agent; the second is lost as a whole."""
     with job.agent("1:2") as first, ExitStack() as other:
         second = other.enter_context(job.agent("1:2"))
-        until(lambda: job.saved() or first.poll() is not None, what="a checkpoint", seconds=120)
+        until(lambda: job.saved() or first.poll() is not None, what="a checkpoint", seconds=SLOW_S)
         for each in [*psutil.Process(second.pid).children(recursive=True), second]:
             each.kill()
-        assert first.wait(200) == 0, job.told()
+        job.gate.unlink()
+        assert first.wait(2 * SLOW_S) == 0, job.told()
     facts = [
         json.loads((p / "manifest.json").read_text())
         for p in checkpoint.list_good(job.paths.checkpoints)

@@ -25,7 +25,7 @@ def test_an_example_is_short_and_says_what_it_is(file: Path, tmp_path: Path) -> 
     assert f"[`{file.stem}`]({file.name})" in (EXAMPLES / "README.md").read_text()
     assert f"python3 examples/{file.name}\n" in file.read_text(), "how it is run on a laptop"
     command = [sys.executable, str(file), "--help"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert shown.returncode == 0 and not list(tmp_path.iterdir())
     assert "Watch" in shown.stdout or file.stem == "quickstart"
     assert "\n    trainer." in shown.stdout and "train.py --help" in shown.stdout
@@ -54,6 +54,6 @@ def test_its_options_for_a_real_model_pass_every_check(
 
 def test_a_word_that_is_wrong_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "grpo_math.py"), "model.path=nowhere"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert shown.returncode == 2
     assert shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1

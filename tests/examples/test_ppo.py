@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from arealite.base import config as base_config
-from arealite.impl.launcher.processes import free_port
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished
 from tests.examples.conftest import LIMIT_S, Example
@@ -76,12 +77,13 @@ def test_custom_agent(example: Example) -> None:
 def test_external_sglang(
     example: Example, kit: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    port = free_port()
-    address = f"llm_server.addresses=[127.0.0.1:{port}]"
-    nobody = example("external_sglang", address)
+    with socket.socket() as silent:  # a port that is taken, and where nobody listens
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        nobody = example("external_sglang", f"llm_server.addresses=[127.0.0.1:{port}]")
     assert nobody.code == 2 and "error: " in nobody.shown
     names, ours = tmp_path_factory.mktemp("server"), [f"model.path={kit('sorting') / 'model'}"]
-    ours += [f"llm_server.port={port}", f"cluster.name_root={names}"]
+    ours += [f"cluster.name_root={names}"]
     with subprocess.Popen(
         [sys.executable, str(ROOT / "arealite/launch_llm_server.py"), *ours],
         cwd=names,
@@ -91,7 +93,9 @@ def test_external_sglang(
         try:
             up = lambda: list(names.rglob("llm_server/*.json")) or server.poll() is not None  # noqa: E731
             until(up, what="the server", seconds=SLOW_S)
-            lines = trained(example("external_sglang", address))
+            (entry,) = names.rglob("llm_server/*.json")
+            address = json.loads(entry.read_text())["address"].removeprefix("http://")
+            lines = trained(example("external_sglang", f"llm_server.addresses=[{address}]"))
             assert lines[-1]["publish/servers"] == 1
             assert server.poll() is None, "it is not ours to stop"
         finally:
