@@ -241,7 +241,8 @@ class LocalLauncher(Launcher):
                     child.send(self.stop)
         if len(there) >= count:
             return []
-        added = self._role(f"rollout-{len(there)}")
+        names = (f"rollout-{number}" for number in range(count))
+        added = self._role(next(name for name in names if name not in there))
         self.roles.append(added)
         self.progress.say(f"{added.names[0]} is started: the others are full")
         return [added]

@@ -134,3 +134,12 @@ def test_one_that_is_let_go_while_it_starts_does_not_stay(tmp_path: Path) -> Non
     code, shown, _ = launched(Hasty(tmp_path, steps))
     assert code == 0, shown
     assert lives(tmp_path, "began-1") == "x"
+
+
+def test_a_worker_takes_the_first_free_name_while_another_is_leaving(tmp_path: Path) -> None:
+    launcher = Elastic(tmp_path, [])
+    for name in ("rollout-1", "rollout-2"):
+        assert [role.names for role in launcher._resized(3)] == [(name,)]
+    launcher._resized(1)  # both are leaving, and the first of them has left
+    launcher.roles = [role for role in launcher.roles if role.names != ("rollout-1",)]
+    assert [role.names for role in launcher._resized(3)] == [("rollout-1",)]
