@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from time import monotonic
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class Patience:
         self.ended: list[float | None] = []
         """How long each wait that was ended would have lasted."""
         self._waits: list[Wait] = []
+        self._lost: set[str] = set()
         monkeypatch.setattr(module, "deadline", self._deadline)
 
     @asynccontextmanager
@@ -40,6 +42,8 @@ class Patience:
         async with deadline(what, on=on, seconds=seconds, **limits) as timer:
             wait = Wait(on, seconds, timer, asyncio.get_running_loop())
             self._waits.append(wait)
+            if on in self._lost:
+                self._end(wait)
             try:
                 yield timer
             finally:
@@ -48,5 +52,32 @@ class Patience:
     def end(self, on: str) -> None:
         """Let the deadline be now of what began last to wait for `on`; from any thread."""
         wait = [each for each in self._waits if each.on == on][-1]
-        self.ended.append(wait.seconds)
-        wait.loop.call_soon_threadsafe(wait.timer.reschedule, wait.loop.time())
+        wait.loop.call_soon_threadsafe(self._end, wait)
+
+    def lose(self, on: str) -> None:
+        """Let all that waits for `on`, or will, wait no longer."""
+        self._lost.add(on)
+        for wait in [each for each in self._waits if each.on == on]:
+            wait.loop.call_soon_threadsafe(self._end, wait)
+
+    def find(self, on: str) -> None:
+        """Let it have its time again."""
+        self._lost.discard(on)
+
+    def _end(self, wait: Wait) -> None:
+        if wait in self._waits:
+            self.ended.append(wait.seconds)
+            wait.timer.reschedule(wait.loop.time())
+
+
+class Clock:
+    """Stands for `time.monotonic` in a module."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        self._ahead_s = 0.0
+        told = SimpleNamespace(monotonic=lambda: monotonic() + self._ahead_s)
+        monkeypatch.setattr(module, "time", told)
+
+    def turn(self, seconds: float) -> None:
+        """Let it be that much later."""
+        self._ahead_s += seconds

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
 from arealite.system.names.registry import NameRegistry
+from tests.fakes.patience import Clock, Patience
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import Site, tensors
 
@@ -19,12 +21,15 @@ from tests.impl.publisher.sites import Site, tensors
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     monkeypatch.setattr(base, "WATCH_S", 0.02)
     monkeypatch.setattr(base, "RETRY_S", 0.02)
+    for module in (base, control):
+        monkeypatch.setattr(module, "CONTINUE_S", 60.0)
     model = tmp_path / "model"
     model.mkdir()
     for name in ("config.json", "tokenizer.json", "old.bin"):
         (model / name).write_text("{}")
     save_file(tensors(0.0), model / "model.safetensors")
-    made = Site(NameRegistry(tmp_path / "names", ttl_s=60.0), tmp_path)
+    made = Site(NameRegistry(tmp_path / "names", ttl_s=600.0), tmp_path)
+    made.patience, made.clock = Patience(monkeypatch, control), Clock(monkeypatch, base)
     yield made
     if made.publisher is not None:
         await asyncio.to_thread(made.publisher.close)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.names.registry import NameRegistry
+from tests.fakes.patience import Clock, Patience
 from tests.fakes.sglang import FakeSGLang
+from tests.waiting import eventually
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -30,8 +34,12 @@ class Site:
         self.staged = tmp_path / "staged"
         self.kind: type[ServersPublisher] = DiskPublisher
         self.publisher: ServersPublisher | None = None
+        self.patience: Patience
+        self.clock: Clock
 
     def register(self, server: FakeSGLang, server_id: str) -> None:
+        """Name a server; the publisher waits for what hangs there no longer than it must."""
+        server.on_hang = lambda: self.patience.end(f"llm_server-{server_id}")
         self.names.put("llm_server", server_id, server.entry())
 
     async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
@@ -48,6 +56,16 @@ class Site:
             )
         await asyncio.to_thread(self.publisher.stage, version, iter(tensors(value).items()))
         return await asyncio.to_thread(self.publisher.push, version)
+
+    async def refused(self, version: int, once: Callable[[], object], match: str) -> None:
+        """Publish in vain: the time is up `once` it was tried."""
+        pushing = asyncio.ensure_future(self.publish(version))
+        await eventually(lambda: self.publisher is not None and once(), "a try")
+        while not pushing.done():
+            self.clock.turn(60.0)
+            await asyncio.wait([pushing], timeout=0.1)
+        with pytest.raises(RoleError, match=match):
+            await pushing
 
     def quarantined(self) -> list[str]:
         assert self.publisher is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,10 @@ from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.publisher.shared import SharedPublisher
 from arealite.system.names.registry import NameRegistry
+from tests.fakes.embedded import Brake
 from tests.impl.engine.helpers import loss_of, make_engine, make_rows
 from tests.models import tiny_model
-from tests.waiting import until
+from tests.waiting import eventually
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -89,7 +91,7 @@ def pair(group: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterato
     options = dict(getattr(request, "param", {}))
     mode = options.pop("pause_mode", "retract")
     made = Pair(
-        tmp_path, PublisherConfig(type="shared", pause_mode=mode, timeout_s=20.0), **options
+        tmp_path, PublisherConfig(type="shared", pause_mode=mode, timeout_s=120.0), **options
     )
     yield made
     made.publisher.close()
@@ -130,13 +132,17 @@ async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> 
     early = asyncio.create_task(ask(pair.url))
     await asyncio.to_thread(pair.release, 0)
     assert spans(await early) == ["0"], "it was held until the first version"
+    engine = pair.publisher.server.engine
+    brake = Brake(engine)
+    brake.hold()
     long = asyncio.create_task(ask(pair.url, count=400))
-    running = pair.publisher.server.engine.decoder.running
-    begun = lambda: running and running[0].output  # noqa: E731
-    await asyncio.to_thread(until, begun, what="a first token", seconds=20)
+    await eventually(lambda: [each for each in engine.decoder.running if each.output], "a token")
     await asyncio.to_thread(pair.publisher.hold)
+    brake.let_go()
+    held_at = time.perf_counter()
     held = asyncio.create_task(ask(pair.url))
     pair.learn()
+    learned_s = time.perf_counter() - held_at
     assert not long.done()
     assert not held.done()
     await asyncio.to_thread(pair.release, 1)
@@ -144,7 +150,7 @@ async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> 
     assert spans(await held) == ["1"]
     report = pair.publisher.push(1)
     assert (report.version, report.servers, report.num_bytes) == (1, 1, 0)
-    assert report.stall_s > report.pause_s > 0
+    assert report.stall_s >= learned_s and report.pause_s > 0
 
 
 async def test_nobody_else_can_change_the_weights_or_end_a_turn(pair: Pair) -> None:
