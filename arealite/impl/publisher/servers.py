@@ -26,7 +26,7 @@ from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.impl.publisher.control import FAILURES, PushTimes, Server
+from arealite.impl.publisher.control import CONTINUE_S, FAILURES, PushTimes, Server
 from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.verify import Print, wrong
 from arealite.system.health.vitals import watch as watch_loop
@@ -82,7 +82,7 @@ class ServersPublisher(WeightPublisher):
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
         self._thread.start()
-        self._ready.wait(10.0)
+        self._ready.wait()
 
     @classmethod
     def of(cls, config: ExperimentConfig, engine: TrainEngine) -> ServersPublisher:
@@ -178,7 +178,7 @@ class ServersPublisher(WeightPublisher):
             runner.run(self._main())
 
     async def _main(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
             watch_loop(self._loop)
             self._ready.set()
@@ -303,7 +303,7 @@ class ServersPublisher(WeightPublisher):
             self.quarantine(server, RoleError(f"{server.address} {reason}"))
             try:
                 if server.can.relabel:
-                    await asyncio.wait_for(server.relabel(UNTRUSTED, abort=True), 5.0)
+                    await asyncio.wait_for(server.relabel(UNTRUSTED, abort=True), CONTINUE_S)
             except FAILURES as error:
                 logger.warning("server not relabelled", server=server.id, error=repr(error))
 
