@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +212,13 @@ def test_a_stopped_server_is_quarantined_in_time_and_heals(
         patience.lose(role)
 
     site.publish(1, "a")
+    assert site.publisher is not None and site.publisher._group is not None
+    # The group ends when nobody has it, and waits then for what was sent to who is stopped.
+    held = site.publisher._group._get_backend(torch.device("cpu"))
     site.publish(2, "b", at_5=stop)
     assert site.holds(kept)[0] == "2"
-    assert 0.0 < patience.ended[0] <= 60.0, "what is left of publisher.timeout_s"
+    assert held.options._timeout == timedelta(seconds=60), "publisher.timeout_s"
+    assert 0.0 < patience.ended[0] <= 60.0, "what is left of it"
     os.kill(int(stopped), signal.SIGCONT)
     patience.find(role)
     publisher = site.publisher
