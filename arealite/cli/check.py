@@ -52,9 +52,9 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
     NameRegistry.of(config).check()
     check_options(config)
     model = check_model(config.model.path)
+    check_run_folder(config)
     if config.trainer.is_offline:
         check_other_model(config.trainer.dpo.reference, model, key="trainer.dpo.reference")
-        check_run_folder(config)
         check_resume(config, check_rows(config, model))
         return
     check_data(config)
@@ -63,7 +63,6 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
     if config.datapipe.curriculum.by:
         Curriculum(config, tasks)
     check_other_models(config.trainer.ppo, model)
-    check_run_folder(config)
     check_resume(config, identity(config, tasks))
     is_served = has_servers and not serves_itself(config)
     contexts = check_servers(config, model) if is_served else own_contexts(config, model)
@@ -95,8 +94,7 @@ def check_names(config: ExperimentConfig) -> None:
     for key in ("experiment_name", "trial_name"):
         if not re.fullmatch(r"\w[\w.-]{0,199}", name := getattr(config, key)):
             raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
-    ppo = config.trainer.ppo
-    collector = ppo.collector
+    ppo, collector = config.trainer.ppo, config.trainer.ppo.collector
     for table, name in [
         (trainers, config.trainer.type),
         (launchers, config.launcher.type),

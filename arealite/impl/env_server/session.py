@@ -166,11 +166,12 @@ class Session:
             async with limit:
                 await self.env.run(task, **seats)
         except (Exception, asyncio.CancelledError) as raised:
-            if isinstance(raised, asyncio.CancelledError) and is_cancelled():
-                raise  # the episode is cancelled, and not something that it waited for
-            self._failure = cause(raised)
             if limit.expired():
                 self._failure = EpisodeTimeout(f"longer than server.episode_s={self._episode_s}")
+            elif isinstance(raised, asyncio.CancelledError) and is_cancelled():
+                raise  # the episode is cancelled, and not something that it waited for
+            else:
+                self._failure = cause(raised)
         finally:
             self._news.set()
 

@@ -293,7 +293,6 @@ def trajectory(
     if not math.isfinite(reward):
         raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
     segments = make_segments(turns)
-    waiting = record.seconds_generating + record.seconds_scoring
     header = TrajectoryHeader(
         trajectory_id=f"{lease.group_id}/{member}/{seat}",
         group_id=lease.group_id,
@@ -313,7 +312,7 @@ def trajectory(
         waits={
             "generation": record.seconds_generating,
             "reward": record.seconds_scoring,
-            "environment": max(0.0, seconds - waiting),
+            "environment": max(0.0, seconds - record.seconds_generating - record.seconds_scoring),
         },
         source=lease.task.source,
     )

@@ -17,6 +17,7 @@ from arealite.base.errors import RoleError
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.samples import Samples
 from arealite.system.datapipe.group_book import FAILURE_WINDOW
+from arealite.system.health.limits import is_cancelled
 from arealite.system.ledger.group import back_off_s, too_many
 
 Job = tuple[int, Task, int]
@@ -42,8 +43,7 @@ class Sampler:
         self.failed: Counter[str] = Counter()
         """By source, samples that failed for good: in no result, and tried again by the next
         run."""
-        self._ppo = config.trainer.ppo
-        self._share = config.datapipe.max_failed_share
+        self._ppo, self._share = config.trainer.ppo, config.datapipe.max_failed_share
         self._version = -1 if config.llm_server.addresses else 0  # others' may be of no version
         self._window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._first: Failure | None = None
@@ -75,19 +75,21 @@ class Sampler:
             for attempt in range(self._ppo.max_attempts):
                 if attempt:
                     await asyncio.sleep(back_off_s(attempt))
-                if await self._attempt(job):
+                if await self._attempt(*job):
                     self._done += 1
                     break
             else:
                 self.failed[job[1].source] += 1
             self._progress(self._done, self._all)
 
-    async def _attempt(self, job: Job) -> bool:
+    async def _attempt(self, number: int, task: Task, member: int) -> bool:
         """Run an episode, and keep it; False: it failed."""
-        number, task, member = job
         group = f"{self.split}-{number}"
         lease = Lease(group, group, self.split, task, [member], self._version)
-        episode, payloads = await self.collector.run(lease, member)
+        # In a task of its own: an environment may leave that cancelled, or have swallowed it.
+        episode, payloads = await asyncio.create_task(self.collector.run(lease, member))
+        if is_cancelled():
+            raise asyncio.CancelledError
         self._window.append(episode.failure is not None)
         if episode.failure is None:
             await self.samples.add(number, episode, payloads)

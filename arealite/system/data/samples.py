@@ -82,11 +82,10 @@ class Samples:
                 await asyncio.to_thread(self._commit, batch)
 
     def _commit(self, batch: list[tuple[str, tuple[object, ...]]]) -> None:
-        with self._committing:
+        with self._committing, self._db:  # all of it, or nothing
             self._db.execute("BEGIN")
             for sql, row in batch:
                 self._db.execute(sql, row)
-            self._db.execute("COMMIT")
 
     def failures(self) -> dict[str, tuple[int, str]]:
         """Return how many attempts failed and what the first one said, by class."""

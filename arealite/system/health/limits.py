@@ -27,7 +27,7 @@ class Limit:
     """
 
     __slots__ = (
-        *("_limits", "_task", "expired", "left"),
+        *("_base", "_limits", "_task", "expired", "left"),
         *("on", "owner", "since", "what", "when"),
     )
 
@@ -45,6 +45,7 @@ class Limit:
 
     def __enter__(self) -> Self:
         self._limits.add(self)
+        self._base = self._task.cancelling()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -52,7 +53,7 @@ class Limit:
         if self.left:
             self._task.uncancel()
         # As in asyncio.timeout, whoever else cancelled the task meanwhile has precedence.
-        if self.expired and not self._task.uncancel() and kind is asyncio.CancelledError:
+        if self.expired and self._task.uncancel() <= self._base and kind is asyncio.CancelledError:
             raise TimeoutError
 
     def expire(self) -> None:
@@ -79,6 +80,8 @@ class Limit:
                 wait = step(value)
             except StopIteration:
                 return
+            if not self.expired:  # until Python 3.13 a TaskGroup that failed leaves it cancelled
+                self._base = self._task.cancelling()
             try:
                 step, value = held.send, (yield wait)
             except BaseException as error:

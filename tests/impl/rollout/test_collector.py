@@ -110,9 +110,10 @@ async def test_an_error_that_nobody_foresaw_tells_its_place() -> None:
     assert re.search(r"KeyError: 'lost' \(/.*/worlds\.py:\d+\)$", episode.failure.detail)
 
 
-async def test_a_slow_episode_fails_at_its_deadline() -> None:
+@pytest.mark.parametrize("what", ["slow", "caught group, then slow"])
+async def test_a_slow_episode_fails_at_its_deadline(what: str) -> None:
     made = collector(episode_timeout_s=0.05)
-    episode, _ = await made.run(lease(prompt="slow"), 0)
+    episode, _ = await asyncio.create_task(made.run(lease(prompt=what), 0))
     assert episode.failure is not None
     assert episode.failure.failure_class == "episode_timeout"
 

@@ -17,10 +17,12 @@ from arealite.impl.rollout import sampling
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.rollout.sampling import Sampler
 from arealite.system.data.samples import Samples
+from arealite.system.health import vitals
 from arealite.system.ledger import group as open_group
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, tokenizer
 from tests.impl.rollout import worlds
+from tests.waiting import eventually
 
 assert worlds is not None
 
@@ -159,3 +161,25 @@ async def test_cut_short_it_keeps_what_is_finished(samples) -> None:
     await again.go(tasks("a", "b", "c"), 4)
     assert len(again.client.requests) == 12 - len(kept)
     assert len(samples.done()) == 12
+
+
+@pytest.mark.parametrize("what", ["stubborn once", "turned"])
+async def test_cut_short_it_begins_nothing_though_an_environment_swallows_it(samples, what) -> None:
+    run = Run(samples)
+    running = asyncio.ensure_future(run.go(tasks(*[what] * 12), 1))
+    paths = lambda: [vitals._task_path(task) for task in asyncio.all_tasks()]  # noqa: E731
+    await eventually(lambda: sum("worlds.py" in path for path in paths()) == 4)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(60):
+            await running
+    assert len(run.client.requests) == 4
+    assert not samples.failures()
+
+
+async def test_what_an_environment_leaves_behind_does_not_end_what_comes_after(samples) -> None:
+    """Before Python 3.13 a task in which a TaskGroup failed stays cancelled, by its own count."""
+    run = Run(samples, max_attempts=1)
+    await run.go(tasks(*["group"] * 4, *["cancelled wait"] * 4, *"abcd"), 1)
+    assert samples.done() == {(task, 0) for task in range(8, 12)}
+    assert run.sampler.failed.total() == 8

@@ -30,11 +30,16 @@ RAISED = {
 }
 
 
-SWALLOWS = {"slow": 0, "stubborn once": 1, "stubborn": 10_000}
+SWALLOWS = {"slow": 0, "stubborn once": 1, "stubborn": 10_000, "turned": -1}
 
 
 async def slow(swallows: int) -> None:
-    """Wait for ever, whatever the first so many cancellations say."""
+    """Wait for ever, whatever the first so many cancellations say; -1: they are an error."""
+    if swallows < 0:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise KeyError("lost") from error
     for _ in range(swallows):
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -75,11 +80,16 @@ class World(Env):
             agent.record.turns[-1].reward = float("inf")
         if what in RAISED:
             raise RAISED[what]
-        if what == "group":
+        if "group" in what:
+            await self._in_group(agent, is_caught=what.startswith("caught"))
+        agent.reward(float(len(action.text)), length=1.0)
+
+    async def _in_group(self, agent: Agent, *, is_caught: bool) -> None:
+        with suppress(BaseExceptionGroup if is_caught else ()):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(agent.act("a"))
                 tasks.create_task(self._fail())
-        agent.reward(float(len(action.text)), length=1.0)
+        await slow(0)
 
     async def _fail(self) -> None:
         raise RewardTimeout("killed in a group")
