@@ -32,7 +32,6 @@ class Patience:
         self.ended: list[float | None] = []
         """How long each wait that was ended would have lasted."""
         self._waits: list[Wait] = []
-        self._lost: set[str] = set()
         monkeypatch.setattr(module, "deadline", self._deadline)
 
     @asynccontextmanager
@@ -42,8 +41,6 @@ class Patience:
         async with deadline(what, on=on, seconds=seconds, **limits) as timer:
             wait = Wait(on, seconds, timer, asyncio.get_running_loop())
             self._waits.append(wait)
-            if on in self._lost:
-                self._end(wait)
             try:
                 yield timer
             finally:
@@ -53,16 +50,6 @@ class Patience:
         """Let the deadline be now of what began last to wait for `on`; from any thread."""
         wait = [each for each in self._waits if each.on == on][-1]
         wait.loop.call_soon_threadsafe(self._end, wait)
-
-    def lose(self, on: str) -> None:
-        """Let all that waits for `on`, or will, wait no longer."""
-        self._lost.add(on)
-        for wait in [each for each in self._waits if each.on == on]:
-            wait.loop.call_soon_threadsafe(self._end, wait)
-
-    def find(self, on: str) -> None:
-        """Let it have its time again."""
-        self._lost.discard(on)
 
     def _end(self, wait: Wait) -> None:
         if wait in self._waits:
