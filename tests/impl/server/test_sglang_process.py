@@ -215,6 +215,7 @@ async def test_a_server_that_never_holds_is_given_up(
 async def test_a_silent_server_is_killed_and_started_again(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
+    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)  # else a question for it may be held, too
     settings = quick_config(program, model_folder)
     options, asked = settings.llm_server.sglang, list[float]()
     bounded = SGLangProcess._bounded
