@@ -12,6 +12,7 @@ from msgspec import structs
 
 from arealite.api.adapter_config import OpenEnvConfig
 from arealite.api.agent import Agent
+from arealite.api.browser_config import BrowserConfig
 from arealite.api.env import Env, EnvConfig, EnvFactory, envs
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import RewardConfig
@@ -74,6 +75,7 @@ async def played(request, tmp_path):
         options = ADAPTERS.get(request.param)
         if request.param == "webarena":
             options = await stack.enter_async_context(one_task(tmp_path))
+            options["browser"] = BrowserConfig(contexts=4, timeout_s=60.0)
         if options is not None:
             env = players.make(request.param, **options)
             made.parts[""] = made.parts[""]._replace(env=env)

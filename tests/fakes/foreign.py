@@ -14,8 +14,12 @@ from arealite.api.sandbox import SandboxConfig
 from tests.impl.browser.sites import needs_chromium
 
 ADAPTERS = {
-    "browser": {"tasks": ["click-test"], "max_steps": 2, "browser": BrowserConfig(contexts=4)},
-    "code": {"sandbox": SandboxConfig(backend="unsafe", concurrency=4)},
+    "browser": {
+        "tasks": ["click-test"],
+        "max_steps": 2,
+        "browser": BrowserConfig(contexts=4, timeout_s=60.0),
+    },
+    "code": {"sandbox": SandboxConfig(backend="unsafe", concurrency=4, timeout_s=60.0)},
     "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
     "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
     "reasoning_gym": {"dataset": "chain_sum"},
