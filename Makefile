@@ -9,6 +9,9 @@ SEED ?= 1
 KILLS ?= 1000
 # Processes of `make test`. Its tests wait more than they compute, so it is one more than CI's cores.
 WORKERS ?= 3
+# The share of all CPUs' time that is taken from tests while they run, as by a busy host (0.45).
+STEAL ?=
+PYTEST = $(if $(STEAL),$(PY) tools/steal.py $(STEAL)) $(PY) -m pytest
 # How many simulated runs.
 SEEDS ?= 1000
 # embedded; sglang: a real SGLang server on the CPU, in a virtual environment of its own; or shared:
@@ -26,6 +29,7 @@ help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
 	@echo "make test         the tests, in several processes (WORKERS=3); ENVS=1: with every package of environments"
+	@echo "                  STEAL=0.45: while CPUs are taken away, as by a busy host; also test-docs, test-faults"
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
@@ -65,14 +69,14 @@ demo-seeds: $(VENV)/.run
 
 # ENVS=1: also what needs packages that only some environments use.
 test: $(VENV)/$(if $(ENVS),.envs,.dev)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tutorials and examples, typed as they stand.
 test-docs: $(VENV)/.envs
-	$(PY) -m pytest -m "docs or examples" -n $(WORKERS) --dist worksteal tests/docs tests/examples
+	$(PYTEST) -m "docs or examples" -n $(WORKERS) --dist worksteal tests/docs tests/examples
 
 test-faults: $(VENV)/.dev
-	$(PY) -m pytest -m faults tests/e2e
+	$(PYTEST) -m faults tests/e2e
 
 # Every package that an environment may need, and Debian's bubblewrap and Chromium where root installs.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh

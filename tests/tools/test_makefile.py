@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MARKED = re.compile(r'(?:-m pytest|PYTEST\)) -m ("[^"]+"|\w+)')
 TARGETS = [
     pytest.param(marker, line.split(), id=marker)
     for line in (ROOT / "Makefile").read_text().splitlines()
-    for marker in re.findall(r"\w+", "".join(re.findall(r'-m pytest -m ("[^"]+"|\w+)', line)))
+    for marker in re.findall(r"\w+", "".join(MARKED.findall(line)))
     if marker != "or"
 ]
 
