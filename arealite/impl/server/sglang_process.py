@@ -286,12 +286,11 @@ class SGLangProcess:
 
     async def _get(self, path: str, kind: type[T], seconds: float, body: Any = None) -> T | None:
         """Return the answer, to a POST if there is a body; None if it is not one SGLang gives."""
-        limit, method = aiohttp.ClientTimeout(total=seconds), "POST" if body else "GET"
-        url = self.address + path
-        try:
-            async with self._session.request(method, url, json=body, timeout=limit) as response:
-                response.raise_for_status()
-                return msgspec.json.decode(await response.read() or b"{}", type=kind)
+        url, method = self.address + path, "POST" if body else "GET"
+        try:  # a total of aiohttp's would swallow a deadline around it that ends in the same moment
+            async with asyncio.timeout(seconds), self._session.request(method, url, json=body) as r:
+                r.raise_for_status()
+                return msgspec.json.decode(await r.read() or b"{}", type=kind)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
             return None
 

@@ -16,12 +16,13 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import structlog.testing
 
 from arealite.api.config import ServerConfig
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import DeadlineError, RoleError, UserError
 from arealite.impl.server import sglang, sglang_process
 from arealite.impl.server.sglang import SGLangServer
 from arealite.impl.server.sglang_process import SGLangProcess, take_ports
@@ -241,6 +242,21 @@ async def test_a_silent_server_is_killed_and_started_again(
         program.tell(sick=[], hangs=[])
         (entry,) = await eventually(lambda: names(settings), "the name to come back")
         assert entry.value["pid"] != pid
+
+
+async def test_silence_ends_also_where_a_question_ends_in_the_same_moment(
+    program: Program, model_folder: Path
+):
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        settings = quick_config(program, model_folder, silence_s=0.9)
+        async with aiohttp.ClientSession() as session:
+            (launch,) = sglang.plan(settings)
+            server = SGLangProcess(launch, settings, session)
+            server.port = deaf.getsockname()[1]
+            # Held up from within a question until after its end (0.3 s) and that of the silence.
+            asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
+            with pytest.raises(DeadlineError):
+                await server._follow()
 
 
 async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
