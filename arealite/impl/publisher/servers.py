@@ -82,7 +82,8 @@ class ServersPublisher(WeightPublisher):
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
         self._thread.start()
-        self._ready.wait()
+        while self._thread.is_alive() and not self._ready.wait(1.0):
+            pass  # it may be held up; one that failed has told why, and refuses what it is given
 
     @classmethod
     def of(cls, config: ExperimentConfig, engine: TrainEngine) -> ServersPublisher:

@@ -119,3 +119,17 @@ async def test_a_server_silent_when_probed_is_quarantined_and_healed(site: Site,
         assert site.patience.ended[0] == 60.0
         silent.recover()
         await eventually(lambda: silent.version == "1" and silent.paused is None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+async def test_a_thread_that_fails_as_it_starts_is_not_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("arealite.impl.publisher.servers.aiohttp.ClientSession", full)
+    async with asyncio.timeout(60):
+        with pytest.raises(RuntimeError, match="closed"):
+            await site.publish(1)
