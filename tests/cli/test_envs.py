@@ -44,6 +44,12 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line[0]: line[3] for line in command.rows()}["textarena"] == "textarena"
 
 
+def cells(line: str, head: str) -> list[str]:
+    """Cut a line where the head's columns begin: what is in an empty one differs in width."""
+    begins = [head.index(name) for name in command.HEAD]
+    return [line[a:b].strip() for a, b in zip(begins, [*begins[1:], None], strict=True)]
+
+
 def test_one_of_one_s_own_is_listed_and_a_broken_one_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,10 +63,11 @@ def test_one_of_one_s_own_is_listed_and_a_broken_one_does_no_harm(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setattr(envs, "_table", {**envs._table, "broken": "no_such_module:Env"})
-    assert cli.main(["envs", "imports=[listed_env]"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (own,) = [line for line in lines if line.startswith("listed ")]
-    assert own.split("  ")[-1] == "Of my own."
-    assert "a, b" in own
-    assert "a file's" in own
-    assert [line for line in lines if "cannot be imported: No module named 'no_such" in line]
+    for version in ("", "1.0"):  # without and with extras
+        monkeypatch.setattr(command, "package", lambda name, version=version: version)
+        assert cli.main(["envs", "imports=[listed_env]"]) == 0
+        head, *lines = capsys.readouterr().out.splitlines()
+        (own,) = [line for line in lines if line.startswith("listed ")]
+        assert cells(own, head) == ["listed", "a, b", "a file's", "", "Of my own."]
+        (broken,) = [line for line in lines if line.startswith("broken ")]
+        assert cells(broken, head)[-1] == "cannot be imported: No module named 'no_such_module'"
