@@ -419,6 +419,18 @@ def test_refusal_names_the_fix(monkeypatch, backend):
         choice.choose(SandboxConfig(backend=backend))
 
 
+def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_path):
+    """Programs in it have another PATH, of the system's folders alone."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    absent = ProcessSandbox(SandboxConfig(), "bwrap")
+    assert "bwrap: not on the PATH" in absent.probe()
+    (folder / "bwrap").write_text("#!/bin/sh\necho own >&2\n")
+    (folder / "bwrap").chmod(0o755)
+    assert ProcessSandbox(SandboxConfig(), "bwrap").probe() == "own"
+
+
 def test_a_host_is_tried_once(monkeypatch):
     choice.check.cache_clear()
     tried: list[str] = []
