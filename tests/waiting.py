@@ -8,12 +8,15 @@ says how fast something must be. So it is a minute, and what is fast is measured
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 
@@ -43,6 +46,35 @@ async def eventually(
         await asyncio.sleep(0.005)
         is_over = time.monotonic() >= end
     return found
+
+
+def has_exited(process: int | psutil.Process, *, seconds: float = 0.0) -> bool:
+    """Return whether a process, given by its id or by psutil, exits within `seconds`.
+
+    A process that nobody has reaped yet has exited: its id still takes signals, psutil still finds
+    it, and where process 1 reaps nothing that stays so. The kernel's event for an exit is true of
+    it, and of a process only when all of its threads have ended.
+    """
+    if isinstance(process, psutil.Process):
+        if not process.is_running():  # its id may be another's by now
+            return True
+        process = process.pid
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
+
+
+def until_exited(*processes: int | psutil.Process, seconds: float = 60.0) -> None:
+    """Return as soon as every process has exited; fail the test when one does not in time."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        if not has_exited(process, seconds=max(0.0, end - time.monotonic())):
+            pytest.fail(f"waited {seconds} s for the end of {process}")
 
 
 def settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.clusters.conftest import SLOW_S, Site, a_slurm
-from tests.waiting import until
+from tests.waiting import until, until_exited
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -121,7 +121,7 @@ def test_a_role_is_brought_back_whatever_dies_of_it(site: Site) -> None:
     left = [role(site, f"trainer-{rank}") for rank in (0, 1)]
     os.kill(srun_of(site, "trainer-0"), signal.SIGKILL)
     site.until_logged("trainer-0 died (killed by SIGKILL); started again")
-    until(lambda: not any(each.is_running() for each in left), what="the end of both ranks")
+    until_exited(*left)
     steps = lambda: int(site.balanced().steps)  # noqa: E731
     before = steps()
     until(lambda: steps() > before + 1, what=site.logs, seconds=SLOW_S)
@@ -131,7 +131,7 @@ def test_a_role_is_brought_back_whatever_dies_of_it(site: Site) -> None:
     worker.kill()
     site.until_logged("rollout-0 is killed after")
     until(lambda: pid(site, "rollout-0") != worker.pid, what="another", seconds=SLOW_S)
-    assert not psutil.pid_exists(srun)
+    until_exited(srun)
     site.slurm.command("scancel", job)
     site.until_ended(job)
     assert site.balanced().ok

@@ -21,7 +21,7 @@ from arealite.system.ledger.audit import audit
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, all_gone, write_rows
 from tests.models import tiny_model
-from tests.waiting import until
+from tests.waiting import until, until_exited
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -125,7 +125,7 @@ def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
         job.gate.unlink()
         for agent in both:
             assert agent.wait(2 * SLOW_S) == 0, job.told()
-    assert not victim.is_running()
+    until_exited(victim)
     assert "going on after step" in job.told()
     job.assert_balanced()
 

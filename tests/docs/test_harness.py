@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.docs import tutorial
-from tests.waiting import until
+from tests.waiting import until_exited
 
 
 def typed(folder: Path, text: str) -> Path:
@@ -20,14 +19,6 @@ def typed(folder: Path, text: str) -> Path:
     kit.mkdir()
     tutorial.run(file, where, kit, timeout_s=200)
     return where
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, waited for or not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def fence(language: str, body: str) -> str:
@@ -106,7 +97,7 @@ def test_nothing_is_left_running(tmp_path: Path):
     loop = "(setsid sh -c 'echo $$ > pid; exec sleep 600') &\nuntil [ -s pid ]; do :; done"
     where = typed(tmp_path, fence("bash", loop))
     pid = int((where / "pid").read_text())
-    until(lambda: is_gone(pid), what="its end")
+    until_exited(pid)
 
 
 def test_a_block_is_left_out_with_its_reason(tmp_path: Path):

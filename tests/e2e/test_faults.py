@@ -21,7 +21,7 @@ import pytest
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
-from tests.waiting import until
+from tests.waiting import has_exited, until, until_exited
 from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
@@ -127,7 +127,7 @@ def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
     """The first, while metrics and logs are small: what is too large is the checkpoint."""
     since, victim = len(live.shown()), live.role("trainer-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
-    until(lambda: not victim.is_running(), what="a checkpoint to fail", seconds=SLOW_S)
+    until_exited(victim, seconds=SLOW_S)  # as a checkpoint fails
     live.named("trainer-0 died", "File too large", since=since)
     live.goes_on()
 
@@ -138,9 +138,9 @@ def test_a_stopped_role_is_named_and_replaced(live: Live, name: str) -> None:
     os.kill(victim.pid, signal.SIGSTOP)
     try:
         live.named(name.split("-")[0], "stopped", since=since)
-        until(lambda: not victim.is_running(), what=f"{name} to be killed", seconds=SLOW_S)
+        until_exited(victim, seconds=SLOW_S)
     finally:
-        if victim.is_running():
+        if not has_exited(victim):
             victim.kill()
     assert live.role(name).pid != victim.pid
     live.goes_on()
@@ -162,7 +162,7 @@ def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
     since, victim = len(live.shown()), live.role("rollout-0")
     live.order(order)
     live.named("rollout-0", "blocked", "faulty.py", since=since)
-    until(lambda: not victim.is_running(), what="it to be killed", seconds=SLOW_S)
+    until_exited(victim, seconds=SLOW_S)
     live.goes_on()
 
 

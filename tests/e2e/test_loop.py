@@ -20,7 +20,7 @@ from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.ledger.audit import AuditReport, audit
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
-from tests.waiting import until
+from tests.waiting import until, until_exited
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
@@ -148,7 +148,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
         shown = run.communicate(timeout=SLOW_S)[0]
     assert run.returncode == 130, shown
     assert "stopping after this step" in shown
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    until_exited(*children)
     all_gone(tmp_path)
     stopped_at = max(
         int(json.loads(line)["step"]) for line in paths.metrics.read_text().splitlines()

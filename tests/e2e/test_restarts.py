@@ -22,7 +22,7 @@ from arealite.base.names import RunPaths
 from arealite.impl.publisher.staging import TMPFS
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
-from tests.waiting import spawned, until
+from tests.waiting import has_exited, spawned, until, until_exited
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -67,7 +67,7 @@ class Run:
         victim = psutil.Process(before)
         victim.kill()
         until(lambda: self.pid(role) not in (None, before), what=f"{role} again", seconds=SLOW_S)
-        until(lambda: not victim.is_running(), what=f"the end of {role}")
+        until_exited(victim)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def start(
 def leftovers() -> set[Path]:
     """Return the folders of staged weights whose process is gone."""
     mine = TMPFS.glob(f"arealite-{os.getuid()}-*")
-    return {path for path in mine if not psutil.pid_exists(int(path.name.split("-")[2]))}
+    return {path for path in mine if has_exited(int(path.name.split("-")[2]))}
 
 
 def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
@@ -121,7 +121,7 @@ def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
         before = leftovers()
         run.train.kill()
         shown = run.train.communicate(timeout=60)[0]
-        assert not psutil.wait_procs(children, timeout=60)[1], "they die with the launcher"
+        until_exited(*children)  # they die with the launcher
         left = leftovers() - before
         assert left, "a killed trainer cannot remove what it staged"
         for role in ("rollout-0", "datapipe-0", "trainer-1"):

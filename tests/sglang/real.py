@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.impl.launcher.processes import free_port
-from tests.waiting import until
+from tests.waiting import until, until_exited
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
@@ -58,6 +58,11 @@ class Real:
                 os.killpg(self.process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """Kill the whole group; return when the server has exited."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        until_exited(self.process.pid)
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])

@@ -232,7 +232,7 @@ async def test_a_killed_servers_episodes_finish_elsewhere(
         moved_s = time.perf_counter() - begin
         responses = await run.end(64)
         stats = run.client.stats()
-    assert second.real.process.wait(10) == -signal.SIGKILL
+    assert second.real.process.wait(60) == -signal.SIGKILL
     assert moved_s < MOVED_S
     assert stats["failovers"] > 0
     assert stats["server_errors"] == 0

@@ -295,7 +295,7 @@ def test_a_server_that_dies_while_paused_costs_the_other_nothing(
         flush = await pause(self, mode)
         if self.id == "s1" and dying.real is not None:
             assert call(dying.address, "/ready")[0] == 503
-            os.killpg(dying.real.process.pid, signal.SIGKILL)
+            dying.real.kill()
         return flush
 
     monkeypatch.setattr(Server, "pause", pause_and_die)
@@ -310,8 +310,7 @@ def test_a_server_killed_in_the_middle_of_an_update(two: Press) -> None:
     assert dying.real is not None
     two.make(DistributedPublisher)
     two.publish(0, 0)
-    group = dying.real.process.pid
-    report = two.publish(1, 1, at_5=lambda: os.killpg(group, signal.SIGKILL))
+    report = two.publish(1, 1, at_5=dying.real.kill)
     assert not dying.alive
     assert (report.servers, report.quarantined) == (1, ["s1"])
     assert version(kept) == "1"

@@ -23,7 +23,7 @@ from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_model
 from tests.sglang.real import PYTHON, ROOT
 from tests.sglang.shared import call
-from tests.waiting import until
+from tests.waiting import until, until_exited
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -146,8 +146,7 @@ def test_nothing_survives_a_wrapper_killed_while_the_server_starts(tmp_path: Pat
         until(scheduler, what="SGLang's scheduler", seconds=START_S)
         family = wrapper.family()
         wrapper.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive
+        until_exited(*family)
         assert len(family) >= 3
     finally:
         wrapper.close()
@@ -194,7 +193,7 @@ def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapp
     assert after["pid"] != before["pid"]
     assert after["version"] == "default"
     assert after["address"] == before["address"]
-    assert not psutil.wait_procs(family, timeout=1)[1], "the old group is gone"
+    until_exited(*family)
     assert call(after["address"], "/health")[0] == 200
 
 
@@ -210,6 +209,6 @@ def test_sigterm_ends_a_paused_server_with_requests_in_it(wrapper: Wrapper):
     assert wrapper.process.wait(60) == 0
     seconds = time.monotonic() - begin
     print(f"\nSIGTERM while paused with 16 requests → ended: {seconds:.1f} s")
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    until_exited(*family)
     assert len(family) >= 4
     assert seconds < 15

@@ -15,6 +15,7 @@ import pytest
 from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.base import config as base_config
 from arealite.base.names import RunPaths
+from tests.waiting import until_exited
 from tools import demo
 
 AUDIT = SimpleNamespace(
@@ -108,8 +109,7 @@ def test_the_servers_whole_group_ends(monkeypatch, mode):
     members = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
     demo.end_group(process)
     process.stdout.close()
-    _, alive = psutil.wait_procs(members, timeout=60)
-    assert all(member.status() == psutil.STATUS_ZOMBIE for member in alive)
+    until_exited(*members)
 
 
 def test_server_that_ended_shows_its_log(monkeypatch, tmp_path, capsys):
@@ -143,6 +143,7 @@ def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
 
 INTERRUPTS = """
 import os, pathlib, signal, sys, time
+from tests.waiting import until_exited
 signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
 assert os.getpgrp() == os.getpid()
 while not pathlib.Path("waited-for").exists():

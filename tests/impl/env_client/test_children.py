@@ -22,7 +22,7 @@ from arealite.impl.rollout.collector import Collector
 from tests.fakes.env_hosts import Steps
 from tests.fakes.env_servers import collecting, failed, played
 from tests.fakes.experiment import tokenizer
-from tests.waiting import eventually
+from tests.waiting import eventually, has_exited
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]
@@ -50,13 +50,6 @@ async def pid_of(collector: Collector, number: int = 0) -> int:
     return int(told)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 async def test_a_crash_takes_its_episodes_and_no_more() -> None:
     async with apart() as collector:
         first = await pid_of(collector)
@@ -65,10 +58,10 @@ async def test_a_crash_takes_its_episodes_and_no_more() -> None:
         second = await pid_of(collector)
         assert second != first
         os.kill(second, signal.SIGKILL)
-        await eventually(lambda: not is_alive(second))
+        await eventually(lambda: has_exited(second))
         third = await pid_of(collector)
         assert third not in (first, second)
-    await eventually(lambda: not is_alive(third))
+    await eventually(lambda: has_exited(third))
 
 
 async def test_kill_9_in_mid_episode_and_a_custom_environment_of_two_seats() -> None:
@@ -107,7 +100,7 @@ async def test_one_that_hangs_is_killed_and_replaced() -> None:
         assert failed(await played(collector, "block")) == "env_server_lost"
         object.__setattr__(runtime, "silence_s", 60.0)  # nor is a slow one taken for a silent one
         assert await pid_of(collector) != first
-        assert not is_alive(first)
+        await eventually(lambda: has_exited(first))
 
 
 async def test_it_is_renewed_after_episodes_and_by_memory() -> None:
@@ -118,7 +111,7 @@ async def test_it_is_renewed_after_episodes_and_by_memory() -> None:
         first = await pid_of(collector)
         for number in range(3):
             assert failed(await played(collector, "leak", number)) is None
-        await eventually(lambda: not is_alive(first))
+        await eventually(lambda: has_exited(first))
         assert await pid_of(collector) != first
 
 
@@ -187,4 +180,4 @@ async def test_it_dies_with_its_parent() -> None:
     child = listener(int(line))
     process.kill()
     await process.wait()
-    await eventually(lambda: not is_alive(child))
+    await eventually(lambda: has_exited(child))

@@ -23,7 +23,7 @@ from arealite.base.errors import UserError
 from arealite.impl.launcher import local, processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
-from tests.waiting import until
+from tests.waiting import has_exited, until, until_exited
 
 RUN = """
 import sys
@@ -103,7 +103,7 @@ def assert_nothing_survives(launcher: LocalLauncher) -> None:
     assert len(launcher.children) == 4
     for child in launcher.children:
         assert child.process.returncode is not None
-        assert not psutil.pid_exists(child.process.pid)
+        assert has_exited(child.process.pid)
 
 
 def trains(step: int) -> str:
@@ -446,7 +446,7 @@ def started(root: Path, **scripts: str) -> Iterator[tuple[subprocess.Popen[str],
             assert len(children) == 4
             yield process, children
             assert process.poll() is not None
-            assert not psutil.wait_procs(children, timeout=60)[1]
+            until_exited(*children)
         finally:
             process.kill()
 

@@ -10,10 +10,9 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.waiting import spawned, until
+from tests.waiting import has_exited, spawned, until, until_exited
 
 RUN = """
 import sys
@@ -80,7 +79,7 @@ def test_a_killed_server_comes_back_and_ends_gently(tmp_path: Path):
     assert "started again (2 of 5)" in says
     assert says.endswith("gently\n")
     assert len(set(lives(tmp_path))) == 3
-    assert not any(psutil.pid_exists(pid) for pid in lives(tmp_path))
+    assert all(map(has_exited, lives(tmp_path)))
 
 
 def test_a_server_that_does_not_listen_is_killed(tmp_path: Path):
@@ -88,7 +87,7 @@ def test_a_server_that_does_not_listen_is_killed(tmp_path: Path):
         ready(tmp_path, 1)
         parent.send_signal(signal.SIGINT)
         assert parent.wait(60) == 0
-    assert not psutil.pid_exists(lives(tmp_path)[0])
+    assert has_exited(lives(tmp_path)[0])
 
 
 def test_a_server_dies_with_its_parent(tmp_path: Path):
@@ -96,7 +95,7 @@ def test_a_server_dies_with_its_parent(tmp_path: Path):
         ready(tmp_path, 1)
         parent.kill()
         parent.wait(60)
-        until(lambda: not psutil.pid_exists(lives(tmp_path)[0]), what="its end")
+        until_exited(lives(tmp_path)[0])
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 130])

@@ -18,7 +18,7 @@ from arealite.base.errors import RewardTimeout, failure_class
 from arealite.impl.reward.checker import is_equal
 from arealite.impl.reward.math_verify import MathVerifyReward, equal_integers
 from arealite.impl.reward.pool import CheckerCrash, CheckerPool
-from tests.waiting import until
+from tests.waiting import has_exited, until_exited
 
 ENDLESS = "$9^{9^{9^{9}}}$", "9^9^9^9^9", "$" + "(" * 3000 + "x" + ")" * 3000 + "$"
 
@@ -35,13 +35,6 @@ def family(pool: CheckerPool) -> list[psutil.Process]:
     """Return every process of the pool, children first."""
     parents = [psutil.Process(c._process.pid) for c in pool.checkers if c._process]
     return [child for p in parents for child in p.children(recursive=True)] + parents
-
-
-def ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # since it was seen to run
-        return True
 
 
 # ---------------------------------------------------------------- verdicts
@@ -122,7 +115,7 @@ async def test_endless_check_is_killed_and_has_no_reward(reward, answer):
     with pytest.raises(RewardTimeout, match=r"killed after 0\.3 s") as caught:
         await reward.score(answer, "5")
     assert failure_class(caught.value) == "reward_timeout"
-    until(lambda: ended(child), what="its end")
+    until_exited(child)
     reward.pool.timeout_s = 600.0
     assert await reward.score("1/2", "0.5") == 1.0
     assert len(family(reward.pool)) == 2
@@ -136,7 +129,7 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
     check.cancel()
     with pytest.raises(asyncio.CancelledError):
         await check
-    until(lambda: ended(child), what="its end")
+    until_exited(child)
     assert await reward.score("1/2", "1/3") == 0.0
 
 
@@ -144,7 +137,7 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
 async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victim):
     before = family(reward.pool)
     before[victim].kill()
-    until(lambda: ended(before[victim]), what="its end")
+    until_exited(before[victim])
     assert await reward.score("1/2", "0.5") == 1.0
     after = family(reward.pool)
     assert len(after) == 2
@@ -174,7 +167,7 @@ async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
     async with asyncio.timeout(60):
         while not check.done():
             for child in family(reward.pool)[:-1]:
-                if child.pid not in killed and not ended(child):
+                if child.pid not in killed and not has_exited(child):
                     killed.append(child.pid)
                     child.kill()
             await asyncio.wait([check], timeout=0.01)
@@ -194,7 +187,7 @@ async def test_close_leaves_no_process():
     busy.cancel()
     await asyncio.gather(busy, return_exceptions=True)
     await pool.close()
-    until(lambda: all(map(ended, processes)), what="their end")
+    until_exited(*processes)
 
 
 async def test_checks_run_in_parallel_and_keep_their_answers():
@@ -229,4 +222,4 @@ asyncio.run(main())
     workers = [psutil.Process(int(pid)) for pid in (await owner.stdout.readline()).split()]
     owner.kill()
     await owner.wait()
-    until(lambda: all(map(ended, workers)), what="their end")
+    until_exited(*workers)

@@ -29,7 +29,7 @@ from arealite.impl.server.sglang_process import SGLangProcess, take_ports
 from arealite.system.health import waits
 from arealite.system.names.registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config
-from tests.waiting import eventually, until
+from tests.waiting import eventually, has_exited, until, until_exited
 
 ROOT = Path(__file__).resolve().parents[3]
 PORTS = itertools.count(10_000 + os.getpid() % 900 * 10, 5)
@@ -65,15 +65,8 @@ def names(config: ServerConfig) -> list[Entry]:
     return NameRegistry.of(config, ttl_s=600.0).list("llm_server")
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def gone(pids: list[int]) -> bool:
-    return not any(map(is_alive, pids))
+    return all(map(has_exited, pids))
 
 
 @asynccontextmanager
@@ -458,8 +451,7 @@ def test_nothing_survives_a_killed_command(program: Program, model_folder: Path)
         assert len(pids) == 4 and {p.pid for p in group} >= set(pids)
         process.kill()
         process.wait()
-        _, alive = psutil.wait_procs(group, timeout=60)
-        assert not alive
+        until_exited(*group)
 
 
 @pytest.mark.processes

@@ -22,7 +22,7 @@ from arealite.base.errors import UserError
 from arealite.impl.tool.mcp import MCPUnavailable
 from arealite.impl.tool.toolbox import Answer, Toolbox, ToolCrash
 from tests.fakes.ports import held_port
-from tests.waiting import eventually, until
+from tests.waiting import eventually, has_exited, until
 
 pytest.importorskip("mcp", reason="arealite[tools] is not installed")
 HERE = Path(__file__).parent
@@ -49,14 +49,6 @@ def pids(folder: Path) -> list[int]:
     return [int(file.read_text()) for file in sorted(folder.iterdir())]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.fixture
 async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORKERS_GREETING", "hi")
@@ -64,7 +56,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     await made.setup()
     yield made
     await made.close()
-    await eventually(lambda: not any(map(is_alive, pids(tmp_path / "pids"))), "the servers' end")
+    await eventually(lambda: all(map(has_exited, pids(tmp_path / "pids"))), "the servers' end")
 
 
 async def test_a_servers_tools_are_offered_beside_ours_and_answer(box) -> None:

@@ -1,0 +1,67 @@
+"""The one way in which tests ask whether a process has exited: tests/waiting.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import has_exited, until_exited
+
+TESTS = Path(__file__).resolve().parents[1]
+OTHERWISE = re.compile(
+    r"pid_exists|STATUS_ZOMBIE|wait_procs|os\.kill\([^,]+, 0\)|(?<!loop)\.is_running\(\)"
+)
+ALLOWED = {
+    "waiting.py": "the helper",
+    "test_waiting.py": "this file",
+    "cells.py": "a sandbox may leave no zombie, so it looks for those",
+}
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing until it is killed."""
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_process_that_nobody_has_reaped_has_exited(child: subprocess.Popen[bytes]) -> None:
+    known = psutil.Process(child.pid)
+    assert not has_exited(child.pid) and not has_exited(known)
+    child.kill()
+    until_exited(child.pid, known)
+    assert known.status() == psutil.STATUS_ZOMBIE and psutil.pid_exists(child.pid)
+    assert has_exited(child.pid) and has_exited(known)
+    assert child.wait() == -signal.SIGKILL
+    assert has_exited(child.pid) and has_exited(known)
+
+
+def test_waiting_for_a_process_that_stays_fails(child: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(pytest.fail.Exception, match=f"the end of {child.pid}"):
+        until_exited(child.pid, seconds=0.0)
+
+
+def test_a_process_whose_id_has_passed_to_another_has_exited() -> None:
+    earlier = psutil.Process(os.getpid())
+    earlier._ident = (earlier.pid, 1.0)  # it began at another time
+    assert has_exited(earlier) and not has_exited(os.getpid())
+
+
+def test_no_test_asks_in_another_way() -> None:
+    found = [
+        f"{file.relative_to(TESTS)}:{number}: {line.strip()}"
+        for file in sorted(TESTS.rglob("*.py"))
+        if file.name not in ALLOWED
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if OTHERWISE.search(line)
+    ]
+    assert not found, "\n".join(["use tests.waiting.has_exited or until_exited:", *found])
