@@ -23,7 +23,7 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-docs test-faults test-clusters test-learning test-sglang test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-docs test-faults test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -33,7 +33,7 @@ help:
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
-	@echo "make test-sglang  the tests against real SGLang servers on the CPU"
+	@echo "make test-sglang  the tests against real SGLang servers on the CPU; test-sglang-short: a part of two minutes"
 	@echo "make test-learning  each algorithm learns the demo's task"
 	@echo "make test-peers   losses and gradients against TRL's, in a virtual environment of its own: $(PEERS_VENV)"
 	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
@@ -96,6 +96,10 @@ test-clusters: $(VENV)/.ray
 
 test-sglang: $(VENV)/.dev sglang
 	$(PY) -m pytest -m sglang tests/contracts tests/sglang
+
+# Those that are marked sglang_short: the contract's core, a client and every way to publish, on one server.
+test-sglang-short: $(VENV)/.dev sglang
+	$(PY) -m pytest -m "sglang and sglang_short" tests/contracts tests/sglang
 
 $(PEERS_VENV)/.dev: pyproject.toml
 	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)

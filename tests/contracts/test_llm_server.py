@@ -15,6 +15,7 @@ import pytest
 from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
 
+@pytest.mark.sglang_short
 async def test_generate_answers_with_tokens_logprobs_and_versions(server: Backend) -> None:
     answer = await server.generate(6, rid="mine")
     server.check(answer)
@@ -95,6 +96,7 @@ async def test_stream_is_cumulative_and_ends_with_the_reason(server: Backend) ->
         server.check(event)
 
 
+@pytest.mark.sglang_short
 async def test_abort_returns_the_partial_output(server: Backend) -> None:
     rid = uuid.uuid4().hex
     task, events = await server.streaming(rid)
@@ -125,6 +127,7 @@ async def test_pause_abort_ends_all_with_what_they_have(server: Backend) -> None
     server.check(await held)
 
 
+@pytest.mark.sglang_short
 @pytest.mark.parametrize(("mode", "retracted"), [("retract", 1), ("in_place", 0)])
 async def test_pause_update_continue_splits_the_versions(
     server: Backend, mode: str, retracted: int

@@ -75,6 +75,7 @@ async def test_a_session_waits_for_running_requests_unless_paused(
     assert len(events[-1]["output_ids"]) == LONG
 
 
+@pytest.mark.sglang_short
 @pytest.mark.parametrize("flat", [False, True])
 async def test_weights_come_through_a_group(server: Backend, trainer: Trainer, flat: bool) -> None:
     status, _ = await server.load(1)

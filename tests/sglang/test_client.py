@@ -48,6 +48,7 @@ def request(**settings: object) -> LLMRequest:
     return LLMRequest("r", "g", ids, sampling)  # type: ignore[arg-type]
 
 
+@pytest.mark.sglang_short
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 async def test_an_update_interrupts_and_loses_nothing(
     sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -147,6 +147,7 @@ def during_generation(press: Press, act: Callable[[], Any]) -> tuple[dict[str, A
         return asked.result(60.0), done
 
 
+@pytest.mark.sglang_short
 @EACH
 def test_each_token_is_of_the_weights_that_it_says(press: Press, way: Any) -> None:
     press.make(way)

@@ -14,7 +14,7 @@ TARGETS = [
     pytest.param(marker, line.split(), id=marker)
     for line in (ROOT / "Makefile").read_text().splitlines()
     for marker in re.findall(r"\w+", "".join(MARKED.findall(line)))
-    if marker != "or"
+    if marker not in ("and", "or")
 ]
 
 
@@ -29,3 +29,15 @@ def test_all_that_is_marked_is_read(marker: str, words: list[str]) -> None:
     files = [f for f in (ROOT / "tests").rglob("test_*.py") if marked.search(f.read_text())]
     assert files
     assert [f for f in files if not any(f.is_relative_to(folder) for folder in folders)] == []
+
+
+def test_the_short_part_on_real_sglang_has_a_contract_a_client_and_a_publish() -> None:
+    """CI has time for no more; `make test-sglang` runs all."""
+    (line,) = re.findall(r'-m "sglang and sglang_short" (.+)', (ROOT / "Makefile").read_text())
+    files = [f for folder in line.split() for f in (ROOT / folder).glob("test_*.py")]
+    assert {f.name for f in files if "mark.sglang_short" in f.read_text()} == {
+        "test_llm_server.py",
+        "test_llm_server_weights.py",
+        "test_client.py",
+        "test_publishers.py",
+    }
