@@ -17,6 +17,54 @@ CHAT_TEMPLATE = (
 )
 
 
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": EXPERTS
+    | {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "glm4_moe": EXPERTS | {"head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
+    "qwen3_next": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+"""Configs of small mixtures of experts by family; their folders hold a tensor for each expert."""
+
+
+def tiny_mixture(path: Path | str, family: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random mixture of experts to `path` and return it; see `tiny_model`."""
+    settings = MIXTURES[family] | {"tie_word_embeddings": False} | overrides
+    return tiny_model(path, seed=seed, family=family, **settings)
+
+
 def tiny_tokenizer(vocab: int = 64) -> Any:
     """Return a character tokenizer of exactly `vocab` ids; pad 0, bos 1, eos 2.
 
@@ -44,10 +92,11 @@ def tiny_model(path: Path | str, *, seed: int = 0, vocab: int = 64, **overrides:
     """Write a random model to `path` and return it.
 
     The default is a Qwen2 of 2 layers, hidden 32, fp32, context 512; `overrides` are fields of its
-    config, and `family="llama"` makes a Llama. The same seed gives the same weights.
+    config, and `family` is another model type, as in `family="llama"`. Persistent buffers are drawn,
+    too. The same seed gives the same weights.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -67,10 +116,14 @@ def tiny_model(path: Path | str, *, seed: int = 0, vocab: int = 64, **overrides:
         "bos_token_id": 1,
         "eos_token_id": 2,
     } | overrides
-    config = (LlamaConfig if family == "llama" else Qwen2Config)(**settings)
+    config = CONFIG_MAPPING[family](**settings)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name, tensor in model.state_dict().items():
+            if name not in parameters:
+                tensor.normal_()
     path = Path(path)
     model.save_pretrained(path)
     tiny_tokenizer(settings["vocab_size"]).save_pretrained(path)

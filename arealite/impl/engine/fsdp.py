@@ -227,7 +227,7 @@ class FSDPEngine(TrainEngine):
 
     def fingerprint(self) -> str:
         """See TrainEngine.fingerprint; over the float32 masters, as this world size cuts them."""
-        return fingerprint(dict(self.module.named_parameters()), self.device)
+        return fingerprint(dict(lora.held_tensors(self.module)), self.device)
 
     def _set_dtypes(self) -> bool:
         """Keep parameters without training in the compute dtype; say whether all that computes in
@@ -276,7 +276,11 @@ class FSDPEngine(TrainEngine):
         return stats
 
     def _state(self) -> dict[str, Any]:
-        model = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+        model = {
+            name: tensor.detach()
+            for name, tensor in lora.held_tensors(self.module)
+            if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+        }
         return {"model": model, "optimizer": self.optimizer.state()}
 
     def _facts(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ one copy a rank).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
-from arealite.impl.engine.lora import ADAPTER, file_name, first_value
+from arealite.impl.engine.lora import ADAPTER, file_name, first_value, held_tensors
 
 LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
 """Config fields by which some models (Gemma, Cohere, Granite, Falcon-H1, …) change their logits."""
 
 SCORE = "score.weight"
 """The head for values."""
+FIX = "Files and config.json are not of one model: get the folder anew."
 
 
 def empty_model(path: Path, head: Head = "lm") -> Any:
@@ -65,9 +67,12 @@ def load_weights(
     parameters, whole or shards, there too or with `offload` on the CPU.
 
     A head for values that the folder lacks begins as zeros, adapters by `seed`: alike on all ranks.
+
+    Raises:
+        UserError: the folder lacks another tensor of the model, or has one that the model lacks.
     """
-    read = _reader(path, {name for name, _ in model.named_parameters() if ADAPTER not in name})
-    buffers = dict(model.named_buffers())
+    read = _reader(model, path)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=torch.device("cpu") if offload else device)
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         model.tie_weights()  # to_empty keeps shared parameters shared under FSDP only
@@ -76,21 +81,29 @@ def load_weights(
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, tensor in held_tensors(model):
             full = read(file_name(name))
-            full = first_value(name, param.shape, generator) if full is None else full
-            full = full.to(device=device, dtype=param.dtype)
-            if isinstance(param, DTensor):
+            full = first_value(name, tensor.shape, generator) if full is None else full
+            if full.shape != tensor.shape:
+                raise UserError(
+                    f"'{path}': {file_name(name)} has shape {list(full.shape)}, the model of its "
+                    f"config.json {list(tensor.shape)}. {FIX}"
+                )
+            full = full.to(device=device, dtype=tensor.dtype)
+            if isinstance(tensor, DTensor):
                 # src_data_rank=None: every rank cuts its own shard, nothing is sent.
-                mesh, placements = param.device_mesh, param.placements
+                mesh, placements = tensor.device_mesh, tensor.placements
                 full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
-                param.to_local().copy_(full)
+                tensor.to_local().copy_(full)
             else:
-                param.copy_(full)
+                tensor.copy_(full)
 
 
-def _reader(path: Path, names: set[str]) -> Callable[[str], torch.Tensor | None]:
-    """Return a function that reads one full parameter, if need be through the whole model."""
+def _reader(model: Any, path: Path) -> Callable[[str], torch.Tensor | None]:
+    """Return a function that reads one full tensor, if need be through the whole model.
+
+    It returns None for adapters and a fresh head for values, and for nothing else.
+    """
     where = dict[str, Path]()
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -103,10 +116,33 @@ def _reader(path: Path, names: set[str]) -> Callable[[str], torch.Tensor | None]
         with safe_open(where[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
-    if {file_name(name) for name in names} - {SCORE} <= where.keys():
+    wanted = {file_name(name) for name, _ in held_tensors(model) if ADAPTER not in name}
+    if wanted - {SCORE} <= where.keys():
+        tied = {file_name(name) for name in model.state_dict()}
+        _check_names(model, path, set(), where.keys() - tied)
         return read
-    state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    return state.get
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    try:
+        loaded, info = type(model).from_pretrained(path, config=model.config, **options)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"'{path}' cannot be loaded: {str(error).splitlines()[0]}") from error
+    _check_names(model, path, set(info["missing_keys"]), set(info["unexpected_keys"]))
+    state: dict[str, torch.Tensor] = loaded.state_dict()
+    return {name: state[name] for name in wanted - set(info["missing_keys"])}.get
+
+
+def _check_names(model: Any, path: Path, missing: set[str], unexpected: set[str]) -> None:
+    """Refuse a folder that does not hold just the tensors of `model`."""
+    unused = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
+    if SCORE in model.state_dict():
+        unused.append(r"^lm_head\.")
+    if getattr(model.config, "num_nextn_predict_layers", 0):  # predict further tokens
+        unused.append(rf"\.layers\.{model.config.num_hidden_layers}\.")
+    left = {name for name in unexpected if not any(re.search(rule, name) for rule in unused)}
+    for names, what in (missing - {SCORE}, "lacks"), (left, "has tensors that the model lacks:"):
+        if names:
+            listed = ", ".join(sorted(names)[:3])
+            raise UserError(f"'{path}' {what} {listed} ({len(names)} in all). {FIX}")
 
 
 @contextmanager

@@ -31,7 +31,8 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
     They are float32, and on the meta device. Of a head for values, the head is trained as well.
 
     Raises:
-        UserError: peft is not installed, or no module has one of these names.
+        UserError: peft is not installed, no module has one of these names, or one is of experts
+            that share a parameter.
     """
     try:
         import peft
@@ -47,6 +48,13 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
         peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"engine.fsdp.lora.targets {config.targets}: {error}") from error
+    layers = [(name, each) for name, each in module.named_modules() if hasattr(each, "lora_A")]
+    if fused := [name for name, each in layers if not hasattr(each.get_base_layer(), "weight")]:
+        raise UserError(
+            f"engine.fsdp.lora.targets {config.targets}: '{fused[0]}' holds all its experts in one "
+            "parameter, and adapters of those cannot be merged. Leave gate_proj, up_proj and "
+            "down_proj out of the targets."
+        )
     if head == "value":
         module.score.requires_grad_(True)
     return made
@@ -55,6 +63,15 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
 def file_name(name: str) -> str:
     """Return the name of a parameter in files of the model."""
     return name.replace(BASE, ".")
+
+
+def held_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what files of a model hold: parameters, tied ones once, and persistent buffers."""
+    seen = set[int]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -69,13 +86,14 @@ def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> tor
 
 def merged(module: Any, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
-    has an adapter: added in float32, then rounded to `dtype`."""
-    for name, param in module.named_parameters():
+    has an adapter: added in float32, then rounded to `dtype`. Buffers keep their own dtype."""
+    for name, param in held_tensors(module):
         owner, _, leaf = name.rpartition(BASE)
         if ADAPTER in name:
             continue
         if not owner or leaf != "weight":
-            yield file_name(name), full(param.detach().to(dtype))
+            kept = dtype if isinstance(param, torch.nn.Parameter) else param.dtype
+            yield file_name(name), full(param.detach().to(kept))
             continue
         layer = module.get_submodule(owner)
         up, down = (full(part[NAME].weight.detach()) for part in (layer.lora_B, layer.lora_A))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from arealite.api.engine_config import FSDPConfig
 from arealite.impl.engine import hf_folder
-from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.engine.fsdp import DDPEngine, FSDPEngine
 from tests.impl.engine.helpers import (
     LOSS,
     VARIANTS,
@@ -84,6 +84,28 @@ def variants(folder: Path, model: str) -> None:
         found["resumed"] = engine.fingerprint() == other.fingerprint()
         other.load(folder / f"{name}-of-one")
         found["of one"] = weights(other)
+    torch.save(out, folder / f"out-{rank}.pt")
+
+
+def buffers(folder: Path, model: str) -> None:
+    """Logprobs and weights of a model with persistent buffers, exported, saved and loaded again."""
+    rank, rows = dist.get_rank(), make_rows()
+    parts = [[rows[i] for i in indices] for indices in UNEVEN]
+    out: dict[str, object] = {}
+    for kind in (FSDPEngine, DDPEngine):
+        engine = make_engine(model, kind=kind)
+        path = folder / kind.__name__
+        found = {"forward": engine.forward(parts[rank], lengths(parts)), "weights": weights(engine)}
+        engine.train_batch(parts[rank], lengths(parts), LOSS)
+        engine.save(path / "step-1", {"step": 1})
+        engine.export(path / "export")
+        again = make_engine(path / "export", kind=kind)
+        found["again"] = again.fingerprint() == engine.fingerprint()
+        found["trained"] = weights(engine)
+        other = make_engine(model, kind=kind)
+        other.load(path / "step-1")
+        found["resumed"] = other.fingerprint() == engine.fingerprint()
+        out[kind.__name__] = found
     torch.save(out, folder / f"out-{rank}.pt")
 
 
@@ -154,6 +176,7 @@ def main(scenario: str, folder: Path, model: str) -> None:
         "ranks": ranks,
         "copies": copies,
         "variants": variants,
+        "buffers": buffers,
         "memory": memory,
         "kill_in_save": kill_in_save,
     }
