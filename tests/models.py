@@ -92,8 +92,8 @@ def tiny_model(path: Path | str, *, seed: int = 0, vocab: int = 64, **overrides:
     """Write a random model to `path` and return it.
 
     The default is a Qwen2 of 2 layers, hidden 32, fp32, context 512; `overrides` are fields of its
-    config, and `family` is another model type, as in `family="llama"`. Persistent buffers are drawn,
-    too. The same seed gives the same weights.
+    config, and `family` is another model type, as in `family="llama"`. Persistent buffers are
+    drawn, too. The same seed gives the same weights.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM

@@ -8,6 +8,7 @@ Shape letters: B = rows of a batch, L = padded prompt length, T = positions read
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,18 @@ WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 
 
+def window_of(model: Any) -> int | None:
+    """Return how many tokens, itself included, a token reads in layers that slide.
+
+    None: no layer does. A model without `layer_types` slides in all layers, if its code can.
+    """
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    can_slide = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    slides = "sliding_attention" in types if types else can_slide
+    return getattr(config, "sliding_window", None) if slides else None
+
+
 class Decoder:
     """A model, its cache, and the requests that occupy the cache's rows."""
 
@@ -37,6 +50,7 @@ class Decoder:
         """Row r of the cache belongs to running[r]."""
         self._device = str(next(model.parameters()).device)
         self._vocab_size: int = config.vocab_size
+        self._window = window_of(model)
         self._cache = SlotCache(config.num_hidden_layers)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._settings: Settings | None = None
@@ -70,11 +84,11 @@ class Decoder:
         tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BL[row, : len(prompt)] = torch.tensor(prompt)
-        causal_LL = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril()
+        positions_L = torch.arange(longest, device=self._device)
         return self.model(
             input_ids=tokens_BL.to(self._device),
-            attention_mask=causal_LL[None, None],
-            position_ids=torch.arange(longest, device=self._device).expand(len(prompts), -1),
+            attention_mask=self._mask(positions_L[None], longest),
+            position_ids=positions_L.expand(len(prompts), -1),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=torch.tensor(positions, device=self._device),
@@ -87,12 +101,9 @@ class Decoder:
         width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
         self._cache.reserve(count, width)
         self._cache.start((self._rows_B1, self._lengths_B[:, None]), width=width)
-        hidden_BT = torch.arange(width, device=self._device) > self._lengths_B[:, None]
-        mask_BT = torch.zeros(count, width, dtype=self.model.dtype, device=self._device)
-        mask_BT.masked_fill_(hidden_BT, -torch.inf)
         logits = self.model(
             input_ids=self._tokens_B[:, None],
-            attention_mask=mask_BT[:, None, None],
+            attention_mask=self._mask(self._lengths_B[:, None], width),
             position_ids=self._lengths_B[:, None],
             past_key_values=self._cache,
             use_cache=True,
@@ -100,6 +111,22 @@ class Decoder:
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
         return self._sample(self.running, logits[:, -1], settings)
+
+    def _mask(self, positions_BL: torch.Tensor, width: int) -> Any:
+        """Return what tokens at these positions may read of the first `width`, [B, 1, L, width];
+        a mask for each kind of layer where the model has several."""
+
+        def mask(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)
+
+        keys_T = torch.arange(width, device=self._device)
+        own_BL11 = positions_BL[:, None, :, None]
+        later = keys_T > own_BL11
+        if self._window is None:
+            return mask(later)
+        near = mask(later | (keys_T <= own_BL11 - self._window))
+        is_mixed = getattr(self.model.config.get_text_config(), "layer_types", None)
+        return {"full_attention": mask(later), "sliding_attention": near} if is_mixed else near
 
     def _admit(
         self, waiting: deque[Generation]

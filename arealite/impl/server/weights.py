@@ -170,10 +170,10 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
 def check_layers(model: Any, path: str) -> None:
     """Raise UserError for a model whose layers the decode loop has no cache for."""
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    if layers - {"full_attention"}:
+    if other := layers - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"model.path={path}: has layers of {', '.join(sorted(layers))}; the embedded server "
-            "runs models with full attention only. Use SGLang for this one."
+            f"model.path={path}: has layers of {', '.join(sorted(other))}; the embedded server "
+            "runs models with full and sliding attention only. Use SGLang for this one."
         )
 
 

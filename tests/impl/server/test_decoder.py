@@ -31,6 +31,47 @@ FAMILIES = {
     "untied": {"tie_word_embeddings": False, "num_key_value_heads": 4},
 }
 
+WINDOW: dict[str, Any] = {"sliding_window": 8}
+MIXED = WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+ALIKE = ["full_attention", "sliding_attention"]
+SLIDING: dict[str, dict[str, Any]] = {
+    "mistral": WINDOW,
+    "phi3": WINDOW,
+    "mixtral": WINDOW | {"num_local_experts": 4},
+    "starcoder2": WINDOW,
+    "qwen2": MIXED,
+    "qwen3": MIXED | {"head_dim": 8},
+    "gemma3_text": WINDOW | {"head_dim": 8, "layer_types": ALIKE},
+    "olmo3": WINDOW | {"layer_types": ALIKE},
+    "cohere2": WINDOW | {"layer_types": ALIKE},
+}
+"""Families whose tokens read only the last eight: in all layers without `layer_types`, or in some."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "cohere": {"logit_scale": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.25, "qk_layernorm": True},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "phi": {"partial_rotary_factor": 0.5},
+}
+"""Options of configs by which families differ: none may be forgotten between prompt and answer."""
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -104,6 +145,37 @@ def test_greedy_equals_transformers_generate(model: Any) -> None:
         if 63 not in generation.output:
             assert generation.output == expected[0, len(prompt) :].tolist()
         check_logprobs(model, generation)
+
+
+def check_family(folder: Path, family: str, settings: dict[str, Any]) -> None:
+    """Compare requests of 1 to 60 tokens, prompt and answer, with plain forward passes."""
+    path = tiny_model(folder, family=family, **settings)
+    model = load_model(str(path), dtype="float32", device="cpu")[0]
+    generations = [wish(prompt, 20) for prompt in prompts(8, longest=40)]
+    run(Decoder(model, max_rows=5, seed=1), generations)
+    for generation in generations:
+        check_logprobs(model, generation)
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_windows_shorter_than_the_prompt_slide(family: str, tmp_path: Path) -> None:
+    check_family(tmp_path, family, SLIDING[family])
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_options_of_a_familys_config_are_served(family: str, tmp_path: Path) -> None:
+    check_family(tmp_path, family, OPTIONS[family])
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_positions_are_served(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
+    check_family(tmp_path, "llama", {"rope_parameters": rope})
+
+
+def test_a_window_that_is_switched_off_hides_nothing(tmp_path: Path) -> None:
+    settings = WINDOW | {"use_sliding_window": False}
+    check_family(tmp_path, "qwen2", settings)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
