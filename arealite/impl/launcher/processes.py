@@ -21,12 +21,13 @@ from pathlib import Path
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.signals import heed_only_stop
+from arealite.impl.launcher.last_words import ERROR, last_words
 
 PARENT = "AREALITE_PARENT"
 """Environment variable that tells a process who brings it back: a process id."""
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 15
-ERROR = "error: "
+TAIL_BYTES = 1 << 16
 
 
 @dataclass
@@ -64,25 +65,27 @@ class Child:
 
     @property
     def death(self) -> str:
-        """Who died and how, with its own last word where it had one."""
-        last = self._lines()[-1:]
-        why = f": {last[0].removeprefix(ERROR)}" if self.code > 0 and last else ""
+        """Its name, how it died, and the reason that its output gives, if any."""
+        words = last_words(self._output(), self.code) if self.code else ""
+        why = f": {words.removeprefix(ERROR)}" if words else ""
         return f"{self.name} died ({how_ended(self.code)}{why})"
 
     @property
     def obituary(self) -> str:
-        """Who died and how, with its last lines, or only the last where that says it all."""
-        lines = self._lines()[-TAIL_LINES:]
-        if lines and lines[-1].startswith(ERROR):
-            lines = lines[-1:]
+        """Its name, how it died, and its last lines; only the reason where it was raised on
+        purpose."""
+        words = last_words(output := self._output(), self.code)
+        lines = [words] if words.startswith(ERROR) else output.splitlines()[-TAIL_LINES:]
+        if words not in " ".join("\n".join(lines).split()):
+            lines = [words, "...", *lines]
         tail = "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
         head = f"{self.name} died ({how_ended(self.code)}). Its last lines ({self.log})"
         return f"{head}:\n{tail}"
 
-    def _lines(self) -> list[str]:
+    def _output(self) -> str:
         with self.log.open("rb") as file:
-            file.seek(self.log_begin)
-            return file.read().decode(errors="replace").rstrip().splitlines()
+            file.seek(max(self.log_begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode(errors="replace").rstrip()
 
 
 async def spawn(

@@ -1,0 +1,49 @@
+"""Finds the line in a dead process's output that gives the reason for its death."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+ERROR = "error: "
+"""Begins the line with which a command reports an error that was raised on purpose."""
+RAISED = 4
+"""Exit codes from 1 to this one follow an exception; other codes were chosen by the program."""
+RANK = re.compile(r"^\[rank\d+\]: ?", re.M)
+"""Torch writes this before each line of a rank's traceback."""
+GROUP = re.compile(r"^ +\+ Exception Group Traceback.*^ +\+-+$", re.M | re.S)
+MARGIN = re.compile(r"^ +(\| ?|(?=\+))", re.M)
+"""Begins each line of an exception group, borders included."""
+REASON = re.compile(
+    r"""^(?:(Exception\ ignored\ in.*\n)?  # by Python, at an end that it does not cause
+    (?:(?:\+\ Exception\ Group\ |Exception\ Group\ )?Traceback\ \(most|\ +File\ ").*\n(?:\ .*\n|\n)*
+    |\+[-+]+\ [\d.]+\ -+\n(?!Traceback|Exception\ Group\ T))  # a leaf without frames
+    ([\w.]+:\s+\S.*|\S.*)  # a message may begin with empty lines
+    |^((?:error|Fatal\ Python\ error):\ .*)""",
+    re.M | re.X,
+)
+NO_LEAF = re.compile(r"\(\d+ sub-exceptions?\)$|^and \d+ more exceptions?$|^\.\.\. \(max_group")
+ABORTS = re.compile(r"^\s*((?:Fatal Python error:|what\(\):|\w+\(\): |.*Assertion `).*)", re.M)
+"""Lines that C and C++ code write before they abort the process."""
+
+
+def last_words(output: str, code: int) -> str:
+    """Return the line of `output` that gives the reason for an end with `code`, "" for none.
+
+    Of a traceback it is the line of the last exception, without notes and further lines of its
+    message; of exception groups, that of the last leaf. A process that was killed by SIGKILL, as by
+    the kernel for lack of memory, could not write a reason.
+
+    Args:
+        output: What the process wrote.
+        code: Its exit code; for a death by signal, the signal's number below zero.
+    """
+    found = [line for line in output.splitlines() if line.strip()]
+    if code < 0:
+        aborts = ABORTS.findall(output)
+        found = {-signal.SIGKILL: [], -signal.SIGABRT: aborts or found}.get(code, aborts)
+    elif code <= RAISED:
+        plain = GROUP.sub(lambda group: MARGIN.sub("", group[0]), RANK.sub("", output))
+        reasons = [m[2] or m[3] for m in REASON.finditer(plain) if not m[1]]
+        found = [line for line in reasons if not NO_LEAF.search(line)] or found
+    return " ".join(found[-1].split())[:500] if found else ""
