@@ -1,7 +1,8 @@
 """What mkdocs is told besides mkdocs.yml: the examples are pages, and links may leave docs/.
 
 Hooks of `make docs`. Pages are written to be read in the repository; here a link to an example
-leads to its page, and one to another file of the repository becomes that file's name.
+leads to its page, and one to another file of the repository becomes that file's name. The search is
+docs/search.js, which works without a web server.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """Put the examples' pages below Examples."""
+    """Put the examples' pages below Examples, and docs/search.js in place of mkdocs' search."""
+    config.extra_javascript[:] = ["search.js"]
     (entry,) = [item for item in config.nav if "Examples" in item]
     entry["Examples"] = [
         {"All": "examples/index.md"},
@@ -49,6 +51,15 @@ def page(file: Path) -> str:
     told = ast.get_docstring(ast.parse(source)) or ""
     code = source.partition('"""')[2].partition('"""')[2].strip()
     return f"# {file.stem}\n\n{told}\n\n```python\n{code}\n```\n"
+
+
+def on_post_build(config: Any) -> None:
+    """Turn the index for the search into a script, which a page opened from a file can load."""
+    folder = Path(config.site_dir) / "search"
+    index = (folder / "search_index.json").read_text("utf-8")
+    (folder / "search_index.js").write_text(f"window.searchIndex = {index};\n", "utf-8")
+    for name in ("search_index.json", "main.js", "worker.js"):
+        (folder / name).unlink()
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

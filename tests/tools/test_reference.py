@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.base import config as base_config
 from arealite.cli.main import COMMANDS
 from arealite.impl.logger.names import catalogue
+from tests.impl.browser.sites import needs_chromium
 from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +120,45 @@ def test_the_site_builds(tmp_path: Path) -> None:
             r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)', page.read_text()
         )
         assert loaded == [], "it works without a network"
+    assert 'src="../search.js"' in (tmp_path / "site/examples/quickstart.html").read_text()
+    index = (tmp_path / "site/search/search_index.js").read_text("utf-8")
+    docs = json.loads(index.removeprefix("window.searchIndex = ").rstrip(";\n"))["docs"]
+    assert "examples/quickstart.html" in {each["location"] for each in docs}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: the extra docs")
+@needs_chromium
+def test_the_site_is_searched_without_a_web_server(tmp_path: Path) -> None:
+    """As `make docs` leaves it: opened from the file system, without a network."""
+    from playwright.sync_api import expect, sync_playwright
+
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    wrong: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=which("chromium-headless-shell"))
+        page = browser.new_context(offline=True).new_page()
+        page.set_default_timeout(60_000)
+        expect.set_options(timeout=60_000)
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto((tmp_path / "site/tutorials/index.html").as_uri())
+        page.fill("[role=search] input", "max_staleness")
+        page.keyboard.press("Enter")
+        results = page.locator("#mkdocs-search-results")
+        expect(results).to_contain_text("trainer.ppo.max_staleness")
+        for query, shown in {
+            "nosuchwordatall": "No results found",
+            "~^ +:": "Type a word",
+            "nosuchfield:publisher~^": "publisher",  # the words are no query language
+        }.items():
+            page.fill("#mkdocs-search-query", query)
+            expect(results).to_contain_text(shown)
+        page.click("#mkdocs-search-results a >> nth=0")
+        page.wait_for_url(re.compile(r"/site/(?!search)[\w/]+\.html"))
+        browser.close()
+    assert wrong == []
 
 
 def prose(page: Path) -> str:
