@@ -21,12 +21,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.sglang.shared import SharedServer, shared_server
+from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
 
-# How long an example takes is the machine's matter.
-settings.register_profile(
-    "any speed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any speed")
+# How long an example takes is the machine's matter, and every machine tries the same ones.
+# Others: pytest --hypothesis-profile=explore.
+ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", ANY_SPEED)
+settings.register_profile("same", ANY_SPEED, derandomize=True)
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
