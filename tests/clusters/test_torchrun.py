@@ -61,13 +61,18 @@ class Torchrun:
             self.port = probe.getsockname()[1]
 
     @contextmanager
-    def agent(self, nodes: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Start one agent, as on one node."""
+    def agent(self, nodes: str, *, hosts: bool) -> Iterator[subprocess.Popen[bytes]]:
+        """Start one agent, as on one node.
+
+        `hosts`: whether the rendezvous store is in its process. All agents here have the address of
+        the endpoint, so without that word any of them may take the port first.
+        """
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
         command += ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=t", "--max-restarts=3"]
         command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--local-addr=127.0.0.1"]
-        conf = "--rdzv-conf=join_timeout=400,last_call_timeout=2,close_timeout=5"
-        command += [conf, str(ROOT / "train.py"), *self.words, *more]
+        conf = "--rdzv-conf=join_timeout=400,read_timeout=400,last_call_timeout=2,close_timeout=5"
+        conf += f",is_host={hosts}"
+        command += [conf, str(ROOT / "train.py"), *self.words]
         log = (self.folder / f"agent-{len(self.agents)}.log").open("wb")
         process = subprocess.Popen(
             command,
@@ -116,7 +121,7 @@ def job(tmp_path: Path) -> Torchrun:
 
 def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
     with ExitStack() as agents:
-        both = [agents.enter_context(job.agent("2")) for _ in range(2)]
+        both = [agents.enter_context(job.agent("2", hosts=hosts)) for hosts in (True, False)]
         until(
             lambda: job.saved() or both[0].poll() is not None, what="a checkpoint", seconds=SLOW_S
         )
@@ -130,15 +135,26 @@ def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
     job.assert_balanced()
 
 
-def test_a_lost_node_leaves_a_job_of_one_rank(job: Torchrun) -> None:
-    """The rendezvous is with the first agent; the second is lost as a whole."""
-    with job.agent("1:2") as first, ExitStack() as other:
-        second = other.enter_context(job.agent("1:2"))
-        until(lambda: job.saved() or first.poll() is not None, what="a checkpoint", seconds=SLOW_S)
-        for each in [*psutil.Process(second.pid).children(recursive=True), second]:
+@pytest.mark.parametrize("order", ["the host first", "the host last"])
+def test_a_lost_node_leaves_a_job_of_one_rank(job: Torchrun, order: str) -> None:
+    """The node without the rendezvous store is lost as a whole, whichever agent started first.
+
+    torchrun numbers the nodes of one address by process id, so rank 0 is with the agent that
+    started first: the one that stays, or the one that is lost.
+    """
+    with ExitStack() as agents:
+        started = [
+            agents.enter_context(job.agent("1:2", hosts=hosts))
+            for hosts in ((True, False) if order == "the host first" else (False, True))
+        ]
+        kept, lost = started if order == "the host first" else reversed(started)
+        until(lambda: job.saved() or kept.poll() is not None, what="a checkpoint", seconds=SLOW_S)
+        members = [*psutil.Process(lost.pid).children(recursive=True), psutil.Process(lost.pid)]
+        for each in members:
             each.kill()
+        until_exited(*members)
         job.gate.unlink()
-        assert first.wait(2 * SLOW_S) == 0, job.told()
+        assert kept.wait(2 * SLOW_S) == 0, job.told()
     facts = [
         json.loads((p / "manifest.json").read_text())
         for p in checkpoint.list_good(job.paths.checkpoints)
