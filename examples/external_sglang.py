@@ -1,16 +1,22 @@
 """Servers that somebody else started: SGLang anywhere, named by address, used and never stopped.
 
     python3 -m sglang.launch_server --model-path /models/Qwen2.5-7B-Instruct --port 30000 &
+    curl --silent --retry 999 --retry-delay 1 --retry-connrefused http://127.0.0.1:30000/health
     python3 examples/external_sglang.py model.path=/models/Qwen2.5-7B-Instruct \\
         'llm_server.addresses=[127.0.0.1:30000,10.0.0.8:30000]' launcher.trainer_ranks=4
 
-The servers are asked before anything starts, get the run's weights before they generate, and new
-ones after each step. On a laptop, with a server of ours in place of SGLang (the model is there once
-examples/quickstart.py was run):
+The servers are asked before anything starts, so wait until they answer: curl does. They get the
+run's weights before they generate, and new ones after each step. On a laptop, with a server of ours
+in place of SGLang:
 
+    python3 tools/demo_task.py runs/examples/kits/sorting
     python3 arealite/launch_llm_server.py model.path=runs/examples/kits/sorting/model \\
-        llm_server.port=30000 &
+        llm_server.port=30000 cluster.name_root=theirs 2> server.log &
+    curl --silent --retry 999 --retry-delay 1 --retry-connrefused http://127.0.0.1:30000/health
     python3 examples/external_sglang.py
+
+The first makes the model, the last uses it. A server of ours belongs to a trial; with a name_root
+of its own, the run here knows nothing of that trial. `kill %1` ends the server.
 
 Watch publish/servers, how many took the new weights, and publish/stall_s, for how long generation
 stood still. How weights travel: docs/servers.md.

@@ -1,0 +1,140 @@
+"""The command lines that docstrings and pages of this project show, and a check of each without
+running it: files exist, subcommands and targets are there, and a config loads from its words."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.env_server import EnvServerConfig
+from arealite.cli import configs, evaluate, options, play
+from arealite.cli.collect import CollectConfig
+from arealite.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
+PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(/[A-Z_]+)*|.*…")
+"""A word that stands for the reader's own: M, CONFIG, runs/EXPERIMENT/TRIAL, dataset.train=…"""
+SCHEMAS = {
+    "train": (ExperimentConfig, "async_ppo.yaml"),
+    "check": (ExperimentConfig, "async_ppo.yaml"),
+    "launch": (ExperimentConfig, "async_ppo.yaml"),
+    "eval": (evaluate.EvaluateConfig, "async_ppo.yaml"),
+    "collect": (CollectConfig, "async_ppo.yaml"),
+    "serve": (EnvServerConfig, "env_server.yaml"),
+    "serve-llm": (ServerConfig, "llm_server.yaml"),
+}
+"""Commands whose words are a config, with its class and default file."""
+SCRIPTS = {"train.py": "train", "arealite/launch_llm_server.py": "serve-llm"}
+ELSEWHERE = {"-m": "a module of another package", "-c": "code", "-": "code on standard input"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line, joined from its lines."""
+
+    where: str
+    line: str
+    text: str
+    """All of the page or docstring, which may name files of its own."""
+
+
+def found(file: Path) -> Iterator[Command]:
+    """Yield the command lines of a page, or of a program's docstring."""
+    text = file.read_text()
+    if file.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    elif file.suffix == ".sh":
+        text = "".join(
+            line.removeprefix("#").removeprefix(" ")
+            for line in text.splitlines(keepends=True)
+            if line.startswith("#")
+        )
+    joined = text.replace("\\\n", " ")
+    fenced = "\n".join(re.findall(r"^```bash\n(.*?)^```", joined, re.DOTALL | re.MULTILINE))
+    indented = re.findall(r"^ {4}(\S.*)", joined, re.MULTILINE)
+    for line in [*fenced.splitlines(), *indented]:
+        if BEGINS.match(f"{line} "):
+            yield Command(f"{file.relative_to(ROOT)}: {' '.join(line.split())}", line, text)
+
+
+def check(command: Command) -> None:
+    """Fail the test unless all that the command names is there."""
+    words = shlex.split(command.line, comments=True)
+    words = words[: next((i for i, w in enumerate(words) if w in ("&", "|", ">", "2>")), None)]
+    while re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    program, *words = words
+    if program == "make":
+        check_make(words)
+    elif program == "torchrun":
+        check_config("train", words[words.index("train.py") + 1 :], command)
+    elif program == "arealite":
+        assert words[0] in COMMANDS, words[0]
+        check_config(words[0], words[1:], command)
+    elif program == "python3" and words[0] in SCRIPTS:
+        check_config(SCRIPTS[words[0]], words[1:], command)
+    elif program == "python3" and words[0].startswith("examples/"):
+        check_config("train", [*example_options(words[0]), *words[1:]], command)
+    elif words[:1] and words[0] not in ELSEWHERE:
+        check_script(program if program != "python3" else words.pop(0), words)
+
+
+def check_make(words: list[str]) -> None:
+    """Check targets and variables."""
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        there = rf"\$\({name}\)" if is_variable else rf"[\s:]{name}[\s:]"
+        assert re.search(there, makefile), f"the Makefile has no {word}"
+
+
+def check_script(script: str, words: list[str]) -> None:
+    """Check that a script is there and knows its options."""
+    assert (ROOT / script).is_file(), f"{script} is not there"
+    text = (ROOT / script).read_text()
+    for word in words:
+        if word.startswith("--"):
+            assert f'"{word.partition("=")[0]}"' in text, f"{script} has no {word}"
+
+
+def example_options(script: str) -> list[str]:
+    """Return what an example sets, once its own parts are registered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        loaded = runpy.run_path(str(ROOT / script))
+    return loaded["OPTIONS"]
+
+
+def check_config(name: str, words: list[str], command: Command) -> None:
+    """Load the config, without words that stand for the reader's own."""
+    if name == "play":
+        played = play.parse(words)
+        words = [play.whole(word, played.env) for word in played.words]
+        name, words = "train", [f"trainer.ppo.collector.env.type={played.env}", *words]
+    if name not in SCHEMAS:
+        return
+    if name == "launch":
+        assert words.pop(0) in ("slurm", "ray")
+    words = [w for w in words if w not in ("--resume", "--dry-run", "--print", "--help")]
+    own = [w.removeprefix("imports=").strip("[]") for w in words if w.startswith("imports=")]
+    kept = [w for w in words if not PLACEHOLDER.fullmatch(w) and not w.startswith("imports=")]
+    kept = [w for w in kept if not any(f".{name}." in w or f"={name}" in w for name in own)]
+    schema, default = SCHEMAS[name]
+    for stage in options.parse_stages(
+        kept, command=name, about="", schema=schema, default=ROOT / "config" / default
+    ):
+        files = [file if file.is_absolute() else ROOT / file for file in stage.files]
+        missing = {file.name for file in files if not file.is_file()}
+        told = {name for name in missing if f"`{name}`" in command.text}
+        assert missing == told, f"{missing - told} is not there, and the page does not show it"
+        overrides = [w for w in stage.overrides if not PLACEHOLDER.fullmatch(w)]
+        configs.load(schema, [file for file in files if file.name not in told], overrides)
