@@ -44,3 +44,15 @@ def vocab_size(config: dict[str, Any]) -> int | None:
     """Return how many token ids a config.json allows: its text part's, where it has one."""
     text: dict[str, Any] = config.get("text_config") or {}
     return text.get("vocab_size") or config.get("vocab_size")
+
+
+def exact_length(config: dict[str, Any]) -> int | None:
+    """Return up to how many tokens a row's positions do not depend on the rows computed beside it.
+
+    None: any number. Rotary positions of types dynamic and longrope follow the longest row.
+    """
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) not in ("dynamic", "longrope"):
+        return None
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    return next((each[name] for name in names for each in (rope, config) if each.get(name)), None)

@@ -61,6 +61,11 @@ def attend(
     caller; without them this is transformers' SDPA, for those who share the model.
     """
     starts = options.get("cu_seq_lens_q")
+    has_window = getattr(getattr(module, "config", None), "sliding_window", None)
+    ignores_window = starts is not None and has_window and "sliding_window" not in options
+    if (starts is None) == (attention_mask is None) or ignores_window:
+        name = type(module).__name__  # else rows would read each other, or past the window
+        raise UserError(f"{name} cannot be packed: use engine.fsdp.layout=padded.")
     if starts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("s_aux", "softcap", "position_bias"):

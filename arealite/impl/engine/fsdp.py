@@ -27,6 +27,7 @@ from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, 
 from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
+from arealite.base.model_folder import exact_length
 from arealite.impl.engine import attention, checkpoint, loading, lora, rng
 from arealite.impl.engine.batch import collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
@@ -251,6 +252,13 @@ class FSDPEngine(TrainEngine):
     def _plan(
         self, rows: list[Sequence], all_lengths: list[list[int]], together: int = 1
     ) -> list[list[int]]:
+        limit = exact_length(self.module.config.get_text_config().to_dict())
+        longest = max((length for each in all_lengths for length in each), default=0)
+        if limit and longest > limit:
+            raise UserError(
+                f"A row has {longest} tokens. Positions of '{self._source}' beyond {limit} depend on "
+                f"the rows beside it: use llm_server.context_length={limit}, or shorter rows."
+            )
         return microbatches(
             [len(row.tokens) for row in rows],
             self.config.max_tokens_per_microbatch,

@@ -21,6 +21,7 @@ from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.base.model_folder import exact_length
 from arealite.base.signals import STOP
 from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
@@ -150,7 +151,8 @@ class EmbeddedServer(LLMServer):
 
     def _describe(self, model: Any, tokenizer: Any) -> ServedModel:
         config = model.config.get_text_config()
-        own = getattr(config, "max_position_embeddings", None) or 2**20
+        told = config.to_dict()
+        own = exact_length(told) or told.get("max_position_embeddings") or 2**20
         wanted = self.config.llm_server.context_length
         if wanted is not None and wanted > own:
             raise UserError(

@@ -67,6 +67,52 @@ def test_a_rank_without_rows(model: Path) -> None:
     assert all(float(grad.abs().max()) == 0.0 for grad in found.values())
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("nemotron", {}),  # keeps to itself where rows begin
+        ("doge", {}),  # makes masks of its own
+        ("phimoe", {"num_local_experts": 4, "sliding_window": 5}),  # keeps its window to itself
+    ],
+)
+def test_a_family_that_hides_its_rows_or_window_is_not_packed(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path, family=family, tie_word_embeddings=False, **options)
+    rows = make_rows(6)
+    with pytest.raises(UserError, match=r"Attention cannot be packed: .*layout=padded"):
+        make_engine(path, layout="packed").forward(rows, lengths([rows]))
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}),
+        (
+            "phi3",
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+            },
+        ),
+    ],
+)
+def test_rows_whose_positions_depend_on_other_rows_are_refused(
+    family: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"max_position_embeddings": 64 if family == "phi3" else 32}
+    sizes |= {"original_max_position_embeddings": 32} if family == "phi3" else {}
+    rope = {"rope_theta": 10000.0} | rope
+    path = tiny_model(tmp_path, family=family, rope_parameters=rope, **sizes)
+    engine, rows = make_engine(path), make_rows()
+    short = [row for row in rows if len(row.tokens) <= 32]
+    assert 0 < len(short) < len(rows)
+    engine.forward(short, lengths([short]))
+    with pytest.raises(UserError, match=r"beyond 32 depend on .* llm_server.context_length=32"):
+        engine.forward(rows, lengths([rows]))
+
+
 def test_a_window_slides_within_rows(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     path = tiny_model(tmp_path, init_std=0.1, **window)

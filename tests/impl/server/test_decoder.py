@@ -45,7 +45,7 @@ SLIDING: dict[str, dict[str, Any]] = {
     "olmo3": WINDOW | {"layer_types": ALIKE},
     "cohere2": WINDOW | {"layer_types": ALIKE},
 }
-"""Families whose tokens read only the last eight: in all layers without `layer_types`, or in some."""
+"""Tokens of these read only the last eight: in all layers without `layer_types`, or in some."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "granite": {

@@ -19,6 +19,7 @@ from arealite.impl.server import embedded as embedded_module
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.embedded import Brake, embedded, running, server_config
+from tests.models import tiny_model
 from tests.waiting import eventually
 
 
@@ -265,6 +266,21 @@ async def test_wrong_models_are_refused_before_anything(
         async with running(server_config(folders[0], tmp_path, context_length=513)):
             pass
     assert not os.listdir(tmp_path)
+
+
+async def test_a_context_in_which_rows_change_each_other_is_refused(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0} | factors
+    path = tiny_model(
+        tmp_path / "model",
+        family="phi3",
+        max_position_embeddings=64,
+        original_max_position_embeddings=32,
+        rope_parameters=rope,
+    )
+    with pytest.raises(UserError, match="more than the model's own 32"):
+        async with running(server_config(path, tmp_path, context_length=33)):
+            pass
 
 
 async def test_sigterm_answers_what_is_in_flight_and_returns(
