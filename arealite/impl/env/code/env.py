@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import json
 import marshal
 import random
@@ -29,7 +30,7 @@ from arealite.base.errors import EpisodeError
 from arealite.impl.env.code.tasks import one_line
 from arealite.impl.env.code.values import decode, encode, same, same_text
 
-MODULES = "values", "program", "harness"
+MODULES = "values", "program", "asserts", "harness"
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -98,7 +99,9 @@ class CodeEnv(Env):
 
     async def judge(self, source: str, cases: Cases) -> Verdict:
         """Run all cases of one program, in one sandbox."""
-        job = json.dumps({"source": source, "entry": cases.entry, "mode": cases.mode})
+        names = cases.work.get("names", [cases.entry])
+        told = {"source": source, "entry": cases.entry, "names": names, "mode": cases.mode}
+        job = json.dumps(told)
         stdin = f"{len(job):010}{job}{json.dumps(cases.work)}"
         outcome = await self.sandbox.run(harness(), stdin=stdin)
         if outcome.status == "exited" and outcome.code != 0:
@@ -163,8 +166,10 @@ def read_cases(task: Task, seconds: float) -> Cases:
     """Return a row's cases: `cases` [{args, kwargs, expected}] or [{stdin, stdout}], `test` with a
     `check(candidate)` as in HumanEval, or `test_list` of asserts as in MBPP.
 
-    Functions that a prompt gives before the one it asks for are the tests' own, whatever the
-    program makes of them. Classes are the program's, as its functions get their objects.
+    Tests see one name of the program, the entry point; without an entry point, all that they read
+    and nobody else defines. Functions that a prompt gives before the one it asks for are the tests'
+    own, whatever the program makes of them. Classes are the program's, as its functions get their
+    objects.
 
     Raises:
         BrokenTests: it has none of these.
@@ -189,9 +194,34 @@ def read_cases(task: Task, seconds: float) -> Cases:
             "and stdout), test (with entry_point) or test_list"
         )
     setup = info.get("setup") or info.get("test_setup_code") or ""
-    if is_python(given) and not re.search(r"^class ", given, re.MULTILINE):
-        setup = f"{given}\n{setup}"
-    return Cases("tests", entry, {"setup": setup, "tests": tests, "seconds": seconds}, [])
+    names = [entry] if entry else wanted([setup, *tests])
+    if is_python(given):
+        own, classes = without_classes(given)
+        setup, names = f"{own}\n{setup}", [*names, *classes]
+    work = {"setup": setup, "tests": tests, "names": names, "seconds": seconds}
+    return Cases("tests", entry, work, [])
+
+
+def wanted(sources: list[str]) -> list[str]:
+    """Return the names that tests without an entry point read of the program.
+
+    A name that Python has itself is among them only where there is no other (MBPP has a task whose
+    function is `sum`); a name of which only attributes are read (`math.isclose`) is a module's.
+    """
+    nodes = [n for text in filter(is_python, sources) for n in ast.walk(ast.parse(text))]
+    bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
+    names = [n for n in nodes if isinstance(n, ast.Name) and id(n) not in bases]
+    made = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    read = {n.id for n in names} - made.union(getattr(n, "name", "") for n in nodes)
+    return sorted(read - {*dir(builtins)} or read)
+
+
+def without_classes(source: str) -> tuple[str, list[str]]:
+    """Return a source without its classes, and their names."""
+    tree = ast.parse(source)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    tree.body = [node for node in tree.body if node not in classes]
+    return ast.unparse(tree), [node.name for node in classes]
 
 
 def prompt_text(task: Task) -> str:

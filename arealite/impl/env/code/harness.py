@@ -19,12 +19,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain, count
 from typing import Any
 
+from arealite.impl.env.code.asserts import Instrumented
 from arealite.impl.env.code.program import ENDED, Line, describe, wait_and_fork
 from arealite.impl.env.code.values import decode, encode
 
-START_S, MAX_SIZE = 60.0, 1 << 18
+START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 100_000
+ENDED_EARLY = -1
+"""The number of no assert: a test raised outside of them."""
 
 
 class Unsupported(BaseException):
@@ -184,19 +188,25 @@ class Remote:
     def __bool__(self) -> bool:
         return True
 
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and self._ask("isinstance", value) is True
+
     def _ask(self, operation: str, *parts: Any) -> Any:
         program: Program = self._program
         return program.value(program.ask(operation, self, *parts))
 
 
 def python_error(kind: str, text: str) -> Exception:
-    """Return an exception of Python's own by its name, else a ProgramError."""
-    known = getattr(builtins, kind, None)
+    """Return an exception of Python's own by its name, else a ProgramError.
+
+    StopIteration is one, too: raised inside `map`, it would end a loop of the tests as if all
+    were done.
+    """
+    known = None if kind.startswith("Stop") else getattr(builtins, kind, None)
     error: Exception = ProgramError(f"{kind}: {text}")
     if isinstance(known, type) and issubclass(known, Exception):
         with suppress(TypeError):  # some want more than a text
             error = known(text)
-    error.program = True  # type: ignore[attr-defined]
     return error
 
 
@@ -229,49 +239,90 @@ def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..
             report(case=case, error=describe(error))
 
 
-def run_tests(program: Program, work: dict[str, Any], report: Callable[..., None]) -> None:
-    """Run sources with asserts; each assert is a case."""
-    import ast
+class Absent(Program):
+    """Stands for the program where tests are tried without one; has one answer to all."""
 
-    class Counting(ast.NodeTransformer):
-        asserts = 0
+    def __init__(self, answer: Any) -> None:
+        super().__init__(Line(-1, -1), -1, 0.0)
+        self.pid, self.answer, self.asked = 1, answer, 0
 
-        def visit_Assert(self, node: ast.Assert) -> ast.AST:
-            self.asserts += 1
-            frame = ast.parse("try: pass\nexcept Exception: _failed()\nelse: _passed()").body[0]
-            frame.body = [node]  # type: ignore[attr-defined]
-            return frame
+    def ask(self, operation: str, *parts: Any) -> Any:
+        """Return the answer, or raise it, after a check that `parts` can be passed.
 
-    def failed() -> None:
-        error = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
-        if isinstance(error, ImportError) and not hasattr(error, "program"):
-            raise Unsupported(f"a test cannot be run here: {error}")
-        verdicts.append(False)
-
-    trees, counts = [], []
-    for source in [work["setup"], *work["tests"]]:
-        counter = Counting()
-        tree = ast.fix_missing_locations(counter.visit(ast.parse(source)))
-        trees.append(compile(tree, "<test>", "exec"))
-        counts.append(max(1, counter.asserts))
-    report(total=sum(counts[1:]))
-    names = {**program.names, "candidate": program.names.get(work["entry"])}
-    names |= {"_failed": failed, "_passed": lambda: verdicts.append(True)}
-    for case, (tree, count) in enumerate(zip(trees, counts, strict=True), start=-1):
-        verdicts: list[bool] = []
-        try:
-            exec(tree, names)
-            verdicts += [] if verdicts else [True]
-        except Exception:  # noqa: BLE001
-            failed()
-        if case >= 0:
-            report(case=case, passed=sum(verdicts), of=max(count, len(verdicts)))
+        Raises:
+            Unsupported: they cannot, or the tests ask without end.
+        """
+        self.asked += 1
+        if self.asked > MAX_ASKED:
+            raise Unsupported("a test does not end without a right program")
+        for part in parts:
+            encode(part, self._pass)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
-def receive(count: int) -> bytes:
+class AssertCases:
+    """Sources with asserts; each assert is a case.
+
+    They are tried before the program starts: with one that always raises, one that always returns
+    None and one that always returns the same text. What fails then for reasons of its own is
+    broken, so no program can make it look broken; what passes with all three is no case; and the
+    number of cases is known even if the program ends a test early.
+
+    Raises:
+        Unsupported, SyntaxError, ValueError: they cannot be run.
+    """
+
+    def __init__(self, work: dict[str, Any], entry: str) -> None:
+        self.entry, numbers = entry, count()
+        self.parts = [Instrumented(source, numbers) for source in work["tests"]]
+        self.codes = [compile(work["setup"], "<setup>", "exec"), *(p.code for p in self.parts)]
+        runs = [
+            [*self.attempt({name: Remote(absent, 0, name) for name in work["names"]})]
+            for absent in map(Absent, (None, "no answer", ProgramError("there is no program")))
+        ]
+        self.tried = runs[0]
+        for _, error in chain(*self.tried):
+            if isinstance(error, (ImportError, Unsupported)) or type(error) is NameError:
+                raise Unsupported(f"{type(error).__name__}: {error}")
+        known = [each for run in runs for found in run for each in found]
+        failed = {number for number, error in known if error}
+        if not failed:
+            raise Unsupported("the tests pass whatever the program does")
+        self.constants = {number for number, _ in known} - failed
+
+    def attempt(self, names: dict[str, Any]) -> Iterator[list[tuple[int, BaseException | None]]]:
+        """Run setup and sources; yield the cases of each, by number, and what they raised."""
+        found: list[tuple[int, BaseException | None]] = []
+        names["candidate"] = names.get(self.entry)
+        names["_passed"] = lambda number: found.append((number, None))
+        names["_failed"] = lambda number: found.append((number, sys.exc_info()[1]))
+        for code in self.codes:
+            found = []
+            try:
+                exec(code, names)
+            except BaseException as error:  # noqa: BLE001  (whatever it is, the source ended)
+                found.append((ENDED_EARLY, error))
+            yield found
+
+    def run(self, program: Program, report: Callable[..., None]) -> None:
+        """Run them against the program."""
+        least = [0, *(len(part.always - self.constants) for part in self.parts)]
+        report(total=sum(least))
+        attempts = zip(self.attempt(dict(program.names)), self.tried, least, strict=True)
+        for case, (found, tried, total) in enumerate(attempts, start=-1):
+            known = [not error for n, error in found if error or n not in self.constants]
+            if ENDED_EARLY in dict(found):
+                total = max(total, sum(n not in self.constants for n, _ in tried))
+            if case >= 0:
+                report(case=case, passed=sum(known), of=max(total, len(known)))
+
+
+def receive(size: int) -> bytes:
     """Read from stdin and no further."""
     text = b""
-    while len(text) < count and (piece := os.read(0, min(count - len(text), 1 << 16))):
+    while len(text) < size and (piece := os.read(0, min(size - len(text), 1 << 16))):
         text += piece
     return text
 
@@ -295,6 +346,10 @@ def main() -> None:
         os.write(results, json.dumps(known).encode() + b"\n")
 
     work = json.loads(receive(1 << 30))
+    try:
+        tests = AssertCases(work, job["entry"]) if job["mode"] == "tests" else None
+    except (Unsupported, SyntaxError, ValueError) as error:
+        return report(broken=describe(error))
     program = Program(Line(answer, asked), out, work["seconds"])
     if job["mode"] == "stdio":
         return run_inputs(program, work["inputs"], report)
@@ -303,12 +358,9 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001
         return report(error=describe(error))
     report(loaded=True)
-    try:
-        if job["mode"] == "calls":
-            return run_calls(program, job["entry"], program.value(work["calls"]), report)
-        return run_tests(program, {**work, "entry": job["entry"]}, report)
-    except (Unsupported, SyntaxError) as error:
-        return report(broken=describe(error))
+    if tests:
+        return tests.run(program, report)
+    return run_calls(program, job["entry"], program.value(work["calls"]), report)
 
 
 if __name__ == "__main__":

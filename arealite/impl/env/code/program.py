@@ -48,7 +48,7 @@ class Line:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, args, options: function(*args, **options),
     "get": getattr, "set": setattr, "list": list, "len": len, "item": operator.getitem,
-    "str": str, "eq": operator.eq, "next": next,
+    "str": str, "eq": operator.eq, "isinstance": lambda kind, value: isinstance(value, kind),
 }  # fmt: skip
 
 
@@ -97,18 +97,18 @@ def be_program(job: dict[str, Any], line: Line, out: int) -> None:
     except BaseException as error:  # noqa: BLE001
         line.send({"error": describe(error)})
         os._exit(1)
-    serve(names, line)
+    visible = {name: names[name] for name in job["names"] if name in names}
+    serve({n: v for n, v in visible.items() if not isinstance(v, type(sys))}, line)
 
 
-def serve(names: dict[str, Any], line: Line) -> None:
-    """Answer what is asked of the program's values."""
+def serve(visible: dict[str, Any], line: Line) -> None:
+    """Answer what is asked of these values of the program."""
     kept: list[Any] = []
 
     def keep(value: Any) -> int:
         kept.append(value)
         return len(kept) - 1
 
-    visible = {n: v for n, v in names.items() if n[:2] != "__" and not isinstance(v, type(sys))}
     line.send({"loaded": {name: encode(value, keep) for name, value in visible.items()}})
     while True:
         operation, *parts = line.receive()

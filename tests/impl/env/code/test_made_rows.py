@@ -1,0 +1,90 @@
+"""A thousand made rows: right programs score all, wrong ones what is right, cheats nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from arealite.impl.env.code.env import program, read_cases
+from arealite.impl.env.code.harness import AssertCases, Program, python_error, run_calls
+from arealite.impl.env.code.program import OPERATIONS, describe
+from arealite.impl.env.code.values import decode, encode, same
+from tests.impl.env.code.made import KINDS, Made, made_rows
+from tests.impl.env.code.test_env import env, verdict  # noqa: F401  (a fixture)
+from tests.impl.env.games.players import task
+
+ROWS, SEED = 1000, 15
+
+
+class HereProgram(Program):
+    """A program in this process: what it returns takes the same way as data."""
+
+    def __init__(self, source: str, names: list[str]) -> None:
+        super().__init__(None, -1, 1.0)  # pyright: ignore[reportArgumentType]
+        self.pid, self.kept, made = 1, list[Any](), dict[str, Any]()
+        exec(compile(source, "<program>", "exec"), made)
+        self.names = {n: self.value(encode(made[n], self.keep), n) for n in names if n in made}
+
+    def keep(self, value: Any) -> int:
+        self.kept.append(value)
+        return len(self.kept) - 1
+
+    def ask(self, operation: str, *parts: Any) -> Any:
+        data = [encode(part, self._pass) for part in parts]
+        try:
+            given = [decode(each, self.kept.__getitem__) for each in data]
+            return encode(OPERATIONS[operation](*given), self.keep)
+        except BaseException as error:  # noqa: BLE001  (as the program's own process does)
+            raise python_error(*describe(error)) from None
+
+
+def scorer(made: Made) -> Callable[[str], tuple[int, int]]:
+    """Return what tells of a program how many cases pass, of how many, without a sandbox."""
+    cases = read_cases(task(made.prompt, **made.info), 1.0)
+    names = cases.work.get("names", [cases.entry])
+    tests = AssertCases(cases.work, cases.entry) if cases.mode == "tests" else None
+
+    def score(text: str) -> tuple[int, int]:
+        running = HereProgram(program(text, made.prompt, cases.entry), names)
+        said = list[dict[str, Any]]()
+        report = lambda **known: said.append(known)  # noqa: E731
+        if tests:
+            tests.run(running, report)
+            results = [each for each in said if "case" in each]
+            return sum(each["passed"] for each in results), sum(each["of"] for each in results)
+        run_calls(running, cases.entry, decode(cases.work["calls"], str), report)
+        got = [decode(each.get("value"), lambda _: object()) for each in said]
+        return sum(map(lambda *pair: same(*pair, 1e-6), got, cases.expected)), len(cases.expected)
+
+    return score
+
+
+def test_a_thousand_rows_score_right():
+    counted = Counter[str]()
+    for number, made in enumerate(made_rows(ROWS * 5 // 4, SEED)):
+        if made.kind == "stdio":  # has no test that runs beside the program
+            continue
+        counted[made.kind] += 1
+        score = scorer(made)
+        for name, (text, due) in made.programs.items():
+            found = score(text)
+            assert found[0] == due, (number, made.info, name, found)
+            if name in ("right", "innocent"):
+                assert found == (due, made.total), (number, made.info, name)
+    assert counted == dict.fromkeys(KINDS[:4], ROWS // 4)
+
+
+@pytest.mark.parametrize("name", ["right", "innocent", "first", "shadow", "stop"])
+async def test_rows_of_all_kinds_score_right_in_the_sandbox(env, name):  # noqa: F811
+    rows = list(made_rows(10, SEED))
+    found = await asyncio.gather(
+        *(verdict(env, made.programs[name][0], made.info, prompt=made.prompt) for made in rows)
+    )
+    for made, each in zip(rows, found, strict=True):
+        assert each.passed == made.programs[name][1], (made, each)
+        if name in ("right", "innocent"):
+            assert each.total == made.total
