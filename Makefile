@@ -4,7 +4,13 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # The pinned CPU build comes first: plain torch would bring gigabytes of CUDA to a machine without a GPU.
 TORCH ?= torch==2.13.0
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := -m pip --disable-pip-version-check --progress-bar off install
+# $(call installing,WHAT,VENV) COMMAND: what it prints goes to a log, which is shown only if it fails.
+installing = tools/installing.sh "$(1)" $(2)/install.log
+# $(call install,WHAT,VENV) PACKAGES
+install = $(call installing,$(1) into $(2),$(2)) $(2)/bin/python $(PIP)
+# $(call venv,VENV): make it, with pip.
+venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(call installing,pip into $(1),$(1)) $(PYTHON) -m venv $(1)
 SEED ?= 1
 KILLS ?= 1000
 # Processes of `make test`. Its tests wait more than they compute, so it is one more than CI's cores.
@@ -23,13 +29,14 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-docs test-faults test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
-	@echo "make test         the tests, in several processes (WORKERS=3); ENVS=1: with every package of environments"
-	@echo "                  STEAL=0.45: while CPUs are taken away, as by a busy host; also test-docs, test-faults"
+	@echo "make test         the tests, in several processes (WORKERS=3)"
+	@echo "                  STEAL=0.45: while CPUs are taken away, as by a busy host; also test-extras, test-docs, test-faults"
+	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap, Chromium, zsh and fish; installs them"
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
@@ -44,15 +51,14 @@ help:
 	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
 
 $(VENV)/.run: pyproject.toml
-	@echo "installing torch and AReaLite into $(VENV), once: some minutes"
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
-	$(PIP) install -e ".[demo]"
-	touch $@
+	@$(call venv,$(VENV))
+	@$(PY) -c "import torch" 2>/dev/null || $(call install,torch (once: some minutes),$(VENV)) $(TORCH)
+	@$(call install,AReaLite,$(VENV)) -e ".[demo]"
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install -e ".[dev,demo]"
-	touch $@
+	@$(call install,the tests' packages,$(VENV)) -e ".[dev,demo]"
+	@touch $@
 
 sglang:
 	PYTHON=$(PYTHON) tools/setup_sglang_cpu.sh $(SGLANG_VENV)
@@ -67,9 +73,13 @@ learn: $(VENV)/.run
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done
 
-# ENVS=1: also what needs packages that only some environments use.
-test: $(VENV)/$(if $(ENVS),.envs,.dev)
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# What is skipped is written to out/skips.txt.
+test: $(VENV)/.dev
+	SKIPS=out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# What the last `make test` skipped, with every package that it lacked.
+test-extras: $(VENV)/.envs
+	SKIPS=out/skips-extras.txt $(PY) tools/skips.py rerun out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tutorials and examples, typed as they stand.
 test-docs: $(VENV)/.envs
@@ -78,18 +88,18 @@ test-docs: $(VENV)/.envs
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m faults tests/e2e
 
-# Every package that an environment may need, and Debian's bubblewrap and Chromium where root installs.
+# Every package that a test or an environment may need, and Debian's where root installs.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
-	$(PIP) install -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
-	tools/setup_envs.sh
-	touch $@
+	@$(call install,every extra,$(VENV)) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
+	@tools/setup_envs.sh $(VENV)/install.log
+	@touch $@
 
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done
 
 $(VENV)/.ray: $(VENV)/.dev
-	$(PIP) install -e ".[dev,demo,ray]"
-	touch $@
+	@$(call install,Ray,$(VENV)) -e ".[dev,demo,ray]"
+	@touch $@
 
 test-clusters: $(VENV)/.ray
 	$(PY) -m pytest -m cluster tests/clusters
@@ -102,10 +112,10 @@ test-sglang-short: $(VENV)/.dev sglang
 	$(PY) -m pytest -m "sglang and sglang_short" tests/contracts tests/sglang
 
 $(PEERS_VENV)/.dev: pyproject.toml
-	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
-	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -e ".[dev,peers]"
-	touch $@
+	@$(call venv,$(PEERS_VENV))
+	@$(call install,torch (once: some minutes),$(PEERS_VENV)) $(TORCH)
+	@$(call install,AReaLite and TRL,$(PEERS_VENV)) -e ".[dev,peers]"
+	@touch $@
 
 test-learning: $(VENV)/.dev
 	$(PY) -m pytest -m learning tests/learning
@@ -131,8 +141,8 @@ reference: $(VENV)/.dev
 	$(PY) tools/reference.py
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(PIP) install -e ".[dev,demo,docs]"
-	touch $@
+	@$(call install,mkdocs,$(VENV)) -e ".[dev,demo,docs]"
+	@touch $@
 
 docs: $(VENV)/.docs reference
 	$(PY) -m mkdocs build --quiet

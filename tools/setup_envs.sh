@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Debian's packages for sandboxes and the browser: installed where root runs this, else named.
+# Debian's packages for sandboxes, the browser and the tests of shell completion: installed where
+# root runs this, else named.
+#
+#     tools/setup_envs.sh LOG        what apt-get prints goes to LOG, which is shown if it fails
+#     tools/setup_envs.sh --list     the programs they bring
 set -euo pipefail
+declare -A package=([bwrap]=bubblewrap [chromium-headless-shell]=chromium-headless-shell [fish]=fish [zsh]=zsh)
+[ "$1" = --list ] && echo "${!package[@]}" && exit
 missing=()
-command -v bwrap > /dev/null || missing+=(bubblewrap)
-command -v chromium-headless-shell > /dev/null || missing+=(chromium-headless-shell)
-[ ${#missing[@]} -eq 0 ] && exit 0
+for program in "${!package[@]}"; do
+    command -v "$program" >/dev/null || missing+=("${package[$program]}")
+done
+[ ${#missing[@]} -eq 0 ] && exit
+installing=$(dirname "${BASH_SOURCE[0]}")/installing.sh
 export DEBIAN_FRONTEND=noninteractive
-if [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq "${missing[@]}" > /dev/null; then
-    echo "installed: ${missing[*]}"
-else
-    echo "not installed: ${missing[*]}; tests that need them are left out (apt install ${missing[*]})"
+if ! { [ "$(id -u)" = 0 ] && "$installing" "Debian's lists of packages" "$1" apt-get update -qq &&
+    "$installing" "${missing[*]}" "$1" apt-get install -y -qq "${missing[@]}"; }; then
+    echo "not installed: ${missing[*]}; tests that need them are skipped (apt-get install ${missing[*]})"
 fi

@@ -1,0 +1,88 @@
+"""What an installation prints goes to a log, and to the terminal only where it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WARNINGS = [f"WARNING: Location '{number}' is ignored" for number in range(100)]
+FAKE_PYTHON = """#!/bin/sh
+# Makes virtual environments of itself; its pip says much, and fails where FAILS says so.
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip --version" | "tools/demo.py "*) echo "the command's own line" ;;
+    "-m pip "*)
+        i=0
+        while [ $i -lt 100 ]; do echo "WARNING: Location '$i' is ignored" >&2; i=$((i + 1)); done
+        case "$*" in *"$FAILS"*) echo "ERROR: no such package" >&2; exit 7 ;; esac ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """Where a virtual environment is to be made, by the fake Python beside it."""
+    (tmp_path / "python").write_text(FAKE_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path / "venv"
+
+
+def make(target: str, venv: Path, fails: str = "no word") -> subprocess.CompletedProcess[str]:
+    """Run make as its user does, also where this test was started by make."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(
+        ["make", target, f"VENV={venv}", f"PYTHON={venv.parent}/python", "TORCH=torch==1"],
+        cwd=ROOT,
+        env={**own, "FAILS": fails},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_warnings_of_pip_do_not_reach_the_terminal(venv: Path) -> None:
+    done = make("demo", venv)
+    assert (done.returncode, done.stderr) == (0, "")
+    log = f"(log: {venv}/install.log)"
+    assert done.stdout.splitlines() == [
+        f"installing pip into {venv} {log}",
+        f"installing torch (once: some minutes) into {venv} {log}",
+        f"installing AReaLite into {venv} {log}",
+        f"{venv}/bin/python tools/demo.py --seed 1 --backend embedded",
+        "the command's own line",
+    ]
+    assert (venv / "install.log").read_text().splitlines() == WARNINGS * 2
+    again = make("demo", venv)
+    assert len(again.stdout.splitlines()) == 2, "nothing is installed twice"
+
+
+def test_output_is_shown_when_an_installation_fails(venv: Path) -> None:
+    done = make("demo", venv, fails="-e .[demo]")
+    assert done.returncode == 2
+    assert "tools/demo.py" not in done.stdout
+    *shown, error, made = done.stderr.splitlines()
+    assert shown == [*WARNINGS, "ERROR: no such package"], "of the step that failed, and no other"
+    assert error.startswith(f"error: installing AReaLite into {venv} failed with code 7: ")
+    assert error.endswith(f"the output above is also in {venv}/install.log")
+    assert made.startswith("make: ***")
+    assert make("demo", venv).returncode == 0, "the next try begins where this one failed"
+
+
+def test_a_venv_without_pip_is_completed(venv: Path) -> None:
+    """Debian without python3-venv leaves one behind that has a Python only."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    (venv / "bin/python").chmod(0o755)
+    assert make("demo", venv).returncode == 0
+
+
+def test_every_installation_of_the_makefile_has_a_log() -> None:
+    recipes = [line for line in (ROOT / "Makefile").read_text().splitlines() if line[:1] == "\t"]
+    assert [
+        line for line in recipes if "-m pip" in line or "(PIP)" in line or "-m venv" in line
+    ] == []
+    assert len([line for line in recipes if "$(call install," in line]) >= 7
