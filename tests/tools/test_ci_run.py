@@ -1,0 +1,135 @@
+"""`.ci/run`: what it runs, in which order, and on which PATH."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [
+    *(".ci/run", "tools/setup_envs.sh", "tools/without.sh", "tools/skips.py"),
+]
+HIDDEN = "bwrap", "chromium-headless-shell", "fish", "zsh"
+BARE = ["demo", "test"]
+FULL = ["check", "test-extras", "test-docs", "test-faults", "test-sglang-short"]
+FAKE_MAKE = f"""#!/bin/sh
+found=
+for name in {" ".join(HIDDEN)}; do command -v $name >/dev/null && found="$found $name"; done
+echo "$*:$found" >>"$RECORD"
+mkdir -p .venv/bin out
+[ -e .venv/bin/python ] || ln -s '{sys.executable}' .venv/bin/python
+[ "$1" != test ] || printf "$SKIPPED" >out/skips.txt
+[ "$1" != test-extras ] || printf "$STILL_SKIPPED" >out/skips-extras.txt
+[ "$1" != "$FAILS" ]
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with a space in its path, and a machine that has every program."""
+    made = tmp_path / "a checkout"
+    for name in FILES:
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, made / name)
+    (made / "tests").mkdir()
+    (made / "tests/skips.toml").write_text(
+        "[extras]\n'no zsh' = ['tests/test_x.py']\n[never]\nnone = ['tests/test_n.py']\n"
+    )
+    programs = tmp_path / "some programs"
+    programs.mkdir()
+    for name in (*HIDDEN, "make"):
+        (programs / name).write_text(FAKE_MAKE if name == "make" else "#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    return made
+
+
+NEVER = r"tests/test_n.py\tnone\n"
+SKIPPED = r"tests/test_x.py\tno zsh\n" + NEVER
+
+
+def run(checkout: Path, *, skipped: str = SKIPPED, still: str = NEVER, fails: str = "") -> int:
+    own = {"RECORD": str(checkout.parent / "record"), "FAILS": fails}
+    own |= {"SKIPPED": skipped, "STILL_SKIPPED": still}
+    path = f"{checkout.parent}/some programs:{os.environ['PATH']}"
+    command = ["bash", ".ci/run"]
+    done = subprocess.run(command, cwd=checkout, env={**os.environ, **own, "PATH": path})
+    return done.returncode
+
+
+def recorded(checkout: Path) -> list[tuple[str, str]]:
+    """Return the targets made, each with the programs that it found on the PATH."""
+    lines = (checkout.parent / "record").read_text().splitlines()
+    return [(line.partition(":")[0], line.partition(":")[2].strip()) for line in lines]
+
+
+def test_readmes_commands_come_first_without_extra_programs(checkout: Path) -> None:
+    assert run(checkout) == 0
+    everything = " ".join(HIDDEN)
+    assert recorded(checkout) == [(name, "") for name in BARE] + [(n, everything) for n in FULL]
+
+
+def test_a_failure_ends_it(checkout: Path) -> None:
+    assert run(checkout, fails="test") != 0
+    assert [name for name, _ in recorded(checkout)] == BARE
+
+
+@pytest.mark.parametrize("skipped", [NEVER, SKIPPED + r"tests/test_y.py\tno zsh\n"])
+def test_other_skips_than_the_listed_ones_end_it(checkout: Path, skipped: str) -> None:
+    assert run(checkout, skipped=skipped) != 0
+    assert [name for name, _ in recorded(checkout)] == BARE
+
+
+def test_a_skip_in_spite_of_the_extras_ends_it(checkout: Path) -> None:
+    assert run(checkout, still=SKIPPED) != 0
+    assert [name for name, _ in recorded(checkout)] == [*BARE, "check", "test-extras"]
+
+
+def test_a_checkout_with_an_environment_is_copied(checkout: Path) -> None:
+    """Its extras would hide what a newcomer lacks; the files not committed yet are copied, too."""
+    subprocess.run(["git", "init", "-q"], cwd=checkout, check=True)
+    (checkout / ".gitignore").write_text(".venv\nout/\n")
+    (checkout / ".venv/bin").mkdir(parents=True)
+    assert run(checkout) == 0
+    assert [name for name, _ in recorded(checkout)] == BARE + FULL
+    assert not (checkout / ".venv/bin/python").exists()
+    assert (checkout / "out/ci/checkout/.venv/bin/python").exists()
+
+
+def test_the_programs_to_hide_are_those_that_the_extras_bring() -> None:
+    listed = subprocess.run(
+        [ROOT / "tools/setup_envs.sh", "--list"], capture_output=True, text=True, check=True
+    )
+    assert sorted(listed.stdout.split()) == sorted(HIDDEN)
+
+
+def test_without_hides_programs_and_keeps_the_others(tmp_path: Path) -> None:
+    """Also a Python that makes virtual environments, which outlive the temporary folder."""
+    path = f"{checkout_programs(tmp_path)}:{os.environ['PATH']}"
+    code = "command -v one; command -v two; python3 -m venv --without-pip venv; exit 7"
+    done = subprocess.run(
+        [ROOT / "tools/without.sh", "one", "sh", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 7
+    (two,) = done.stdout.splitlines()
+    assert two.endswith("/two")
+    assert not Path(two).parent.exists(), "the temporary folder is removed"
+    subprocess.run([tmp_path / "venv/bin/python", "-c", "import venv"], check=True)
+
+
+def checkout_programs(folder: Path) -> Path:
+    """Return a folder of two programs."""
+    made = folder / "two programs"
+    made.mkdir()
+    for name in ("one", "two"):
+        (made / name).write_text("#!/bin/sh\n")
+        (made / name).chmod(0o755)
+    return made
