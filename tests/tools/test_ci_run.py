@@ -73,6 +73,12 @@ def test_readmes_commands_come_first_without_extra_programs(checkout: Path) -> N
     assert recorded(checkout) == [(name, "") for name in BARE] + [(n, everything) for n in FULL]
 
 
+def test_readmes_commands_are_those_two() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    commands = [line.partition("#")[0].strip() for line in lines if line.startswith("    make ")]
+    assert commands == [f"make {name}" for name in BARE]
+
+
 def test_a_failure_ends_it(checkout: Path) -> None:
     assert run(checkout, fails="test") != 0
     assert [name for name, _ in recorded(checkout)] == BARE
