@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, made / name)
     (made / "tests").mkdir()
     (made / "tests/skips.toml").write_text(
-        "[extras]\n'no zsh' = ['tests/test_x.py']\n[never]\nnone = ['tests/test_n.py']\n"
+        "[extras]\n'no zsh' = ['tests/test_x.py']\n[always]\nnone = ['tests/test_n.py']\n"
     )
     programs = tmp_path / "some programs"
     programs.mkdir()

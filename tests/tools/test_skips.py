@@ -22,7 +22,7 @@ SKIPPED = {
 LIST = """
 [extras]
 "no zsh" = ["tests/test_a.py", "tests/test_b.py::test_x[1]", "tests/test_b.py::test_x[2]"]
-[never]
+[always]
 "no fish" = ["tests/test_b.py::test_y"]
 """
 
@@ -30,7 +30,7 @@ LIST = """
 @pytest.mark.parametrize(
     ("listed", "tables", "told"),
     [
-        (LIST, ["extras", "never"], ["4 tests were skipped, as"]),
+        (LIST, ["extras", "always"], ["4 tests were skipped, as"]),
         (
             LIST,
             ["extras"],
@@ -38,12 +38,12 @@ LIST = """
         ),
         (
             LIST + '"no shell" = ["tests/test_c.py"]',
-            ["extras", "never"],
+            ["extras", "always"],
             ["listed, and not skipped: tests/test_c.py (no shell)", "error: 1 differences"],
         ),
         (
             LIST.replace("no fish", "no shell"),
-            ["extras", "never"],
+            ["extras", "always"],
             [
                 "skipped, and not listed: tests/test_b.py::test_y (no fish)",
                 "listed, and not skipped: tests/test_b.py::test_y (no shell)",
