@@ -86,3 +86,32 @@ def test_every_installation_of_the_makefile_has_a_log() -> None:
         line for line in recipes if "-m pip" in line or "(PIP)" in line or "-m venv" in line
     ] == []
     assert len([line for line in recipes if "$(call install," in line]) >= 7
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_debians_packages_are_installed_by_root_or_named(tmp_path: Path, fails: bool) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, does in {
+        "apt-get": f'echo "what apt-get says" >&2; [ "$1" = update ] || exit {int(fails)}',
+        "id": "echo 0",
+        "zsh": "",
+    }.items():
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    for name in ("bash", "dirname", "mkdir", "wc", "tail", "sh"):
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+    log = tmp_path / "log"
+    done = subprocess.run(
+        [ROOT / "tools/setup_envs.sh", log],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    lists, packages, *more = done.stdout.splitlines()
+    assert lists == f"installing Debian's lists of packages (log: {log})"
+    assert set(packages.split()) >= {"bubblewrap", "chromium-headless-shell", "fish"}
+    assert "zsh" not in packages
+    assert ("what apt-get says" in done.stderr) == fails
+    assert ["not installed" in line for line in more] == [True] * fails
