@@ -33,17 +33,15 @@ class DatapipeConfig:
         15.0, "a worker silent for this long loses its leases; they are offered again", above=0
     )
     commit_interval_s: float = opt(
-        0.05,
-        "workers' results share ledger transactions this far apart; the first after a quiet time, "
-        "and what the trainer waits for, is written at once",
+        0.05, "results share ledger transactions this far apart; awaited ones do not", at_least=0
     )
     max_failed_share: float = opt(
-        0.5, "share of failed episodes, over the last 256, that stops the run"
+        0.5, "share of failed episodes, over the last 256, that stops the run", at_least=0
     )
     stall_timeout_s: float = opt(
         300.0, "no finished episode for this long, while some are due, stops the run", above=0
     )
     pace_report_share: float = opt(
-        0.2, "share of time lost to pacing above which the slow episodes are named"
+        0.2, "share of time lost to pacing above which slow episodes are named", at_least=0
     )
     curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")

@@ -16,21 +16,21 @@ class OptimizerConfig:
     """The optimizer and its schedule; the learning rate itself stands beside the algorithm."""
 
     type: Literal["adamw", "sgd"] = opt("adamw", "sgd has beta1 as its momentum, and no second one")
-    beta1: float = opt(0.9, "decay of the first moment")
-    beta2: float = opt(0.95, "decay of the second moment")
-    eps: float = opt(1e-8, "added to the second moment's root")
-    weight_decay: float = opt(0.0, "decoupled, on matrices only")
-    clip_grad_norm: float = opt(1.0, "global norm; 0 leaves gradients as they are")
+    beta1: float = opt(0.9, "decay of the first moment", at_least=0, below=1)
+    beta2: float = opt(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = opt(1e-8, "added to the second moment's root", above=0)
+    weight_decay: float = opt(0.0, "decoupled, on matrices only", at_least=0)
+    clip_grad_norm: float = opt(1.0, "global norm; 0 leaves gradients as they are", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = opt("constant", "after the warm-up")
-    warmup_steps: int = opt(10, "optimizer updates of linear warm-up")
-    min_lr_ratio: float = opt(0.0, "end of the decay, as a share of lr")
+    warmup_steps: int = opt(10, "optimizer updates of linear warm-up", at_least=0)
+    min_lr_ratio: float = opt(0.0, "end of the decay, as a share of lr", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Low-rank adapters (peft): the model itself stays as it is."""
 
-    rank: int = opt(0, "of the adapters; 0 trains the model itself")
+    rank: int = opt(0, "of the adapters; 0 trains the model itself", at_least=0)
     alpha: float = opt(16.0, "adapters are scaled by alpha / rank")
     targets: list[str] = sub(
         lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -43,10 +43,10 @@ class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) over all ranks."""
 
     shard_size: int = opt(
-        0, "ranks that share one copy of the model; fewer than all make HSDP, 0 takes all"
+        0, "ranks that share one copy; fewer than all make HSDP, 0 takes all", at_least=0
     )
     max_tokens_per_microbatch: int = opt(
-        8192, "computed tokens of a micro-batch; one longer row is allowed"
+        8192, "computed tokens of a micro-batch; one longer row is allowed", at_least=1
     )
     layout: Literal["auto", "padded", "packed"] = opt(
         "auto", "rows of a micro-batch; auto: packed on CUDA, padded and sorted on a CPU"
@@ -54,7 +54,9 @@ class FSDPConfig:
     dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; masters are float32")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")
-    logits_chunk: int = opt(2**25, "logits (tokens × vocabulary) that exist at one time")
+    logits_chunk: int = opt(
+        2**25, "logits (tokens × vocabulary) at once", at_least=1, at_most=2**40
+    )
     lora: LoRAConfig = sub(LoRAConfig, "adapters instead of the whole model")
 
 

@@ -25,7 +25,7 @@ class SlurmConfig:
     servers: list[str] = sub(list, "of launcher.llm_servers: [--nodes=4,--gres=gpu:8]")
     workers: list[str] = sub(list, "of launcher.rollout_workers: [--nodes=2,--partition=cpu]")
     trainers: list[str] = sub(list, "of launcher.trainer_ranks: [--nodes=4,--gres=gpu:8]")
-    start_s: float = opt(300.0, "how long nodes may take to answer before they are named")
+    start_s: float = opt(300.0, "how long nodes may take to answer before they are named", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class RayConfig:
     """What each process takes of a Ray cluster; the datapipe stays with the supervisor."""
 
     address: str = opt("auto", "of the cluster; auto: RAY_ADDRESS, or the one of this machine")
-    cpus: float = opt(1.0, "of each llm server and rollout worker")
-    server_gpus: float = opt(0.0, "of each llm server: as many as its tensor parallelism")
-    trainer_cpus: float = opt(1.0, "of each trainer rank")
-    trainer_gpus: float = opt(0.0, "of each trainer rank: 1 to train on GPUs")
-    start_s: float = opt(300.0, "how long to wait for a place for all of them")
+    cpus: float = opt(1.0, "of each llm server and rollout worker", at_least=0)
+    server_gpus: float = opt(0.0, "of each llm server: its tensor parallelism", at_least=0)
+    trainer_cpus: float = opt(1.0, "of each trainer rank", at_least=0)
+    trainer_gpus: float = opt(0.0, "of each trainer rank: 1 to train on GPUs", at_least=0)
+    start_s: float = opt(300.0, "how long to wait for a place for all of them", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ class SamplingConfig:
     top_p: float = opt(
         1.0, "1 keeps the whole distribution; less makes training off-policy", above=0, at_most=1
     )
-    top_k: int = opt(-1, "-1 keeps the whole vocabulary; anything else makes training off-policy")
+    top_k: int = opt(-1, "-1 keeps all; anything else makes training off-policy", at_least=-1)
     max_new_tokens: int = opt(256, "token budget of one generation", at_least=1)
-    min_new_tokens: int = opt(0, "no stop token before this many tokens")
+    min_new_tokens: int = opt(0, "no stop token before this many tokens", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
     stop_token_ids: list[int] = sub(
         list, "token ids that end a generation, besides the model's EOS"
@@ -37,10 +37,10 @@ class SamplingConfig:
 class SGLangClientConfig:
     """Client of servers that speak SGLang's native HTTP protocol."""
 
-    request_timeout_s: float = opt(300.0, "one generation, resubmissions included")
-    connect_timeout_s: float = opt(3.0, "time to reach a server before another one is tried")
-    refresh_s: float = opt(1.0, "how often the list of servers is read again")
-    max_connections: int = opt(1024, "open connections of one worker, over all servers")
+    request_timeout_s: float = opt(300.0, "one generation, resubmissions included", above=0)
+    connect_timeout_s: float = opt(3.0, "to reach a server before another one is tried", above=0)
+    refresh_s: float = opt(1.0, "how often the list of servers is read again", above=0)
+    max_connections: int = opt(1024, "open connections of one worker, over all servers", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

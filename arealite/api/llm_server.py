@@ -17,11 +17,11 @@ UNTRUSTED = "-1"
 class EmbeddedServerConfig:
     """The server for laptops: a transformers model behind SGLang's protocol, one process."""
 
-    max_running_requests: int = opt(256, "requests decoded together; more wait their turn")
-    num_threads: int = opt(1, "torch threads on a CPU")
+    max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
+    num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
     max_restarts: int = opt(
-        5, "deaths in a row, each before it served, after which it is started again"
+        5, "deaths in a row, each before it served, that are healed", at_least=0
     )
 
 
@@ -41,11 +41,11 @@ class SGLangServerConfig:
     )
     attention_backend: str | None = opt(None, "null leaves it to SGLang; torch_native on a CPU")
     extra_args: list[str] = sub(list, "more arguments of sglang.launch_server, as they are")
-    start_timeout_s: float = opt(600.0, "from its start until it answers, else it has failed")
-    silence_s: float = opt(30.0, "without an answer for this long it is killed and restarted")
-    drain_timeout_s: float = opt(10.0, "at SIGTERM: time for running requests to end")
+    start_timeout_s: float = opt(600.0, "from its start until it answers, else it failed", above=0)
+    silence_s: float = opt(30.0, "a server silent for this long is killed and restarted", above=0)
+    drain_timeout_s: float = opt(10.0, "at SIGTERM: time for requests to end", at_least=0)
     max_restarts: int = opt(
-        10, "starts in a row that do not last a minute; then it is given up, the others stay"
+        10, "starts in a row that do not last a minute; then it is given up", at_least=0
     )
 
 
@@ -55,7 +55,7 @@ class LLMServerConfig:
 
     type: str = opt("embedded", "name in the table of servers")
     host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
-    port: int = opt(0, "0 takes a free port")
+    port: int = opt(0, "0 takes a free port", at_least=0, at_most=65535)
     context_length: int | None = opt(
         None, "prompt + output tokens; null takes the model's own limit", at_least=1
     )

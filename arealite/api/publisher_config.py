@@ -25,7 +25,7 @@ class DistributedPublisherConfig:
     """Weights go through a process group of trainer rank 0 and all servers."""
 
     backend: Literal["auto", "gloo", "nccl"] = opt("auto", "auto: nccl on GPUs, else gloo")
-    port: int = opt(0, "where rank 0 waits for the servers, at cluster.host; 0 takes a free port")
+    port: int = opt(0, "of rank 0, at cluster.host; 0 takes a free port", at_least=0, at_most=65535)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,4 +34,4 @@ class RuntimeConfig(EnvServersConfig):
     processes: int = opt(1, "subprocess: how many share a worker's episodes", at_least=1)
     recycle_episodes: int = opt(0, "subprocess: renewed after so many; 0: never", at_least=0)
     max_memory_mb: int = opt(0, "subprocess: renewed when it holds more; 0: never", at_least=0)
-    max_restarts: int = opt(10, "subprocess: deaths in a row, without an episode between")
+    max_restarts: int = opt(10, "subprocess: deaths in a row with no episode between", at_least=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import inf
@@ -25,8 +26,13 @@ C = TypeVar("C")
 Parts = Mapping[type, Mapping[str, type]]
 """For each part's config dataclass (AgentConfig, …): name → config dataclass of the parts
 registered from outside."""
+READ_ERRORS = (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
+"""What OmegaConf raises for a file that it cannot read."""
 HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 """What each bound of an option (api.fields.opt) asks of a number."""
+LIMIT = 10**9
+"""The largest size of a number whose option has no bound of its own. No product of a few of them
+overflows float32, and every timer takes it as seconds."""
 _hints = lru_cache(maxsize=512)(get_type_hints)
 
 
@@ -66,7 +72,8 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     """Check every number of a config tree against the range beside its option.
 
     Raises:
-        UserError: one is out of it, or has one and is not finite.
+        UserError: one is out of it, is not finite, or is above LIMIT and its option does not say
+            how large it may be.
     """
     hints = _hints(config.__class__)
     for item in dataclasses.fields(config):
@@ -78,27 +85,35 @@ def check_ranges(config: Any, prefix: str = "") -> None:
             for name, each in value.items():
                 check_ranges(each, f"{key}.{name}.")
             continue
-        bounds = item.metadata.get("bounds")
-        if not bounds or value is None:
-            continue
-        if -inf < value < inf and all(HOLDS[word](value, at) for word, at in bounds.items()):
+        limits = {"at least": -LIMIT, "at most": LIMIT} | item.metadata.get("bounds", {})
+        wrong = [n for n in _numbers(value) if not all(HOLDS[w](n, at) for w, at in limits.items())]
+        if not wrong:
             continue
         what = range_of(item)
+        if LIMIT < abs(wrong[0]) < inf:
+            what = " and ".join(f"{word} {at}" for word, at in limits.items() if at > -inf)
         if isinstance(value, float):
             what = f"a number {'of ' if what.startswith('at') else ''}{what}".rstrip()
         is_optional = type(None) in get_args(hints[item.name])
         raise UserError(f"{key}={value} must be {what}{', or null' if is_optional else ''}.")
 
 
+def _numbers(value: Any) -> list[float]:
+    """Return every number of an option's value: a number, or a list or dict of such values."""
+    inner: Any = cast(dict[Any, Any], value).values() if isinstance(value, dict) else value
+    if isinstance(value, list | dict):
+        return [number for each in inner for number in _numbers(each)]
+    return [value] if isinstance(value, int | float) else []
+
+
 def read(file: Path) -> DictConfig:
     """Read one YAML file; an empty one is an empty config."""
+    if not os.path.isfile(file):  # a FIFO would block, a device would never end
+        what = "does not exist or is not a regular file"
+        raise UserError(f"config file {file} {what}. Name another with --config.")
     try:
         loaded = OmegaConf.load(file)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"config file {file} does not exist. Name another with --config."
-        ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except READ_ERRORS as error:
         line = " ".join(str(error).split())
         raise UserError(f"config file {file} is not readable YAML: {line}") from error
     if not isinstance(loaded, DictConfig):
@@ -189,6 +204,8 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     if isinstance(error, ConfigKeyError):
         return f"unknown key '{key}'.{_suggest(key, schema)}"
     what = str(error.msg or error).splitlines()[0]
+    if "value 'None'" in what or "is not Optional" in what:
+        return f"{key} has no value. Write {key}=VALUE, or leave it out."
     return f"{key}: {what}." if key else f"{what}."
 
 

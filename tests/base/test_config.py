@@ -62,7 +62,7 @@ def test_the_tree_is_frozen():
         ("launcher.slurm.server=[x]", "Did you mean 'launcher.slurm.servers'?"),
         ("trainer.ppo.lr=fast", "trainer.ppo.lr: Value 'fast'"),
         ("trainer.ppo.total_steps=1.5", "could not be converted to Integer"),
-        ("trainer.ppo.loss.eps_low=null", "Incompatible value 'None'"),
+        ("trainer.ppo.loss.eps_low=null", "trainer.ppo.loss.eps_low has no value. Write"),
         ("trainer.ppo=3", "not a subclass of PPOConfig"),
         ("lr", "Write key=value"),
         ("--lr=1", "Write key=value"),
@@ -121,7 +121,7 @@ def test_a_servers_numbers_have_ranges_too(override: str, says: str):
 
 def test_numbers_at_their_bounds_and_none_are_allowed():
     load("trainer.ppo.kl.coef=0", "trainer.ppo.advantage.gamma=1", f"{OWN}.share=null")
-    load("trainer.ppo.reward.bias=-1e300", f"trainer.ppo.total_steps={10**400}")
+    load("trainer.ppo.reward.bias=-1e9", f"trainer.ppo.total_steps={10**9}", f"seed={2**63 - 1}")
 
 
 def test_a_files_number_is_checked_as_well(tmp_path: Path):
