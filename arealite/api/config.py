@@ -6,6 +6,7 @@ Defaults stand here and nowhere else; the YAML files hold only what differs.
 from __future__ import annotations
 
 import getpass
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from arealite.api.fields import opt, sub
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
+from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 
 
@@ -86,7 +88,7 @@ class ExperimentConfig:
 
     experiment_name: str = opt("arealite", "first part of the run's name; servers are found by it")
     trial_name: str = opt("trial", "second part")
-    seed: int = opt(1, "of everything random")
+    seed: int = opt(1, "of everything random", at_most=2**63 - 1)
     imports: list[str] = sub(
         list, "modules or .py files to import first: they register your own parts"
     )
@@ -95,7 +97,7 @@ class ExperimentConfig:
         "auto: go on from the newest checkpoint, or begin; must; never: move what is there aside "
         "and begin; step-000040: go on from that checkpoint",
     )
-    server_wait_s: float = opt(60.0, "how long to look for a server before giving up")
+    server_wait_s: float = opt(60.0, "how long to look for a server before giving up", at_least=0)
     cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
@@ -120,7 +122,7 @@ class ServerConfig:
 
     experiment_name: str = opt("arealite", "as in the experiment that uses this server")
     trial_name: str = opt("trial", "as in the experiment that uses this server")
-    seed: int = opt(1, "of sampling")
+    seed: int = opt(1, "of sampling", at_most=2**63 - 1)
     imports: list[str] = sub(list, "modules or .py files to import first")
     cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
@@ -139,8 +141,21 @@ def run_paths(config: ExperimentConfig) -> RunPaths:
     return RunPaths(root / config.experiment_name / config.trial_name)
 
 
+def check_name(key: str, name: str) -> None:
+    """Refuse what cannot be a folder's name."""
+    if not re.fullmatch(r"\w[\w.-]{0,199}", name):
+        raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
+
+
 def name_dir(config: ExperimentConfig | ServerConfig) -> Path:
-    """Return the trial's folder in the name registry."""
+    """Return the trial's folder in the name registry.
+
+    Raises:
+        UserError: a name of the trial, or cluster.user, cannot be a folder's.
+    """
+    check_name("experiment_name", config.experiment_name)
+    check_name("trial_name", config.trial_name)
+    check_name("cluster.user", config.cluster.user or "root")
     user = config.cluster.user or getpass.getuser()
     root = Path(config.cluster.name_root).expanduser().absolute()
     return root / user / config.experiment_name / config.trial_name

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +18,7 @@ from arealite.api.engine import engines
 from arealite.api.env import Env, EnvFactory, envs
 from arealite.api.launcher import launchers
 from arealite.api.llm import clients
+from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.reward import RewardConfig, rewards
@@ -28,6 +27,7 @@ from arealite.api.tool import tools
 from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.model_folder import other_model, vocab_size
+from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
 from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.check_rows import check_rows
@@ -53,6 +53,7 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
     check_options(config)
     model = check_model(config.model.path)
     check_run_folder(config)
+    check_addresses(config)
     if config.trainer.is_offline:
         check_other_model(config.trainer.dpo.reference, model, key="trainer.dpo.reference")
         check_resume(config, check_rows(config, model))
@@ -91,9 +92,7 @@ def required(value: str | None, key: str) -> str:
 
 def check_names(config: ExperimentConfig) -> None:
     """Check that each `type` names a known part, and that the run's names can be folders."""
-    for key in ("experiment_name", "trial_name"):
-        if not re.fullmatch(r"\w[\w.-]{0,199}", name := getattr(config, key)):
-            raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
+    name_dir(config)
     ppo, collector = config.trainer.ppo, config.trainer.ppo.collector
     for table, name in [
         (trainers, config.trainer.type),
@@ -261,6 +260,27 @@ def check_scaling(config: ExperimentConfig) -> None:
         )
 
 
+def check_addresses(config: ExperimentConfig) -> None:
+    """Check that those roles can listen that run on this machine for sure."""
+    where, publisher = config.launcher.type, config.trainer.ppo.publisher
+    if where == "slurm" or config.trainer.is_offline:
+        return
+    if config.cluster.host != "auto":
+        check_address(config.cluster.host, at="cluster")
+    if where == "local" and publisher.type == "distributed":
+        port = publisher.distributed.port
+        check_address(config.cluster.host, port, at="trainer.ppo.publisher.distributed")
+    if where == "local" and config.launcher.llm_servers:
+        server = own_server(config).llm_server
+        servers.check(server.type)
+        if server.port and config.launcher.llm_servers > 1:
+            raise UserError(
+                f"launcher.server_args: llm_server.port={server.port} is one port for "
+                f"{config.launcher.llm_servers} servers. Leave it out: each takes a free one."
+            )
+        check_address(server.host, server.port, at="llm_server")
+
+
 def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
     """Check that one batch does not need a task twice."""
     ppo = config.trainer.ppo
@@ -276,12 +296,7 @@ def check_size(config: ExperimentConfig, tasks: Sequence[Task]) -> None:
 def check_run_folder(config: ExperimentConfig) -> int:
     """Check that the trial's folder can be made and written, leave nothing, return free bytes."""
     root = run_paths(config).root
-    try:
-        there = next(path for path in (root, *root.parents) if path.is_symlink() or path.exists())
-        with tempfile.TemporaryFile(dir=there):
-            free = shutil.disk_usage(there).free
-    except OSError as error:
-        raise UserError(f"run folder {root} cannot be written: {error.strerror}.") from error
+    free = check_folder(root, "run folder", "cluster.run_root")
     if free < MIN_FREE_BYTES:
         raise UserError(
             f"the disk of run folder {root} has {free >> 20} MiB free, a run needs at least "

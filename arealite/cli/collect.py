@@ -14,6 +14,7 @@ from arealite.api.sampling import CollectConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from arealite.base.errors import UserError
+from arealite.base.places import check_folder
 from arealite.base.registry import unknown
 from arealite.cli import check, sampling
 from arealite.cli.fold import fold
@@ -40,8 +41,9 @@ def main(argv: Sequence[str]) -> int:
     out = Path(check.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
-    if not out.parent.is_dir():
-        raise UserError(f"out={out}: its folder does not exist.")
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"out={out}: its folder does not exist, or it is one. Name a file.")
+    check_folder(out.parent.absolute(), "folder", "out")
     check.check_data(config)
     with sampling.sampled(config, "train") as (tasks, samples, failed):
         kept = chosen(config, len(tasks), samples)

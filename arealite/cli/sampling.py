@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.config import name_dir
+from arealite.api.config import check_name, name_dir
 from arealite.api.llm import SamplingConfig, clients
 from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
@@ -141,6 +141,7 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
         raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
     NameRegistry.of(config).check()
     check.check_names(config)
+    check_name("name", config.name)
     model = check.check_model(config.model.path)
     check.check_run_folder(config)
     own = bool(config.launcher.llm_servers)

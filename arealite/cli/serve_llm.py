@@ -13,6 +13,7 @@ from pathlib import Path
 from arealite.api.config import ServerConfig, name_dir
 from arealite.api.llm_server import servers
 from arealite.base import log
+from arealite.base.places import check_address
 from arealite.cli import configs, options
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import IS_KEPT, keep
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     config = configs.at_home(configs.load(ServerConfig, layers.files, layers.overrides))
     if not die_with_parent():  # else it waits for the names to be back
         NameRegistry.of(config).check()
+        check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
         return keep(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)

@@ -21,6 +21,7 @@ from arealite.api.env import EnvFactory
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.base import log
 from arealite.base.errors import UserError
+from arealite.base.places import check_address
 from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import (
@@ -72,6 +73,8 @@ class EnvServer:
         Raises:
             UserError: it cannot listen there.
         """
+        host, port = self.options.host, self.options.port
+        await asyncio.to_thread(check_address, host, port, at="server")  # before `setup` starts any
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.env.close)
             await self.env.setup()
@@ -81,11 +84,7 @@ class EnvServer:
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            host, port = self.options.host, self.options.port
-            try:
-                await web.TCPSite(runner, host, port).start()
-            except OSError as error:
-                raise UserError(f"cannot listen on {host}:{port}: {error.strerror}.") from error
+            await web.TCPSite(runner, host, port).start()
             yield f"{host}:{runner.addresses[0][1]}"
 
     def _app(self) -> web.Application:

@@ -22,6 +22,7 @@ from arealite.api.llm_server import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import exact_length
+from arealite.base.places import check_address
 from arealite.base.signals import STOP
 from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
@@ -108,16 +109,8 @@ class EmbeddedServer(LLMServer):
 
     async def _listen(self, runner: web.AppRunner) -> None:
         server = self.config.llm_server
-        if not 0 <= server.port < 2**16:  # uvloop would take another one
-            raise UserError(f"llm_server.port={server.port}: no such port. 0 takes a free one.")
-        try:
-            await web.TCPSite(runner, server.host, server.port).start()
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise UserError(
-                f"llm_server cannot listen on {server.host}:{server.port}: {why}. "
-                "Choose another llm_server.port, or 0 for a free one."
-            ) from error
+        await asyncio.to_thread(check_address, server.host, server.port, at="llm_server")
+        await web.TCPSite(runner, server.host, server.port).start()
         self.address = f"http://{self.config.reachable_host}:{runner.addresses[0][1]}"
 
     async def _until_stopped(self, app: App) -> None:

@@ -22,6 +22,7 @@ from arealite.api.llm_server import LLMServer
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
+from arealite.base.places import check_address, check_folder
 from arealite.base.signals import STOP
 from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
 
@@ -192,28 +193,17 @@ def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
 def find_ports(config: ServerConfig) -> list[int]:
     """Return one port a server."""
     server, count = config.llm_server, config.llm_server.sglang.num_servers
-    last = f" to {server.port + count - 1}" if count > 1 else ""
-    try:
-        return take_ports(server.host, server.port, count)
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise UserError(
-            f"llm_server cannot listen on {server.host}:{server.port}{last}: {why}. "
-            "Choose another llm_server.port, or 0 for free ones."
-        ) from error
+    for number in range(count):
+        check_address(server.host, server.port and server.port + number, at="llm_server")
+    return take_ports(server.host, server.port, count)
 
 
 def log_folder(config: ServerConfig) -> Path:
     """Return the trial's log folder, made."""
     root = Path(config.cluster.run_root).expanduser().absolute()
     logs = RunPaths(root / config.experiment_name / config.trial_name).logs
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{logs} cannot be made: {error.strerror}. Set cluster.run_root to a folder that can "
-            "be written; the servers' logs go there."
-        ) from error
+    check_folder(logs, "the servers' folder of logs", "cluster.run_root")
+    logs.mkdir(parents=True, exist_ok=True)
     return logs
 
 

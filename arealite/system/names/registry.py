@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
+from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.deadlines import deadline
 
@@ -77,8 +78,9 @@ class NameRegistry:
         """Refuse a store that is not there, before anything starts; a folder can be made.
 
         Raises:
-            UserError: it does not answer.
+            UserError: it does not answer, or the folder cannot be written.
         """
+        check_folder(self.root, "folder of names", "cluster.name_root")
 
     def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
         """Write or renew a name atomically: readers see the old file or the new, never half of one.
