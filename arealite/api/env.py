@@ -45,6 +45,15 @@ class Env(ABC):
             f"{cls.__name__} makes no tasks itself. Set dataset.train and dataset.eval to files."
         )
 
+    @staticmethod  # noqa: B027  (optional hook)
+    def check_row(task: Task, /) -> object:
+        """Refuse a row of a file that `run` could not read; called before a run starts, for the
+        first rows.
+
+        Raises:
+            Exception: any; it is told with the file and the line.
+        """
+
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start what is shared and costly: a browser, a pool of sandboxes."""
 

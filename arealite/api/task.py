@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from arealite.base.errors import EpisodeError
+
 
 class Task(msgspec.Struct, frozen=True):
     """One row of the dataset, as an environment gets it. Filled by the datapipe."""
@@ -23,6 +25,17 @@ class Task(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """The prompt as a text: of chat messages, what the last one says."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+    @property
+    def truth(self) -> str:
+        """The ground truth, of environments that need one.
+
+        Raises:
+            EpisodeError: the row has none.
+        """
+        if self.ground_truth is None:
+            raise EpisodeError(f"{self.task_id} has no ground_truth, which its environment needs")
+        return self.ground_truth
 
     @property
     def source(self) -> str:

@@ -61,6 +61,12 @@ class ToolsEnv(Env):
         """Yield arithmetic, easy and not, as `config.arithmetic` has it."""
         return arithmetic(config.arithmetic, split=split, seed=seed)
 
+    @staticmethod
+    def check_row(task: Task, /) -> None:
+        """Refuse a row without a ground truth, or with anything but names as its tools."""
+        if task.truth and not isinstance(task.extra_info.get("tools"), list | None):
+            raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of names")
+
     async def setup(self) -> None:
         """Start the reward function and the tools."""
         await self.scorer.setup()
@@ -72,18 +78,13 @@ class ToolsEnv(Env):
         Raises:
             EpisodeError: the task has no ground truth, or a tool is broken.
         """
+        self.check_row(task)
         agent, tally, wanted = agents["agent"], Tally(), task.extra_info.get("tools")
-        if task.ground_truth is None:
-            raise EpisodeError(
-                f"{task.task_id} has no ground_truth; env.type=tools needs one a row"
-            )
-        if not isinstance(wanted, list | None):
-            raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of names")
         async with self.box.episode(task) as states:
             action = await self._converse(task, agent, states, tally)
         correct, begin = 0.0, time.perf_counter()
         if not action.calls:
-            correct = await self.scorer.score(action.text, task.ground_truth)
+            correct = await self.scorer.score(action.text, task.truth)
         agent.record.seconds_scoring += time.perf_counter() - begin
         parts = scores(correct, tally, wanted)
         value = sum(getattr(self.config.weights, name) * part for name, part in parts.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import os
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -23,6 +24,11 @@ from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 
 _encode = msgspec.msgpack.Encoder().encode
+ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
+"""What decoding and encoding raise for a line that is no JSON object, or one that is too deep or
+holds a number above 64 bits."""
+DEPTH = 100
+"""Levels of nesting of a row; every process that reads it has to fit them on its stack."""
 COLUMNS = ("prompt", "ground_truth", "extra_info")
 """Of a task; `prompt` is required, others in the file are ignored."""
 
@@ -56,9 +62,9 @@ def read_rows(
     suffixes = (".jsonl", ".parquet")
     if file.suffix not in suffixes:
         raise UserError(unknown("dataset suffix", file.suffix, suffixes) + f" File: {file}.")
-    if not file.is_file():
+    if not os.path.isfile(file):
         hint = f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
-        raise UserError(f"dataset file {file} does not exist. {hint}")
+        raise UserError(f"dataset file {file} does not exist or is not a regular file. {hint}")
     yield from jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
 
 
@@ -83,16 +89,24 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         UserError: a line is not a JSON object.
     """
     decode = msgspec.json.Decoder(dict[str, Any]).decode
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            row = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            hint = 'Write one object a line: {"prompt": …, "ground_truth": …}.'
-            raise UserError(f"{where}: not a JSON object: {error}. {hint}") from error
-        yield where, row
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                _encode(row := decode(line))  # as every process does
+                if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
+                    raise RecursionError(f"nested deeper than {DEPTH} levels")
+            except ROW_ERRORS as error:
+                hint = 'Write one object a line: {"prompt": …, "ground_truth": …}.'
+                raise UserError(f"{where}: not a JSON object: {error}. {hint}") from error
+            yield where, row
+
+
+def _depth(value: Any) -> int:
+    inner: Any = cast(dict[str, Any], value).values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,7 +6,7 @@ Every process that needs them makes the same list: it depends on the config and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any
 
 from msgspec import structs
@@ -16,8 +16,10 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
-from arealite.system.data.dataset import load_tasks, make_task
+from arealite.system.data.dataset import COLUMNS, load_tasks, make_task, read_rows
 
+CHECKED = 1000
+"""First rows of a file that are checked before anything starts."""
 GENERATED = "generated"
 """The name of a file that is none: the environment makes the rows."""
 
@@ -40,6 +42,21 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
     if path == GENERATED:
         return [*islice(generate(config.trainer.ppo.collector.env, split, config.seed), count)]
     return load_tasks(path or "", split) if is_train or path else []
+
+
+def first_rows(config: ExperimentConfig) -> Iterator[tuple[str, PartConfig, Task]]:
+    """Yield (place, environment's config, task) of the first CHECKED rows of every file of a run.
+
+    Raises:
+        UserError: as load_tasks.
+    """
+    collector = config.trainer.ppo.collector
+    for part, split in product(collector.parts.values(), ("train", "eval")):
+        path = getattr(part if collector.envs else config.dataset, split)
+        if path and path != GENERATED:
+            rows = islice(read_rows(path, split, COLUMNS), CHECKED)
+            for index, (where, row) in enumerate(rows):
+                yield where, part, make_task(row, f"{split}-{index}", where)
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:

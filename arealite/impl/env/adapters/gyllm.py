@@ -29,6 +29,8 @@ class BadRequests(EpisodeError):
 class GyLLMEnv(Env):
     """All actors that are asked act at once; each has a seat of its name."""
 
+    check_row = staticmethod(seed_of)
+
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
         self._instances = Instances(threads=config.threads)

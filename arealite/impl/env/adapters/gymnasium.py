@@ -21,6 +21,8 @@ HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 class GymnasiumEnv(Env):
     """One seat acts until the environment, or the config, ends the episode."""
 
+    check_row = staticmethod(seed_of)
+
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
         self._instances = Instances(threads=config.threads)

@@ -30,6 +30,8 @@ class TextArenaEnv(Env):
         """One a player."""
         return tuple(f"player_{number}" for number in range(self.config.players))
 
+    check_row = staticmethod(seed_of)
+
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield a seed a row."""

@@ -73,6 +73,11 @@ class CodeEnv(Env):
         while True:
             yield one_line(dice)
 
+    @staticmethod
+    def check_row(task: Task, /) -> None:
+        """Refuse a row without test cases."""
+        read_cases(task, 1.0)
+
     async def setup(self) -> None:
         """Choose a sandbox."""
         factory = SandboxFactory(self.args)

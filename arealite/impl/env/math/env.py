@@ -9,13 +9,14 @@ import random
 import time
 import zlib
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.reward import RewardFactory
 from arealite.api.task import Task
-from arealite.base.errors import EpisodeError, UserError
+from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 from arealite.impl.env.math.tasks import KINDS, TOP, make_question
 
@@ -27,6 +28,7 @@ class MathEnv(Env):
     """Scores an agent's answer against the task's ground truth."""
 
     resumable = True
+    check_row = staticmethod(attrgetter("truth"))
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
@@ -62,12 +64,10 @@ class MathEnv(Env):
         Raises:
             EpisodeError: the task has no ground truth.
         """
-        agent = agents["agent"]
-        if task.ground_truth is None:
-            raise EpisodeError(f"{task.task_id} has no ground_truth; env.type=math needs one a row")
+        agent, truth = agents["agent"], task.truth
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
-        score = await self.scorer.score(action.text, task.ground_truth)
+        score = await self.scorer.score(action.text, truth)
         agent.record.seconds_scoring += time.perf_counter() - begin
         agent.reward(score)
 
