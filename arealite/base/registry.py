@@ -107,7 +107,7 @@ def import_plugins(modules: Sequence[str]) -> None:
             importlib.import_module(name)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = f"importing it raised {type(error).__name__}: {error}"
             if isinstance(error, ModuleNotFoundError) and error.name == name:
                 why = "no module of that name. It must be importable from the working directory "

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
     run: Path = parser.parse_args(argv).run
     ledger = run if run.is_file() else RunPaths(run).ledger
-    if not ledger.exists():
+    if not ledger.is_file():
         raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
     report = audit(ledger)
     print(fold(report.table()))

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.ledger import reading
 
 PROGRESS_S = 5.0
 MEANING = """\
@@ -77,9 +76,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     Raises:
         UserError: there is nothing to replay, or the model is gone.
     """
-    if not paths.ledger.exists():
-        raise UserError(f"no ledger at {paths.ledger}. Name a run folder, as in runs/EXP/TRIAL.")
-    with closing(connect(paths.ledger, read_only=True)) as db:
+    with reading(paths.ledger) as db:
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
     rows = rows[:to]
     if not rows or (to is not None and to < 1):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -20,7 +19,7 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.ledger import SCHEMA_VERSION, connect
+from arealite.system.ledger.ledger import SCHEMA_VERSION, connect, reading
 
 
 def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
@@ -62,16 +61,13 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
     """Return (what the trial was begun with, step of its newest checkpoint); ({}, 0): no trial."""
-    try:
-        if not ledger.exists():
-            return {}, 0
-        with closing(connect(ledger, read_only=True)) as db:
-            if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-                return {}, 0  # killed before its first transaction
-            held = dict(db.execute("SELECT key, value FROM meta").fetchall())
-            return held, db.execute("SELECT MAX(step) FROM checkpoints").fetchone()[0] or 0
-    except sqlite3.Error as error:
-        raise UserError(f"{ledger} cannot be read as a ledger: {error}. Restore it.") from error
+    if not ledger.exists():
+        return {}, 0
+    with reading(ledger) as db:
+        if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            return {}, 0  # killed before its first transaction
+        held = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        return held, db.execute("SELECT MAX(step) FROM checkpoints").fetchone()[0] or 0
 
 
 def read_identity(path: Path) -> tuple[dict[str, str], int]:

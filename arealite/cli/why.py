@@ -25,8 +25,10 @@ def main(argv: Sequence[str]) -> int:
     paths = RunPaths(parser.parse_args(argv).run)
     if not paths.config.exists():
         raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    # As it stands: what `imports` names may not be found from here.
-    folder = name_dir(cast(ExperimentConfig, base_config.read(paths.config))) / "vitals"
+    try:  # as it stands: what `imports` names may not be found from here
+        folder = name_dir(cast(ExperimentConfig, base_config.read(paths.config))) / "vitals"
+    except AttributeError as error:
+        raise UserError(f"{paths.config} is no run's: it lacks names of the trial.") from error
     findings = examine(folder)
     print(fold(explain(folder, findings, logs=paths.logs)))
     return 1 if findings else 0

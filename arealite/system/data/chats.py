@@ -7,7 +7,6 @@ Shape letter: T = tokens of one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -22,7 +21,7 @@ from arealite.api.trajectory import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import check_prompt, read_rows
-from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.ledger import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,9 +163,7 @@ def _reward(row: Row, *, unknown: float) -> float:
 
 def _collected(ledger: Path) -> list[Row]:
     """Return a row a segment of the trajectories in a ledger, as they came."""
-    if not ledger.is_file():
-        raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    with closing(connect(ledger, read_only=True)) as db:
+    with reading(ledger) as db:
         sql = "SELECT trajectory_id, reward, payload FROM trajectories ORDER BY rowid"
         return [
             (f"{ledger}, {name}", {"tokens": s.tokens, "loss_mask": s.loss_mask, "reward": reward})

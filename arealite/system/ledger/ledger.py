@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -309,6 +309,22 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"):
             db.execute(f"PRAGMA {pragma}")
     return db
+
+
+@contextmanager
+def reading(path: Path) -> Generator[sqlite3.Connection]:
+    """Open a ledger of a run folder to read it.
+
+    Raises:
+        UserError: there is none, or the file is not a ledger.
+    """
+    if not os.path.isfile(path):
+        raise UserError(f"no ledger at {path}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
+    try:
+        with closing(connect(path, read_only=True)) as db:
+            yield db
+    except sqlite3.Error as error:
+        raise UserError(f"{path} cannot be read as a ledger: {error}. Restore it.") from error
 
 
 def read_payloads(path: Path, trajectory_ids: Sequence[str]) -> list[bytes]:
