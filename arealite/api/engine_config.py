@@ -24,6 +24,11 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = opt("constant", "after the warm-up")
     warmup_steps: int = opt(10, "optimizer updates of linear warm-up", at_least=0)
     min_lr_ratio: float = opt(0.0, "end of the decay, as a share of lr", at_least=0)
+    max_skipped_updates: int = opt(
+        5,
+        "in a row, for gradients that are not finite, before the run is stopped; 0: no limit",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

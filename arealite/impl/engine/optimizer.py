@@ -15,13 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from arealite.algo.schedules import learning_rate
 from arealite.api.engine import Training
+from arealite.base.errors import InvariantError
 
 
 class Optimizer:
-    """One optimizer and its schedule; `updates` counts the updates applied."""
+    """One optimizer and its schedule; `updates` counts the updates applied, `skipped` those in a
+    row up to now that were not."""
 
     def __init__(self, model: nn.Module, training: Training) -> None:
-        self.updates = 0
+        self.updates = self.skipped = 0
         self._training, config = training, training.optimizer
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         params = self._named.values()
@@ -53,6 +55,9 @@ class Optimizer:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
 
         A norm that is not finite leaves parameters, moments and schedule as they are.
+
+        Raises:
+            InvariantError: `max_skipped_updates` in a row were not finite.
         """
         training = self._training
         total, config = training.total_updates, training.optimizer
@@ -72,7 +77,17 @@ class Optimizer:
                     _local(matrix.detach()).mul_(1.0 - lr * config.weight_decay)
             self._torch.step()
             self.updates += 1
+        self.skipped = 0 if finite else self.skipped + 1
         self._torch.zero_grad(set_to_none=True)
+        if 0 < config.max_skipped_updates <= self.skipped:
+            bad = (name for name, p in self._named.items() if not _local(p).isfinite().all())
+            raise InvariantError(
+                f"{self.skipped} updates in a row were skipped, after {self.updates} applied ones: "
+                f"the gradient norm is {norm}, parameters are "
+                f"{'not finite, as ' + name if (name := next(bad, '')) else 'finite'}. "
+                f"Probably the learning rate ({lr:g}) is too high: go on from an older checkpoint "
+                "with a lower one. (optimizer.max_skipped_updates)"
+            )
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
     def state(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arealite.api.engine import LossInput, Sequence
-from arealite.base.errors import UserError
+from arealite.base.errors import InvariantError, UserError
 from arealite.impl.engine import rng
 from tests.impl.engine.helpers import (
     FIELDS,
@@ -129,6 +129,32 @@ def test_a_non_finite_gradient_changes_nothing(model: Path) -> None:
     after = weights(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert engine.train_batch(rows, lengths([rows]), LOSS)["skipped_update"] == 0.0
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_too_many_updates_skipped_in_a_row_end_the_run(limit: int, model: Path) -> None:
+    engine, rows = make_engine(model, optimizer={"max_skipped_updates": limit}), make_rows()
+    bad = make_rows()
+    bad[0].fields["advantages"][:] = np.nan
+
+    def skipped(batch: list[Sequence]) -> float:
+        return engine.train_batch(batch, lengths([batch]), LOSS)["skipped_update"]
+
+    assert [skipped(batch) for batch in (bad, rows, bad)] == [1.0, 0.0, 1.0]  # none after another
+    if not limit:
+        assert [skipped(bad) for _ in range(9)] == [1.0] * 9
+        return
+    says = r"2 updates in a row were skipped, after 1 applied ones: the gradient norm is .*finite"
+    with pytest.raises(InvariantError, match=says):
+        skipped(bad)
+
+
+def test_parameters_that_are_not_finite_are_named(model: Path) -> None:
+    engine, rows = make_engine(model, optimizer={"max_skipped_updates": 1}), make_rows()
+    with torch.no_grad():
+        engine.module.get_decoder().norm.weight[0] = torch.nan
+    with pytest.raises(InvariantError, match=r"as model\.norm\.weight"):
+        engine.train_batch(rows, lengths([rows]), LOSS)
 
 
 def test_clipping_is_by_the_global_norm(model: Path) -> None:

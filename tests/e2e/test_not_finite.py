@@ -1,0 +1,40 @@
+"""A run whose updates have come to nothing ends by itself, and not well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, Site
+from tests.e2e.test_offline import write_answers
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+SAYS = "updates in a row were skipped, after 1 applied ones: the gradient norm is "
+
+
+def test_a_learning_rate_that_breaks_the_model_ends_the_run(site: Site, tmp_path: Path) -> None:
+    done = site.train(
+        tmp_path,
+        *("trainer.ppo.lr=1e9", "trainer.ppo.optimizer.warmup_steps=0"),
+        *("trainer.ppo.optimizer.max_skipped_updates=3", "trainer.ppo.total_steps=10"),
+    )
+    assert done.code == 3, done.shown + done.logs()
+    assert "3 " + SAYS in done.shown and "the learning rate (1e+09) is too high" in done.shown
+    assert "started again" not in done.shown
+    assert len(done.metrics()) < 10
+
+
+def test_an_offline_run_ends_alike(site: Site, tmp_path: Path) -> None:
+    write_answers(tmp_path / "answers.jsonl", 48)
+    done = site.train(
+        tmp_path / "run",
+        *("--config", str(ROOT / "config/sft.yaml")),
+        *(f"dataset.train={tmp_path / 'answers.jsonl'}", "dataset.eval=null"),
+        *("trainer.offline.lr=1e9", "trainer.offline.batch_size=4"),
+        "trainer.offline.optimizer.warmup_steps=0",
+    )
+    assert done.code == 3, done.shown + done.logs()
+    assert "5 " + SAYS in done.shown
+    assert "started again" not in done.shown
