@@ -1,6 +1,7 @@
 """Reads what a Hugging Face folder says of its model, without loading it.
 
-Here because client and servers ask the same, and neither may import the other.
+Here because client, servers and checks ask the same. No torch is imported and no weight is read: a
+folder is refused in milliseconds.
 """
 
 from __future__ import annotations
@@ -8,7 +9,14 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+
+from arealite.base.errors import RoleError, UserError
+
+LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidden_size"}
+"""Which field of config.json is the length of which tensors."""
 
 
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
@@ -16,6 +24,90 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads((Path(folder).expanduser() / name).read_text(encoding="utf-8"))
     return {}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors of a model as transformers does: others may lie beside them."""
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    index: dict[str, str] = read_json(folder, "model.safetensors.index.json").get("weight_map", {})
+    return sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
+
+
+def read_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor in a Hugging Face folder, from the files' headers alone.
+
+    {} where it has no safetensors; RoleError: a file is broken.
+    """
+    shapes, opened = dict[str, list[int]](), cast(Any, safe_open)
+    for path in weight_files(folder):
+        try:
+            with opened(path, framework="numpy") as file:
+                names: list[str] = file.keys()
+                shapes |= {name: file.get_slice(name).get_shape() for name in names}
+        except (OSError, SafetensorError) as error:
+            raise RoleError(f"{path} is no safetensors file: {error!r}") from error
+    return shapes
+
+
+def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
+    """Return the config.json of the model that `key` names; its files are whole, and fit it.
+
+    Raises:
+        UserError: they are not.
+    """
+    folder = Path(path).expanduser()
+    for name in "config.json", "*.safetensors":
+        if not any(folder.glob(name)):
+            raise UserError(
+                f"{key}={path} is no Hugging Face model folder (no {name} in it). "
+                "Give the folder that save_pretrained wrote or that you downloaded."
+            )
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        shapes = read_shapes(folder)
+    except ValueError as error:
+        raise UserError(f"{key}={path}: config.json is not valid JSON: {error}") from error
+    except RoleError as error:
+        raise UserError(f"{key}={path}: {error}. Get the file anew, and whole.") from error
+    for name, shape in shapes.items() if "text_config" not in config else ():
+        field = next((LENGTHS[end] for end in LENGTHS if name.endswith(end)), "")
+        if config.get(field) not in (None, shape[0]):
+            raise UserError(
+                f"{key}={path}: {name} has shape {shape}, but config.json has {field}="
+                f"{config[field]}. The files are of different models."
+            )
+    vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]
+    size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
+    if size and (top := max(ids())) >= size:
+        raise UserError(
+            f"{key}={path}: its tokenizer has token {top}, its model only {size} tokens. Put the "
+            "tokenizer there that the model was trained with."
+        )
+    return config
+
+
+LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
+"""Config fields by which some models (Gemma, Cohere, Granite, Falcon-H1, …) change their logits."""
+
+
+def check_logits(config: dict[str, Any], path: Path | str) -> None:
+    """Raise UserError for a model whose logits are more than hidden · weightᵀ."""
+    text: dict[str, Any] = config.get("text_config") or config
+    for name in LOGIT_CHANGES:
+        if (value := text.get(name)) not in (None, 0, 1):
+            raise UserError(f"'{path}' changes its logits ({name}={value}): not supported.")
+
+
+def check_layers(config: dict[str, Any], path: Path | str) -> None:
+    """Raise UserError for a model whose layers the embedded server has no cache for."""
+    text: dict[str, Any] = config.get("text_config") or config
+    layers: list[str] = text.get("layer_types") or []
+    if other := {*layers} - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"model.path={path}: has layers of {', '.join(sorted(other))}; the embedded server "
+            "runs models with full and sliding attention only. Use SGLang for this one."
+        )
 
 
 SIZES = (

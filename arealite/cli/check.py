@@ -6,7 +6,6 @@ Each check raises UserError with one line that names the fix; cheap checks come 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +25,17 @@ from arealite.api.task import Task
 from arealite.api.tool import tools
 from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
 from arealite.base.errors import DeadlineError, UserError
-from arealite.base.model_folder import other_model, vocab_size
+from arealite.base.model_folder import (
+    check_layers,
+    check_logits,
+    other_model,
+    read_model,
+    vocab_size,
+)
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
 from arealite.cli.check_algorithm import check_algorithm
+from arealite.cli.check_model import check_tensor_names, check_tokens
 from arealite.cli.check_rows import check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
@@ -52,12 +58,18 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
     NameRegistry.of(config).check()
     check_options(config)
     model = check_model(config.model.path)
+    if config.trainer.type != "reward":
+        check_logits(model, config.model.path)
     check_run_folder(config)
     check_addresses(config)
     if config.trainer.is_offline:
         check_other_model(config.trainer.dpo.reference, model, key="trainer.dpo.reference")
         check_resume(config, check_rows(config, model))
         return
+    if config.trainer.ppo.publisher.type != "shared":
+        check_tensor_names(config.model.path)
+    if serves_itself(config) and own_server(config).llm_server.type == "embedded":
+        check_layers(model, config.model.path)
     check_data(config)
     check_first_rows(config)
     tasks, held_out = load_split(config, "train"), load_split(config, "eval")
@@ -179,18 +191,7 @@ def check_offline(trainer: TrainerConfig) -> None:
 
 def check_model(path: str, key: str = "model.path") -> dict[str, Any]:
     """Return the config.json of the model that `key` names."""
-    folder = Path(required(path, key)).expanduser()
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{key}={path} is no Hugging Face model folder (no config.json in it). "
-            "Give the folder that save_pretrained wrote or that you downloaded."
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{key}={path} holds no safetensors weights.")
-    try:
-        return json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    return read_model(required(path, key), key)
 
 
 def check_other_models(ppo: PPOConfig, model: dict[str, Any]) -> None:
@@ -386,6 +387,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
         )
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
+    check_tokens(config.model.path, tasks)
     # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
     long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
     tokenizer = load_tokenizer(config.model.path) if long else None

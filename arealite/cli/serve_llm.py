@@ -13,6 +13,7 @@ from pathlib import Path
 from arealite.api.config import ServerConfig, name_dir
 from arealite.api.llm_server import servers
 from arealite.base import log
+from arealite.base.model_folder import read_model
 from arealite.base.places import check_address
 from arealite.cli import configs, options
 from arealite.impl.launcher.processes import die_with_parent
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if not die_with_parent():  # else it waits for the names to be back
         NameRegistry.of(config).check()
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
+        read_model(config.model.path or "")
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
         return keep(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)

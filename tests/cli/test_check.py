@@ -15,6 +15,7 @@ from arealite.base.model_folder import other_model
 from arealite.cli import check, main
 from arealite.cli.configs import load
 from arealite.system.names.registry import NameRegistry
+from tests.models import tiny_tokenizer
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 320}
 NESTED = {"architectures": ["X"], "model_type": "x", "text_config": {"vocab_size": 9}}
@@ -71,7 +72,7 @@ def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
     monkeypatch.setattr(check, "load_tokenizer", load_tokenizer)
     with pytest.raises(UserError, match="has no tokenizer"):
         check.check_prompts(config, [short], [1024])
-    (tmp_path / "tokenizer.json").touch()
+    tiny_tokenizer().save_pretrained(tmp_path)
     check.check_prompts(config, [short], [1024])
     with pytest.raises(Loaded):
         check.check_prompts(config, [short, long], [1024])

@@ -256,8 +256,8 @@ class FSDPEngine(TrainEngine):
         longest = max((length for each in all_lengths for length in each), default=0)
         if limit and longest > limit:
             raise UserError(
-                f"A row has {longest} tokens. Positions of '{self._source}' beyond {limit} depend on "
-                f"the rows beside it: use llm_server.context_length={limit}, or shorter rows."
+                f"A row has {longest} tokens. Positions of '{self._source}' beyond {limit} depend "
+                f"on the rows beside it: use llm_server.context_length={limit}, or shorter rows."
             )
         return microbatches(
             [len(row.tokens) for row in rows],

@@ -21,10 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
+from arealite.base.model_folder import check_logits, weight_files
 from arealite.impl.engine.lora import ADAPTER, file_name, first_value, held_tensors
-
-LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
-"""Config fields by which some models (Gemma, Cohere, Granite, Falcon-H1, …) change their logits."""
 
 SCORE = "score.weight"
 """The head for values."""
@@ -50,9 +48,7 @@ def empty_model(path: Path, head: Head = "lm") -> Any:
             return AutoModelForSequenceClassification.from_config(
                 config, dtype=torch.float32
             ).eval()
-    for name in LOGIT_CHANGES:
-        if (value := getattr(config.get_text_config(), name, None)) not in (None, 0, 1):
-            raise UserError(f"'{path}' changes its logits ({name}={value}): not supported.")
+    check_logits(config.to_dict(), path)
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -105,7 +101,7 @@ def _reader(model: Any, path: Path) -> Callable[[str], torch.Tensor | None]:
     It returns None for adapters and a fresh head for values, and for nothing else.
     """
     where = dict[str, Path]()
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
 

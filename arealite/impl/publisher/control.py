@@ -20,8 +20,9 @@ import msgspec
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log
 from arealite.base.errors import RoleError
+from arealite.base.model_folder import read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
-from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
+from arealite.impl.publisher.shapes import Shapes, check_shapes
 from arealite.system.health.deadlines import deadline
 from arealite.system.health.waits import waiting
 

@@ -25,9 +25,10 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
+from arealite.base.model_folder import read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, PushTimes, Server
-from arealite.impl.publisher.shapes import Shapes, check_shapes, read_shapes
+from arealite.impl.publisher.shapes import Shapes, check_shapes
 from arealite.impl.publisher.verify import Print, wrong
 from arealite.system.health.vitals import watch as watch_loop
 from arealite.system.names.registry import NameRegistry
@@ -144,7 +145,8 @@ class ServersPublisher(WeightPublisher):
         """Pass tensors on; add up their bytes and a hash, and check them when all have passed.
 
         Raises:
-            RoleError: they are not the tensors of `model_path`, or of the version before.
+            RoleError: one is not of the version before.
+            UserError: they are not the tensors of `model_path`, or of the version before.
         """
         shapes, digest, num_bytes = dict[str, list[int]](), 0, 0
         for name, tensor in weights:
@@ -157,7 +159,11 @@ class ServersPublisher(WeightPublisher):
             digest = hash((digest, _sum(tensor)))
             yield name, tensor
         held = self.shapes or read_shapes(self.model_path)
-        check_shapes(shapes, held, where="the version before" if self.shapes else self.model_path)
+        where = "the version before" if self.shapes else self.model_path
+        try:
+            check_shapes(shapes, held, where=where)
+        except RoleError as error:  # a restart would find the same
+            raise UserError(f"{error}. Its weights cannot be published to servers.") from error
         self.shapes, self.digest, self.num_bytes = shapes, digest, num_bytes
 
     async def find_servers(self) -> list[Server]:

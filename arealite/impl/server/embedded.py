@@ -21,7 +21,7 @@ from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import exact_length
+from arealite.base.model_folder import check_layers, exact_length
 from arealite.base.places import check_address
 from arealite.base.signals import STOP
 from arealite.impl.server.app import App
@@ -29,7 +29,7 @@ from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import ServedModel
-from arealite.impl.server.weights import check_layers, load_model
+from arealite.impl.server.weights import load_model
 from arealite.system.health import vitals
 from arealite.system.names.registry import NameRegistry
 
@@ -102,7 +102,7 @@ class EmbeddedServer(LLMServer):
     def _load(self) -> tuple[Any, Any]:
         config = self.config
         if self._shared is not None:
-            check_layers(self._shared, config.model.path)
+            check_layers(self._shared.config.to_dict(), config.model.path)
             return self._shared, load_tokenizer(config.model.path)
         device = config.llm_server.embedded.device
         return load_model(config.model.path, dtype=config.model.dtype, device=device)

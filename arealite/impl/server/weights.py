@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_bytes
 
 from arealite.base.errors import UserError
+from arealite.base.model_folder import check_layers, read_model
 from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout
 
@@ -138,20 +139,16 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
     Raises:
         UserError: there is no such model, or it is of a kind this server cannot run.
     """
-    if not path:
-        raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
+    read_model(path)
     folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model.path={path}: no model there (config.json is missing).")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"model.path={path}: no *.safetensors in it.")
     if dtype not in DTYPES:
         raise UserError(f"model.dtype={dtype}: must be one of {', '.join(DTYPES)}.")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
+        check_layers(AutoConfig.from_pretrained(folder).to_dict(), path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
         )
@@ -163,18 +160,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
     if info["missing_keys"]:  # transformers fills these with random numbers
         names = ", ".join(sorted(info["missing_keys"])[:5])
         raise UserError(f"model.path={path}: cannot be loaded: its files lack {names}.")
-    check_layers(model, path)
     return model.to(pick_device(device)).eval().requires_grad_(False), tokenizer
-
-
-def check_layers(model: Any, path: str) -> None:
-    """Raise UserError for a model whose layers the decode loop has no cache for."""
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    if other := layers - {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"model.path={path}: has layers of {', '.join(sorted(other))}; the embedded server "
-            "runs models with full and sliding attention only. Use SGLang for this one."
-        )
 
 
 def pick_device(device: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
@@ -83,7 +83,7 @@ async def test_servers_without_checksums_show_logprobs(site: Site) -> None:
 async def test_tensors_that_do_not_fit_the_model_touch_no_server(site: Site) -> None:
     async with servers(site, 1) as (server,):
         save_file({"a.weight": torch.zeros(3, 2)}, site.tmp_path / "model" / "model.safetensors")
-        with pytest.raises(RoleError, match=r"'a\.weight' has shape \[2, 3\].* \[3, 2\] in "):
+        with pytest.raises(UserError, match=r"'a\.weight' has shape \[2, 3\].* \[3, 2\] in "):
             await site.publish(1)
         assert server.calls == []
 

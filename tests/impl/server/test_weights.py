@@ -109,10 +109,10 @@ def lose_a_tensor(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda folder: shutil.rmtree(folder), "no model there"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no \\*.safetensors"),
-        (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 9), "cannot be loaded"),
+        (lambda folder: shutil.rmtree(folder), "no config.json in it"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no \\*.safetensors in it"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 9), "is no safetensors"),
         (lose_a_tensor, "its files lack model.norm.weight"),
     ],
 )
@@ -127,7 +127,7 @@ def test_load_model_says_what_is_wrong(
 
 
 def test_load_model_refuses_empty_paths_dtypes_and_devices(folders: list[Path]) -> None:
-    with pytest.raises(UserError, match="path is empty"):
+    with pytest.raises(UserError, match="is no Hugging Face model folder"):
         load_model("", dtype="float32", device="cpu")
     with pytest.raises(UserError, match="must be one of"):
         load_model(str(folders[0]), dtype="int8", device="cpu")
