@@ -6,7 +6,6 @@ Here because every maths episode waits for a check, in the loop that also drives
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import statistics
 import sys
 import time
@@ -18,7 +17,6 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.api.reward import MathVerifyConfig  # noqa: E402
-from arealite.base.errors import RewardTimeout  # noqa: E402
 from arealite.impl.reward.checker import is_equal  # noqa: E402
 from arealite.impl.reward.math_verify import MathVerifyReward  # noqa: E402
 from tools import figures  # noqa: E402
@@ -29,7 +27,7 @@ ENDLESS = "$9^{9^{9^{9}}}$"
 
 def questions(count: int) -> list[tuple[str, str]]:
     """Return completions in several notations, half of them right."""
-    notations = ("so the answer is ${}/7$", "thus \\boxed{{\\frac{{{}}}{{7}}}}", "it is {}/7")
+    notations = ("so the answer is ${}x/7$", "thus \\boxed{{\\frac{{{}x}}{{7}}}}", "it is {}/7")
     rows = ((notations[n % 3].format(n), f"\\frac{{{n + n % 2}}}{{7}}") for n in range(1, count))
     return [*rows, ("we get $\\sqrt{2}$", "\\sqrt{2}")]
 
@@ -67,8 +65,7 @@ async def bench() -> dict[str, float]:
         await asyncio.gather(*(reward.score(*row) for row in rows))
 
     async def kill() -> None:
-        with contextlib.suppress(RewardTimeout):
-            await reward.score(ENDLESS, "5")
+        await reward.score(ENDLESS, "\\sqrt{2}")
         await reward.score("1/2", "0.5")
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
@@ -13,10 +13,12 @@ from arealite.base.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerifyConfig:
-    """Mathematical equality of the last answer in a completion and the ground truth."""
+    """Mathematical equality of a completion's answer and the ground truth."""
 
     workers: int = opt(1, "checker processes of one rollout worker", at_least=1)
-    timeout_s: float = opt(2.0, "a check that runs longer is killed and fails its episode", above=0)
+    timeout_s: float = opt(
+        2.0, "CPU seconds of a check: an answer that needs more has reward 0", above=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,18 @@ class RewardConfig:
     math_verify: MathVerifyConfig = sub(MathVerifyConfig, "options of type=math_verify")
 
 
+class Score(float):
+    """A reward with parts by name, which are told beside it."""
+
+    def __new__(cls, value: float, **parts: float) -> Self:
+        """Return the reward `value` with its parts."""
+        score = super().__new__(cls, value)
+        score.parts = parts
+        return score
+
+    parts: dict[str, float]
+
+
 class Reward(ABC):
     """Scores completions. One instance a worker process, shared by all episodes."""
 
@@ -35,10 +49,10 @@ class Reward(ABC):
 
     @abstractmethod
     async def score(self, completion: str, ground_truth: str) -> float:
-        """Return the reward of `completion`.
+        """Return the reward of `completion`; a `Score` where it has parts.
 
         Raises:
-            RewardTimeout: the check ran too long and was killed.
+            EpisodeError: there is no verdict, and the completion is not to blame.
         """
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)

@@ -91,6 +91,7 @@ class ToolsEnv(Env):
         parts["unanswered"] = float(bool(action.calls) or not action.text)
         parts["tool_calls"] = float(tally.kinds.total())
         parts["tool_errors"] = parts["tool_calls"] - tally.kinds["fine"]
+        parts |= getattr(correct, "parts", {})
         agent.reward(value, **parts, tool_timeouts=float(tally.kinds["timeout"]))
 
     async def close(self) -> None:

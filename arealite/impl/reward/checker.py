@@ -4,8 +4,20 @@ Killing the child mid-check is the only sure end of a pathological answer; forki
 parent that has math-verify loaded takes milliseconds instead of a second. `pool.py` runs this as a
 script; it imports nothing of the package.
 
-A line of JSON on stdin, [completion, truth, seconds], is answered by one on stdout: the verdict, or
-"timeout" or "died", of the child that had the check.
+A line of JSON on stdin, [completion, truth, CPU seconds, seconds to wait], is answered by one on
+stdout: the verdict, null where the truth cannot be read, or what became of the child that had the
+check. "cpu": it used up its CPU seconds; "crashed": it ended by itself; "killed": another process
+killed it; "waited": it neither answered nor used up its CPU seconds in the time to wait.
+
+The answer of a completion is
+
+1. its last mark: a `\\boxed{…}` or a `####` line. Boxes side by side are one answer. A `####` line
+   with letters in it is a heading unless it ends the completion;
+2. without a mark, the first number after the last "answer is", "answer:" or the like;
+3. else the last number; for a truth that is no number, what math-verify finds last.
+
+Where the truth is a number the answer must be one, too, and worked out: none of `35+8`, `86/2`,
+`40 or 43`, `{40, 43}` is an answer. Everything else is compared by math-verify.
 """
 
 from __future__ import annotations
@@ -15,31 +27,140 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
 from contextlib import suppress
+from fractions import Fraction
 from multiprocessing.connection import Connection
 from typing import Any
 
-MEMORY_BYTES = 4 << 30
+MEMORY_BYTES = 2 << 30
 PR_SET_PDEATHSIG = 1
+ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "killed"}
+"""What an exit code of a child says; any other is a crash."""
+
+DIGITS = r"(?:(?:\d{1,3}(?:[ ,]\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
+NOT_UNITS = r"or|and|to|nor|vs|pi|plus|minus|times|over|hundred|thousand|[mbtr]\w*illion|dozen"
+UNIT = (
+    rf"(?! ?(?:{NOT_UNITS})\b)(?: ?(?:[mgshl]|[cdkmn]m|k?mph|[km]g|lbs?|ft|oz|[ap]m|hrs?)"
+    r"| [a-z]{2,}|[a-z]{4,})(?![a-z])(?:\^?[23]\b|[/.](?!$))?"
+)
+LITERAL = re.compile(
+    rf"([-+]?) ?(?:(\d+) (?=\d+ ?/))?({DIGITS})(?: ?/ ?(\d+))?"
+    r"(?:(?: ?(?:\*|×|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?|e)([-+]?\d{1,3}))?"
+    rf" ?(%|percent\b)?(?:{UNIT}){{0,3}}",
+    re.ASCII | re.IGNORECASE,
+)
+"""A number and nothing else: sign, whole part of a mixed number, digits, denominator, power of
+ten, percent, and up to three words of units."""
+JOINED = (
+    r"(?: ?(?:[-+*/^=×÷,;|&]|\\(?:times|cdot|div)(?![a-z])|(?: ?[a-z]+)?,? ?\b(?:or|and|to)\b)"
+    r"| (?=\d))+ ?(?:[a-z] ?= ?)?[-+(]{0,3}"
+)
+RUN = re.compile(
+    rf"(?<![\w.^\\])[-+]?\({{0,3}}{DIGITS}(?: ?%)?\)*+(?:{JOINED}{DIGITS}(?: ?%)?\)*+)*",
+    re.ASCII | re.IGNORECASE,
+)
+"""Numbers in prose with nothing but operators or separators between them."""
+HEDGE = re.compile(r"(?:[,;|]|\b(?:or|and)\b) ?[a-z]? ?$", re.ASCII | re.IGNORECASE)
+"""Before the last "=", where one variable is given several values: `x=40 or x`."""
+ANCHOR = re.compile(r"\banswers?\b[^.!?\n]{0,40}?(?:\b(?:is|are|be)\b|[:=])", re.IGNORECASE)
+HASHES = re.compile(r"^[ \t]*####(?!#)(.+)$", re.MULTILINE)
+PLAIN = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"[ \t]+", " "),
+        (r"\\[dtc]?frac *(?:\{ *(-?\d+) *\}|(\d)) *(?:\{ *(\d+) *\}|(\d))", r" \1\2/\3\4 "),
+        (r"\\(?:text|math|mbox)[a-z]* *\{", " "),
+        (r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!]|[{}]", ""),
+        (r"([-+]) *\\?[$€£¥]", r"\1"),
+        (r"\^? *(?:\\circ(?![a-z])|°)|\\[;: ()\[\]$]|[$€£¥~\u00a0\u2009\u202f]", " "),
+        (r"\\approx|≈", "="),
+        ("\u2212", "-"),
+        (r"\\%", "%"),
+        (r"[ \t]+", " "),
+    )
+]
+"""Takes off a text what changes how a number looks, and not which it is."""
 
 
-def is_equal(completion: str, truth: str) -> bool:
-    """Return whether the last answer in `completion` equals `truth`, by math-verify.
+def is_equal(completion: str, truth: str) -> bool | None:
+    """Return whether the answer of `completion` equals `truth`; None if `truth` cannot be read.
 
-    `truth` is an answer, LaTeX or plain, not a worked solution. Only when it does not parse as
-    LaTeX is it searched for an answer like the completion. No time limit here: the pool kills.
+    `truth` is an answer, LaTeX or plain, or a solution with a mark. No time limit here: the pool
+    kills.
     """
     import math_verify
 
+    answer, due = marked(completion), marked(truth)
+    truth = truth if due is None else due
+    if (gold := number(truth)) is not None:
+        return same(in_prose(completion) if answer is None else number(answer), gold)
     parse: Any = math_verify.parse  # None, no limit, is allowed and documented, but not typed
     verify: Any = math_verify.verify
-    gold = parse(f"\\boxed{{{truth}}}", fallback_mode="no_fallback", parsing_timeout=None)
-    gold = gold or parse(truth, parsing_timeout=None)
-    answer = parse(completion, parsing_timeout=None)
-    return bool(verify(gold, answer, timeout_seconds=None))
+    golds = parse(f"\\boxed{{{truth}}}", fallback_mode="no_fallback", parsing_timeout=None)
+    golds = golds or parse(truth, parsing_timeout=None)
+    said = f"\\boxed{{{answer}}}"
+    if answer is None:  # "answered" and the like would count as anchors of math-verify
+        *before, said = ANCHOR.split(completion)
+        said = "answer:" * bool(before) + re.sub("(?i)answer", "", said)
+    found = parse(said, parsing_timeout=None)
+    return bool(verify(golds, found, timeout_seconds=None)) if golds else None
+
+
+def marked(text: str) -> str | None:
+    """Return what the last mark of a text holds; None without a mark."""
+    from latex2sympy2_extended.math_normalization import extract_boxed_content
+
+    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    for line in reversed([*HASHES.finditer(text, box + 1)]):
+        if not text[line.end() :].strip() or not re.search("[A-Za-z]", line[1]):
+            return line[1]
+    return extract_boxed_content(text) if box >= 0 else None
+
+
+def in_prose(text: str) -> tuple[Fraction, bool, bool] | None:
+    """Return the number that a text without a mark gives as its answer."""
+    text = plain(text)
+    runs = [*RUN.finditer(text)]
+    ends = [each.end() for each in ANCHOR.finditer(text) if runs and each.end() <= runs[-1].start()]
+    if ends:
+        runs = [run for run in runs if run.start() >= ends[-1]][:1]
+    return number(runs[-1][0].strip("()")) if runs else None
+
+
+def number(text: str) -> tuple[Fraction, bool, bool] | None:
+    """Return the value of a text that is a number or ends with "= " and one, whether it has a
+    decimal point, and whether it is a percentage; None where it is not a number worked out."""
+    left, _, right = plain(text).rpartition("=")
+    found = LITERAL.fullmatch(right.strip(" \n*_`").rstrip(" \n.*_`"))
+    if found is None or HEDGE.search(left):
+        return None
+    sign, whole, digits, below, power, percent = found.groups()
+    value = Fraction(re.sub("[ ,]", "", digits))
+    if below and (int(below) == 0 or (value := value / int(below)).denominator == 1):
+        return None
+    value = (value + int(whole or 0)) * Fraction(10) ** int(power or 0)
+    return -value if sign == "-" else value, "." in digits, bool(percent)
+
+
+def same(mine: tuple[Fraction, bool, bool] | None, gold: tuple[Fraction, bool, bool]) -> bool:
+    """Return whether two numbers are equal, to six decimals where one has a decimal point; 50 %
+    equals 50 and 0.5."""
+    if mine is None:
+        return False
+    slack = min(Fraction(1, 10**6), abs(gold[0]) / 1000) if mine[1] or gold[1] else 0
+    scale = Fraction(100) ** (gold[2] - mine[2])
+    return any(abs(mine[0] * factor - gold[0]) <= slack for factor in (1, scale))
+
+
+def plain(text: str) -> str:
+    """Return a text without LaTeX commands, currencies and the like around its numbers."""
+    for pattern, new in PLAIN:
+        text = pattern.sub(new, text)
+    return text
 
 
 def main() -> None:
@@ -49,7 +170,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
-    is_equal("$\\frac{1}{2}$", "0.5")
+    sys.set_int_max_str_digits(0)
+    is_equal("$\\frac{x}{2}$", "x/2")
     context = multiprocessing.get_context("fork")
     child = pipe = None
     for line in sys.stdin.buffer:
@@ -58,13 +180,14 @@ def main() -> None:
             child = context.Process(target=serve, args=(theirs, pipe, os.getpid()), daemon=True)
             child.start()
             theirs.close()
-        *question, seconds = json.loads(line)
+        *question, wait_s = json.loads(line)
         try:
             pipe.send(question)
-            answer = pipe.recv() if pipe.poll(seconds) else "timeout"
+            answer = pipe.recv() if pipe.poll(wait_s) else "waited"
         except (EOFError, OSError):
-            answer = "died"
-        if not isinstance(answer, bool):
+            child.join()
+            answer = ENDS.get(child.exitcode or 0, "crashed")
+        if isinstance(answer, str):
             child.kill()
             child.join()
             child = None
@@ -72,13 +195,17 @@ def main() -> None:
 
 
 def serve(pipe: Connection, parents: Connection, parent: int) -> None:
-    """Be a child."""
+    """Be a child. The kernel ends it with SIGPROF when a check has used up its CPU seconds."""
     die_with_parent(parent)
     parents.close()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with suppress(EOFError, ConnectionError):
         while True:
-            pipe.send(is_equal(*pipe.recv()))
+            completion, truth, cpu_s = pipe.recv()
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            verdict = is_equal(completion, truth)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.send(verdict)
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,19 +1,19 @@
 """Reward 1 when the last answer in a completion equals the ground truth mathematically, else 0.
 
-The check is math-verify's, in killable processes; a check that never ends fails its episode instead
-of scoring it 0.
+The check runs in killable processes. An answer that takes more CPU time than a check may have, or
+crashes its checker, is scored 0 with the part `unchecked`; a check that was held up or killed by
+something else fails its episode.
 """
 
 from __future__ import annotations
 
 import re
 
-from arealite.api.reward import MathVerifyConfig, Reward
+from arealite.api.reward import MathVerifyConfig, Reward, Score
 from arealite.impl.reward.pool import CheckerPool
 
-INTEGER = re.compile(r"[0-9]{1,64}|-[1-9][0-9]{0,63}")
-"""A whole text that math-verify reads as exactly this integer. Left to it: "+5" and "-05", in which
-it finds no answer, "-0", separators, and numbers so long that sympy's own limits decide."""
+INTEGER = re.compile(r"[-+]?[0-9]{1,64}")
+"""A whole text that is an integer, and not so long that it holds up the loop."""
 
 
 class MathVerifyReward(Reward):
@@ -31,12 +31,13 @@ class MathVerifyReward(Reward):
         """Return 1.0 or 0.0.
 
         Raises:
-            RewardTimeout: the check ran longer than `timeout_s` and was killed.
-            EpisodeError: the check ended its process, twice.
+            EpisodeError: the check failed, and not because of the answer.
         """
         equal = equal_integers(completion, ground_truth)
         if equal is None:
             equal = await self.pool.check(completion, ground_truth)
+        if equal is None:
+            return Score(0.0, unchecked=1.0)
         return 1.0 if equal else 0.0
 
     async def close(self) -> None:
@@ -45,12 +46,7 @@ class MathVerifyReward(Reward):
 
 
 def equal_integers(completion: str, truth: str) -> bool | None:
-    """Decide without a process when both texts are nothing but an integer; None: ask math-verify.
-
-    Then its verdict is known: its only pattern that matches a run of digits from end to end takes
-    the number whole, drops leading zeros and makes a sympy Integer of it, and two Integers are
-    equal exactly when their values are.
-    """
+    """Decide without a process when both texts are nothing but an integer; None: ask a checker."""
     mine, theirs = completion.strip(), truth.strip()
     if not (INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)):
         return None

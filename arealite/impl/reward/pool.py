@@ -19,14 +19,23 @@ from arealite.system.health.deadlines import deadline
 # -P: the checker's own folder holds a math_verify.py, which must not hide the library.
 COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))
 START_S = 60.0
+PATIENCE, TRIES = 30.0, 3
+"""Wall-clock seconds for each CPU second of a check, and how often a check is asked again that lost
+its checker to something else than the answer."""
 
 log = get(__name__)
 
 
 class CheckerCrash(EpisodeError):
-    """The answer ended its checker process twice; the sample has no reward."""
+    """Something else than the answer killed its checker, again and again; it has no reward."""
 
     failure_class = "reward_crash"
+
+
+class BadTruth(EpisodeError):
+    """The ground truth holds no answer, or none that can be compared in time."""
+
+    failure_class = "reward_truth"
 
 
 class Checker:
@@ -35,13 +44,15 @@ class Checker:
     def __init__(self) -> None:
         self._process: Process | None = None
 
-    async def ask(self, completion: str, truth: str, timeout_s: float) -> bool | str:
-        """Return whether the answers are equal, "timeout" if it took too long, or "died".
+    async def ask(
+        self, completion: str, truth: str, cpu_s: float, wait_s: float
+    ) -> bool | str | None:
+        """Return what `checker.py` says, or "killed" where its process is gone.
 
         Raises:
             DeadlineError: the process cannot be started, or its parent does nothing.
         """
-        what, seconds = "a reward check", START_S + timeout_s
+        what, seconds = "a reward check", START_S + wait_s
         try:
             async with deadline(what, owner="reward pool", on="reward checker", seconds=seconds):
                 if self._process is None:
@@ -50,13 +61,13 @@ class Checker:
                     )
                 stdin, stdout = self._process.stdin, self._process.stdout
                 assert stdin is not None and stdout is not None
-                stdin.write(json.dumps([completion, truth, timeout_s]).encode() + b"\n")
+                stdin.write(json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n")
                 await stdin.drain()
                 return json.loads(await stdout.readline())
         except (ValueError, ConnectionError, RuntimeError):  # it is no more; the last is uvloop's
             log.warning("reward checker ended")
             await self.close()
-            return "died"
+            return "killed"
         except BaseException:  # so that its answer never reaches the next check
             await self.close()
             raise
@@ -78,6 +89,7 @@ class CheckerPool:
 
     def __init__(self, *, workers: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.patience_s = PATIENCE * timeout_s
         self.checkers = [Checker() for _ in range(workers)]
         self._free: asyncio.Queue[Checker] = asyncio.Queue()
         for checker in self.checkers:
@@ -85,27 +97,45 @@ class CheckerPool:
 
     async def start(self) -> None:
         """Start all processes together; a checker that cannot be started stops the run."""
-        await asyncio.gather(*(self.check("1", "1", START_S) for _ in self.checkers))
+        await asyncio.gather(*(self.check("1", "1") for _ in self.checkers))
 
-    async def check(self, completion: str, truth: str, timeout_s: float | None = None) -> bool:
-        """Return whether the last answer in `completion` equals `truth`, once a checker is free.
+    async def check(self, completion: str, truth: str) -> bool | None:
+        """Return whether the answer of `completion` equals `truth`, once a checker is free; None
+        where the answer took more than `timeout_s` of CPU time, or crashed its checker twice.
 
         Raises:
-            RewardTimeout: the check ran longer than `timeout_s` and was killed.
-            CheckerCrash: its process died twice.
+            RewardTimeout: its checkers did nothing for a long time.
+            CheckerCrash: they were killed.
+            BadTruth: the truth cannot be read, or takes that long or crashes whatever the answer.
         """
-        seconds = timeout_s or self.timeout_s
         checker = await self._free.get()
         try:
-            for _ in range(2):
-                answer = await checker.ask(completion, truth, seconds)
-                if answer == "timeout":
-                    raise RewardTimeout(f"a reward check was killed after {seconds} s")
-                if isinstance(answer, bool):
-                    return answer
-            raise CheckerCrash("a reward check ended its process twice")
+            answer = await self._ask(checker, completion, truth)
+            if answer in ("cpu", "crashed"):
+                answer = await self._ask(checker, "\\boxed{0}", truth)
+                if isinstance(answer, bool):  # with another answer the truth is no trouble
+                    return None
         finally:
             self._free.put_nowait(checker)
+        if answer == "waited":
+            raise RewardTimeout(
+                f"a reward check did nothing for {self.patience_s} s, {TRIES} times"
+            )
+        if answer == "killed":
+            raise CheckerCrash(f"the process of a reward check was killed {TRIES} times")
+        if not isinstance(answer, bool):
+            raise BadTruth(f"no answer can be compared with ground_truth={truth[:200]!r}")
+        return answer
+
+    async def _ask(self, checker: Checker, completion: str, truth: str) -> bool | str | None:
+        """Ask until there is an answer that says something of the texts; a crash says it twice."""
+        answer = None
+        for _ in range(TRIES):
+            before = answer
+            answer = await checker.ask(completion, truth, self.timeout_s, self.patience_s)
+            if answer not in ("waited", "killed") and (answer != "crashed" or before == answer):
+                break
+        return answer
 
     async def close(self) -> None:
         """End every process."""

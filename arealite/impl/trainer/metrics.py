@@ -79,6 +79,7 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
     waits, parts = means(h.waits for h in headers), means(h.reward_parts for h in headers)
     return {
         **spread("reward/", rewards),
+        "reward/unchecked": sum(h.reward_parts.get("unchecked", 0.0) for h in headers),
         **spread("length/tokens_", [h.num_tokens for h in headers]),
         **spread("length/trained_", [h.trained_tokens for h in headers]),
         **spread("staleness/", [step - h.oldest_version for h in headers]),

@@ -1,11 +1,15 @@
-"""The maths reward: math-verify's verdicts, the short cut that must equal them, and processes that
-die when they must."""
+"""The maths reward: verdicts, the short cut that must equal them, and processes that are killed.
+
+Which answer of a completion counts: test_answers.py."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,14 +17,26 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arealite.api.reward import MathVerifyConfig, RewardConfig, RewardFactory
+from arealite.api.reward import MathVerifyConfig, RewardConfig, RewardFactory, Score
 from arealite.base.errors import RewardTimeout, failure_class
+from arealite.impl.reward import pool as pools
 from arealite.impl.reward.checker import is_equal
 from arealite.impl.reward.math_verify import MathVerifyReward, equal_integers
-from arealite.impl.reward.pool import CheckerCrash, CheckerPool
+from arealite.impl.reward.pool import BadTruth, Checker, CheckerCrash, CheckerPool
 from tests.waiting import has_exited, until_exited
 
-ENDLESS = "$9^{9^{9^{9}}}$", "9^9^9^9^9", "$" + "(" * 3000 + "x" + ")" * 3000 + "$"
+ENDLESS = (
+    "$9^{9^{9^{9}}}$",
+    "\\boxed{9^{9^{9}}}",
+    "\\boxed{(10^9)!}",
+    "9^9^9^9^9",
+    "$" + "(" * 3000 + "x" + ")" * 3000 + "$",
+)
+ROOT = "\\sqrt{2}"
+"""A truth that is no number: an answer is compared with it by math-verify."""
+
+
+SOURCE = Path(pools.COMMAND[-1]).read_text()
 
 
 @pytest.fixture
@@ -53,7 +69,11 @@ VERDICTS = [
     ("$(x+1)^2$", "x^2+2x+1", 1.0),
     ("answer: 1,234", "1234", 1.0),
     ("it is $\\sqrt{2}$", "$\\sqrt{2}$", 1.0),
-    ("3", "", 0.0),
+    ("+42", "42", 1.0),
+    ("1\\,000", "1000", 1.0),
+    ("1" * 5000, "1" * 5000, 1.0),
+    ("1" * 5000, "1" * 4999 + "2", 0.0),
+    ("it is $\\sqrt{4}$", "$\\sqrt{2}$", 0.0),
     ('"quotes" \n and \u2028 newlines 5', "5", 1.0),
     ("x" * 300_000 + " 5", "5", 1.0),
 ]
@@ -79,13 +99,13 @@ padded = st.builds(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(st.tuples(padded, padded), padded.map(lambda text: (text, text.strip()))))
-def test_short_cut_agrees_with_math_verify(pair):
+def test_short_cut_agrees_with_the_checker(pair):
     decided = equal_integers(*pair)
     assert decided is None or decided == is_equal(*pair)
 
 
 @pytest.mark.parametrize("zeros", ["", "0", "000"])
-@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize("sign", ["", "-", "+"])
 def test_short_cut_agrees_on_zeros_and_signs(zeros, sign):
     for completion in (f"{sign}{zeros}7", f"{sign}{zeros}", "7", "-7", "0"):
         for truth in (f"{sign}{zeros}7", "7", "-7", "0"):
@@ -93,8 +113,8 @@ def test_short_cut_agrees_on_zeros_and_signs(zeros, sign):
             assert decided is None or decided == is_equal(completion, truth), (completion, truth)
 
 
-@pytest.mark.parametrize("text", ["+5", "-05", "-0", "1,000", "5.", "5 6", "٣", "5%", "1" * 65, ""])
-def test_short_cut_leaves_the_rest_to_math_verify(text):
+@pytest.mark.parametrize("text", ["+ 5", "1,000", "5.", "5 6", "٣", "5%", "1" * 65, ""])
+def test_short_cut_leaves_the_rest_to_a_checker(text):
     assert equal_integers(text, "5") is None
     assert equal_integers("5", text) is None
 
@@ -109,21 +129,136 @@ async def test_short_cut_needs_no_process():
 
 
 @pytest.mark.parametrize("answer", ENDLESS)
-async def test_endless_check_is_killed_and_has_no_reward(reward, answer):
+async def test_answer_that_uses_up_the_cpu_seconds_scores_0_and_is_counted(reward, answer):
     child, _ = family(reward.pool)
-    reward.pool.timeout_s = 0.3
-    with pytest.raises(RewardTimeout, match=r"killed after 0\.3 s") as caught:
-        await reward.score(answer, "5")
-    assert failure_class(caught.value) == "reward_timeout"
+    reward.pool.timeout_s = 0.5
+    score = await reward.score(answer, ROOT)
+    assert (score, score.parts) == (0.0, {"unchecked": 1.0})
     until_exited(child)
     reward.pool.timeout_s = 600.0
-    assert await reward.score("1/2", "0.5") == 1.0
+    assert await reward.score("$x/2$", "x/2") == 1.0
     assert len(family(reward.pool)) == 2
+
+
+async def test_answer_that_is_no_number_takes_no_time_where_the_truth_is_one(reward):
+    assert [await reward.score(answer, "5") for answer in ENDLESS] == [0.0] * len(ENDLESS)
+
+
+async def test_check_that_used_no_cpu_is_asked_again(reward, monkeypatch):
+    child, _ = family(reward.pool)
+    child.send_signal(signal.SIGSTOP)
+    said: list[bool | str | None] = []
+    ask = Checker.ask
+
+    async def patient(self: Checker, *question: Any) -> bool | str | None:
+        said.append(await ask(self, *question))
+        reward.pool.patience_s = 600.0
+        return said[-1]
+
+    monkeypatch.setattr(Checker, "ask", patient)
+    reward.pool.patience_s = 0.1
+    assert await reward.score("1/2", "0.5") == 1.0
+    assert said == ["waited", True]
+    assert has_exited(child)
+
+
+async def test_checkers_that_never_use_their_cpu_fail_the_episode(reward):
+    reward.pool.patience_s = 0.0
+    with pytest.raises(RewardTimeout, match=r"did nothing for 0\.0 s, 3 times") as caught:
+        await reward.score("$9^{9^{9^{9}}}$", ROOT)
+    assert failure_class(caught.value) == "reward_timeout"
+
+
+class Saying(Checker):
+    """A checker that gives these answers, one after the other."""
+
+    def __init__(self, *answers: bool | str | None) -> None:
+        super().__init__()
+        self.answers = [*answers]
+        self.asked: list[str] = []
+
+    async def ask(
+        self, completion: str, truth: str, cpu_s: float, wait_s: float
+    ) -> bool | str | None:
+        self.asked.append(completion)
+        return self.answers.pop(0)
+
+
+def saying(*answers: bool | str | None) -> tuple[CheckerPool, Saying]:
+    pool = CheckerPool(workers=1, timeout_s=1.0)
+    checker = Saying(*answers)
+    pool._free.get_nowait()
+    pool._free.put_nowait(checker)
+    return pool, checker
+
+
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        (["waited", "killed", True], True),
+        (["crashed", False], False),
+        (["cpu", False], None),
+        (["crashed", "crashed", True], None),
+        (["crashed", "killed", True], True),
+    ],
+)
+async def test_only_cpu_time_and_a_second_crash_are_the_answer_s_fault(answers, verdict):
+    pool, checker = saying(*answers)
+    assert await pool.check("x", "y") is verdict
+    assert not checker.answers
+
+
+@pytest.mark.parametrize("said", ["cpu", "crashed"])
+async def test_truth_that_no_answer_can_be_compared_with_is_the_data_s_fault(said):
+    times = 1 if said == "cpu" else 2
+    pool, checker = saying(*[said] * times * 2)
+    with pytest.raises(BadTruth, match="ground_truth='y'") as caught:
+        await pool.check("x", "y")
+    assert failure_class(caught.value) == "reward_truth"
+    assert checker.asked == ["x"] * times + ["\\boxed{0}"] * times
+
+
+@pytest.mark.parametrize("truth", ["", "  ", "\\boxed{}"])
+async def test_truth_that_holds_no_answer_fails_the_episode(reward, truth):
+    with pytest.raises(BadTruth):
+        await reward.score("3", truth)
+
+
+@pytest.mark.parametrize("kind", ["segfault", "recursion", "memory", "exit"])
+async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
+    tmp_path, monkeypatch, kind
+):
+    """No answer is known that crashes it: a checker is planted that does at one word."""
+    crash = {
+        "segfault": "os.kill(os.getpid(), signal.SIGSEGV)",
+        "recursion": "raise RecursionError",
+        "memory": "bytearray(MEMORY_BYTES)",
+        "exit": "os._exit(0)",
+    }[kind]
+    head = "    import math_verify\n"
+    assert SOURCE.count(head) == 1
+    planted = tmp_path / "checker.py"
+    planted.write_text(SOURCE.replace(head, f"{head}    if 'crash' in completion: {crash}\n"))
+    monkeypatch.setattr(pools, "COMMAND", (*pools.COMMAND[:-1], str(planted)))
+    reward = MathVerifyReward(MathVerifyConfig(timeout_s=600.0))
+    await reward.setup()
+    try:
+        score = await reward.score("crash", ROOT)
+        assert isinstance(score, Score)
+        assert (score, score.parts) == (0.0, {"unchecked": 1.0})
+        assert await reward.score("1/2", "0.5") == 1.0
+    finally:
+        await reward.close()
+
+
+def test_a_score_is_a_number_with_parts():
+    assert Score(0.5, unchecked=1) == 0.5
+    assert Score(0.5, unchecked=1).parts == {"unchecked": 1}
 
 
 async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(reward):
     child, _ = family(reward.pool)
-    check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", "5"))
+    check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", ROOT))
     done, _ = await asyncio.wait([check], timeout=0.2)
     assert not done
     check.cancel()
@@ -145,7 +280,7 @@ async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victi
 
 
 def test_a_dead_worker_is_started_again_in_the_loop_that_rollouts_use():
-    async def check() -> bool:
+    async def check() -> bool | None:
         pool = CheckerPool(workers=1, timeout_s=600.0)
         await pool.start()
         parent = family(pool)[-1]
@@ -161,8 +296,8 @@ def test_a_dead_worker_is_started_again_in_the_loop_that_rollouts_use():
     gc.collect()
 
 
-async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
-    check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", "5"))
+async def test_check_whose_worker_is_killed_is_repeated_then_fails_the_episode(reward):
+    check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", ROOT))
     killed: list[int] = []
     async with asyncio.timeout(60):
         while not check.done():
@@ -173,7 +308,7 @@ async def test_worker_killed_mid_check_repeats_it_once_then_gives_up(reward):
             await asyncio.wait([check], timeout=0.01)
     with pytest.raises(CheckerCrash):
         await check
-    assert len(killed) == 2
+    assert len(killed) == pools.TRIES
     assert await reward.score("1/2", "0.5") == 1.0
 
 
@@ -182,7 +317,7 @@ async def test_close_leaves_no_process():
     await pool.start()
     processes = family(pool)
     assert len(processes) == 4
-    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "5"))
+    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "x/2"))
     await asyncio.wait([busy], timeout=0.1)
     busy.cancel()
     await asyncio.gather(busy, return_exceptions=True)
@@ -208,7 +343,7 @@ from arealite.impl.reward.pool import CheckerPool
 async def main():
     pool = CheckerPool(workers=1, timeout_s=600.0)
     await pool.start()
-    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "5"))
+    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "x/2"))
     await asyncio.wait([busy], timeout=0.1)
     parent = psutil.Process(pool.checkers[0]._process.pid)
     print(parent.pid, parent.children()[0].pid, flush=True)

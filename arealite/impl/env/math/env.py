@@ -69,7 +69,7 @@ class MathEnv(Env):
         begin = time.perf_counter()
         score = await self.scorer.score(action.text, truth)
         agent.record.seconds_scoring += time.perf_counter() - begin
-        agent.reward(score)
+        agent.reward(score, **getattr(score, "parts", {}))
 
     async def close(self) -> None:
         """Stop the reward function."""

@@ -10,7 +10,7 @@ from arealite.api.agent import AgentConfig, AgentFactory
 from arealite.api.env import EnvConfig, EnvFactory
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.llm import LLMClientConfig
-from arealite.api.reward import Reward, RewardConfig, rewards
+from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
 from tests.fakes.client import ScriptedClient, response
@@ -34,6 +34,8 @@ class LengthMatch(Reward):
         await asyncio.sleep(0)
         if ground_truth == "slow":
             raise RewardTimeout("killed after 2 s")
+        if ground_truth == "parts":
+            return Score(0.5, unchecked=1.0)
         return float(len(completion) == int(ground_truth))
 
 
@@ -74,3 +76,10 @@ async def test_a_check_that_times_out_gives_no_reward(env) -> None:
     with pytest.raises(RewardTimeout):
         await env.run(Task("t", "1+1=", "slow", {}), agent=seat)
     assert [turn.reward for turn in seat.record.turns] == [0.0]
+
+
+async def test_the_parts_of_a_score_are_parts_of_the_reward(env) -> None:
+    seat = agent()
+    await env.run(Task("t", "1+1=", "parts", {}), agent=seat)
+    assert seat.record.turns[0].reward == 0.5
+    assert seat.record.reward_parts == {"unchecked": 1.0}
