@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # The pinned CPU build comes first: plain torch would bring gigabytes of CUDA to a machine without a GPU.
 TORCH ?= torch==2.13.0
-PIP := -m pip --disable-pip-version-check --progress-bar off install
+PIP := -m pip --disable-pip-version-check install --progress-bar off
 # $(call installing,WHAT,VENV) COMMAND: what it prints goes to a log, which is shown only if it fails.
 installing = tools/installing.sh "$(1)" $(2)/install.log
 # $(call install,WHAT,VENV) PACKAGES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,10 @@ def test_debians_packages_are_installed_by_root_or_named(tmp_path: Path, fails: 
     assert "zsh" not in packages
     assert ("what apt-get says" in done.stderr) == fails
     assert ["not installed" in line for line in more] == [True] * fails
+
+
+def test_pip_knows_the_options() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    (words,) = [line.removeprefix("PIP := ").split() for line in lines if line[:6] == "PIP :="]
+    done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
