@@ -4,7 +4,7 @@
 #     tools/setup_sglang_cpu.sh [VENV]          default .venv-sglang; a finished one is left as it is
 #
 # PYTHON   the Python it is made with, 3.11 or 3.12 (python3)
-# SGLANG   the version of SGLang (0.5.23; 0.5.9 works too)
+# SGLANG   the version of SGLang (0.5.23); one that is not in the list `versions` below is refused
 # TORCH    what pip installs as torch; where that would be a CUDA build, point pip at CPU builds (PIP_EXTRA_INDEX_URL)
 #
 # SGLang's own requirements cannot be installed without a GPU: they name CUDA builds and kernels. So torch comes first,
@@ -19,6 +19,19 @@ python=$venv/bin/python
 marker=$venv/.sglang-cpu
 log=$venv/sglang-cpu.log
 wanted="sglang==$sglang $torch"
+# Each was installed by this script, started, and generated before and after an update of its weights:
+# tools/try_sglang.py, which also tries further ones.
+versions="0.5.9 0.5.16 0.5.19 0.5.23"
+
+case " $versions " in
+*" $sglang "*) ;;
+*)
+    if [ -z "${SGLANG_UNTRIED:-}" ]; then
+        echo "error: SGLANG=$sglang was never tried on a CPU. Take one of: $versions. To try it: python3 tools/try_sglang.py $sglang --new" >&2
+        exit 2
+    fi
+    ;;
+esac
 
 alone="triton xgrammar compressed-tensors"
 needed="transformers aiohttp apache-tvm-ffi blobfile distro dill einops fastapi gguf httpx interegular IPython jsonschema loguru
@@ -52,8 +65,9 @@ PYTHON
 
 starts() {
     SGLANG_USE_CPU_ENGINE=1 "$python" -W ignore -c "
-import sglang, sglang.srt.entrypoints.http_server
-assert sglang.__version__ == '$sglang', sglang.__version__" >>"$log" 2>&1
+import importlib.metadata
+assert importlib.metadata.version('sglang') == '$sglang'
+import sglang, sglang.srt.entrypoints.http_server" >>"$log" 2>&1
 }
 
 finish() {

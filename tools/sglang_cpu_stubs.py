@@ -55,6 +55,36 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dict__["__getattr__"] = attribute
 
 
+class ImageProcessorFix(importlib.abc.MetaPathFinder):
+    """Corrects what transformers 5.12 believes of AutoImageProcessor, right after the import.
+
+    transformers reads each file for the backends that its classes need. The word TorchvisionBackend
+    in the file of AutoImageProcessor makes it a class that needs torchvision, which it does not.
+    SGLang registers its own processors with that class as soon as it is imported.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "transformers.utils.import_utils":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_fix(module: ModuleType) -> None:
+                execute(module)
+                known = getattr(module, "BASE_FILE_REQUIREMENTS", None)
+                if isinstance(known, dict):  # the first that is true of a file counts
+                    module.__dict__["BASE_FILE_REQUIREMENTS"] = {is_auto: ("vision",)} | known
+
+            spec.loader.exec_module = execute_and_fix
+        return spec
+
+
+def is_auto(name: str, *_: Any) -> bool:
+    """Return whether this is the file of AutoImageProcessor."""
+    return name.removesuffix(".py") == "image_processing_auto"
+
+
 def install() -> None:
     """Add the stand-ins to this interpreter; who only asks for a package is told it is missing."""
     stand_ins, real = StandIns(), importlib.util.find_spec
@@ -65,6 +95,7 @@ def install() -> None:
 
     importlib.util.find_spec = find_spec
     sys.meta_path.append(stand_ins)
+    sys.meta_path.insert(0, ImageProcessorFix())
 
 
 install()

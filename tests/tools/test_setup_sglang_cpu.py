@@ -3,9 +3,14 @@ installation is what `make test-sglang` needs and so tries."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tools import try_sglang
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "setup_sglang_cpu.sh"
@@ -54,6 +59,38 @@ except ModuleNotFoundError:
     assert done.stdout == "missing\n", done.stderr
 
 
+def test_transformers_is_told_that_its_class_for_images_needs_no_torchvision(tmp_path: Path):
+    """As SGLang finds the class while it is imported; what other classes need stays as it is."""
+    package = tmp_path / "transformers" / "utils"
+    package.mkdir(parents=True)
+    (package / "import_utils.py").write_text(
+        "BASE_FILE_REQUIREMENTS = {lambda name, content: 'image_' in name: ('torchvision',)}\n"
+    )
+    done = python(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from transformers.utils.import_utils import BASE_FILE_REQUIREMENTS as known
+def first(name):
+    return next(needs for is_it, needs in known.items() if is_it(name, "TorchvisionBackend"))
+assert first("image_processing_auto.py") == first("image_processing_auto") == ("vision",)
+assert first("image_processing_clip.py") == ("torchvision",)
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_transformers_is_left_as_it_is(tmp_path: Path):
+    package = tmp_path / "transformers" / "utils"
+    package.mkdir(parents=True)
+    (package / "import_utils.py").write_text("MEANS = 'another way'\n")
+    done = python(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import transformers.utils.import_utils as module
+assert [name for name in vars(module) if name.isupper()] == ["MEANS"]
+""")
+    assert done.returncode == 0, done.stderr
+
+
 def setup(venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(SCRIPT), str(venv)],
@@ -73,12 +110,12 @@ def program(file: Path, text: str) -> Path:
 def test_a_finished_environment_is_left_as_it_is(tmp_path: Path):
     venv = tmp_path / "venv"
     program(venv / "bin/python", "exit 9")
-    (venv / ".sglang-cpu").write_text("sglang==1.2 torch==3\n")
-    done = setup(venv, SGLANG="1.2", TORCH="torch==3")
+    (venv / ".sglang-cpu").write_text("sglang==0.5.9 torch==3\n")
+    done = setup(venv, SGLANG="0.5.9", TORCH="torch==3")
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert f"llm_server.sglang.python={venv}/bin/python llm_server.sglang.device=cpu" in last
-    other = setup(venv, SGLANG="1.3", TORCH="torch==3")
+    other = setup(venv, SGLANG="0.5.16", TORCH="torch==3")
     assert other.returncode != 0, "another version is not there"
 
 
@@ -91,3 +128,23 @@ def test_a_failing_pip_is_shown_with_its_last_lines(tmp_path: Path):
     assert "no such version" in done.stderr
     assert f"failed; its whole output is in {venv}/sglang-cpu.log" in done.stderr
     assert not (venv / ".sglang-cpu").exists()
+
+
+@pytest.mark.parametrize("version", ["0.5.8", "0.5.24", "0.5.1", "0.5.12.post"])
+def test_a_version_that_was_never_tried_is_refused_before_the_download(
+    tmp_path: Path, version: str
+):
+    done = setup(tmp_path / "venv", SGLANG=version, PYTHON="/bin/false")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: SGLANG={version} ") and done.stderr.count("\n") == 1
+    assert " 0.5.9 " in done.stderr and "0.5.23" in done.stderr
+    assert not (tmp_path / "venv").exists()
+    asked = setup(tmp_path / "venv", SGLANG=version, PYTHON="/bin/false", SGLANG_UNTRIED="1")
+    assert "never tried" not in asked.stderr and asked.returncode == 1
+
+
+def test_the_versions_that_are_accepted_are_those_of_the_table():
+    """What docs/servers.md says of each was seen by tools/try_sglang.py."""
+    table = (ROOT / "docs" / "servers.md").read_text()
+    rows = re.findall(r"^\| (0\.5\.\d+(?:\.post\d)?) \|", table, re.MULTILINE)
+    assert rows == try_sglang.accepted()
