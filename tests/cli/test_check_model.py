@@ -1,4 +1,4 @@
-"""Models that cannot be used are refused in a line, before torch is imported or a process starts."""
+"""Unusable models are refused in a line, before torch is imported or a process is started."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_spoiled_folder_is_refused_by_all_commands(
     assert says in refused(capsys, "train", *words(model))
     assert says in refused(capsys, "check", *words(model))
     assert says in refused(capsys, "serve-llm", *served)
-    with pytest.raises(UserError, match="trainer.ppo.critic.path="):
+    with pytest.raises(UserError, match=r"trainer\.ppo\.critic\.path="):
         read_model(str(model), "trainer.ppo.critic.path")
     assert not (model.parent / "names").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,36 @@ from tests.e2e.test_offline import write_answers
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
+REWARD = """
+from itertools import count
+
+from arealite.api.reward import Reward, rewards
+
+CALLS = count()
+
+
+@rewards.register("counted")
+class Counted(Reward):
+    async def score(self, completion, ground_truth):
+        return float(next(CALLS) % 5)
+"""
+"""Two answers of a group are never worth the same: each update has a gradient."""
 SAYS = "updates in a row were skipped, after 1 applied ones: the gradient norm is "
 
 
 def test_a_learning_rate_that_breaks_the_model_ends_the_run(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(REWARD)
     done = site.train(
         tmp_path,
-        *("trainer.ppo.lr=1e9", "trainer.ppo.optimizer.warmup_steps=0"),
-        *("trainer.ppo.optimizer.max_skipped_updates=3", "trainer.ppo.total_steps=10"),
+        *("imports=[counted]", "trainer.ppo.collector.env.math.reward.type=counted"),
+        *("trainer.ppo.lr=1e9", "trainer.ppo.optimizer.warmup_steps=0", "dataset.eval=null"),
+        *("trainer.ppo.optimizer.max_skipped_updates=2", "trainer.ppo.total_steps=40"),
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )
     assert done.code == 3, done.shown + done.logs()
-    assert "3 " + SAYS in done.shown and "the learning rate (1e+09) is too high" in done.shown
+    assert "2 " + SAYS in done.shown and "the learning rate (1e+09) is too high" in done.shown
     assert "started again" not in done.shown
-    assert len(done.metrics()) < 10
+    assert len(done.metrics()) < 40
 
 
 def test_an_offline_run_ends_alike(site: Site, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import UserError
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers

@@ -259,7 +259,7 @@ async def test_a_used_port_is_one_clear_line(folders: list[Path], tmp_path: Path
 async def test_wrong_models_are_refused_before_anything(
     folders: list[Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="no config.json in it"):
+    with pytest.raises(UserError, match=r"no config\.json in it"):
         async with running(server_config(tmp_path / "nothing", tmp_path)):
             pass
     with pytest.raises(UserError, match="more than the model's own 512"):
