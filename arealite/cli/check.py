@@ -361,7 +361,7 @@ def own_server(config: ExperimentConfig) -> ServerConfig:
 def own_contexts(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
     """Return the context that servers of this run will have, [] where the model tells none."""
     wanted = own_server(config).llm_server.context_length if config.launcher.llm_servers else None
-    context = wanted or model.get("max_position_embeddings")
+    context = wanted or exact_length(model) or model.get("max_position_embeddings")
     return [context] if context else []
 
 

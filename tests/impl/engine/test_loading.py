@@ -15,11 +15,17 @@ from transformers import AutoModelForCausalLM
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
+from arealite.base.model_folder import read_shapes
+from arealite.impl.publisher.shapes import check_shapes
+from arealite.impl.server.decoder import Decoder
+from arealite.impl.server.weights import load_model, stage_weights
 from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
 from tests.impl.engine.test_fsdp_one_rank import plain
 from tests.impl.engine.test_fsdp_ranks import launch, results
 from tests.impl.engine.worker import UNEVEN
-from tests.models import tiny_mixture, tiny_model
+from tests.impl.server.test_decoder import check_logprobs as check_generated
+from tests.impl.server.test_decoder import prompts, run, wish
+from tests.models import tiny_mixture, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -151,3 +157,31 @@ def test_tensors_that_no_model_uses_are_left_out(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     got = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
     assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_fused_copy_of_a_mixture_can_be_published(family: str, tmp_path: Path) -> None:
+    path, rows = tiny_mixture(tmp_path / "model", family), make_rows()
+    original = AutoModelForCausalLM.from_pretrained(path)
+    original.save_pretrained(tmp_path / "fused", save_original_format=False)
+    engine = make_engine(tmp_path / "fused")
+    sent = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
+    check_shapes(sent, read_shapes(tmp_path / "fused"), where="the folder")
+    check_logprobs(path, rows, engine.forward(rows, lengths([rows]))["logprobs"])
+    tiny_tokenizer().save_pretrained(tmp_path / "fused")
+    served = load_model(str(tmp_path / "fused"), dtype="float32", device="cpu")[0]
+    engine.train_batch(rows, lengths([rows]), LOSS)
+    engine.export(tmp_path / "export")
+    stage_weights(served.state_dict(keep_vars=True), str(tmp_path / "export"))()
+    held = served.state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in weights(engine).items())
+
+
+def test_an_engine_with_experts_generates_from_its_own_parameters(tmp_path: Path) -> None:
+    path = tiny_mixture(tmp_path, "deepseek_v3")
+    decoder = Decoder(make_engine(path).module, max_rows=4, seed=0)
+    generations = [wish(prompt, 8) for prompt in prompts(4)]
+    run(decoder, generations)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for generation in generations:
+        check_generated(reference, generation)
