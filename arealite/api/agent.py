@@ -128,13 +128,13 @@ class AgentFactory:
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
         """Start what all agents of `config` share; `stack` ends it."""
-        shared = agents.get(config.type).share(self.args, getattr(config, config.type, None))
+        shared = agents.get(config.type).share(self.args, agents.options(config))
         if shared is not None:
             self._shared[id(config)] = await stack.enter_async_context(shared)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a fresh agent for one seat of one episode (None: a seat of its own)."""
-        own, make = getattr(config, config.type, None), agents.get(config.type)
+        make, own = agents.get(config.type), agents.options(config)
         agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
         return agent

@@ -143,4 +143,4 @@ class EnvFactory:
         """Return a new environment; call its `setup` before the first episode."""
         if config.runtime.type != "in_process":
             return runtimes.get(config.runtime.type)(self.args, config)
-        return envs.get(config.type)(self.args, getattr(config, config.type, None))
+        return envs.get(config.type)(self.args, envs.options(config))

@@ -79,4 +79,4 @@ class RewardFactory:
 
     def make_reward(self, config: RewardConfig) -> Reward:
         """Return a new reward function; call its `setup` before the first score."""
-        return rewards.get(config.type)(getattr(config, config.type, None))
+        return rewards.get(config.type)(rewards.options(config))

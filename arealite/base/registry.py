@@ -12,7 +12,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from arealite.base.errors import UserError
 
@@ -33,6 +33,7 @@ class Registry(Generic[T]):
         self.configs: dict[str, type] = {}
         """Config dataclass of each part registered from outside, by name."""
         self._table: dict[str, str | type[T]] = dict(table)
+        self._built_in = {line: name for name, line in table.items()}
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
         """Return a class decorator that adds a part, and its config dataclass, under `name`.
@@ -74,6 +75,17 @@ class Registry(Generic[T]):
             target = getattr(importlib.import_module(module), attribute)
             self._table[name] = target
         return target  # type: ignore[return-value]
+
+    def base_of(self, name: str) -> str:
+        """Return the name of the built-in part that a part is, or is a subclass of; else `name`."""
+        classes = getattr(self._table.get(name), "__mro__", ())
+        lines = [f"{cls.__module__}:{cls.__qualname__}" for cls in classes]
+        return next((self._built_in[line] for line in lines if line in self._built_in), name)
+
+    def options(self, config: Any) -> Any:
+        """Return the options of the part of `config.type`, or of the built-in part it extends."""
+        own = getattr(config, config.type, None)
+        return own or getattr(config, self.base_of(config.type), None)
 
     def names(self) -> list[str]:
         """List the known names, sorted."""

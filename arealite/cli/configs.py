@@ -58,7 +58,25 @@ def load(schema: type[C], files: Path | Sequence[Path], overrides: Sequence[str]
         sys.path.insert(0, str(Path.cwd()))
     files = [files] if isinstance(files, Path) else files
     import_plugins(_imports(files, overrides))
+    check_derived()
     return base_config.load(schema, files, overrides, parts())
+
+
+def check_derived() -> None:
+    """Refuse a registered config without an option that the built-in part it extends reads.
+
+    Raises:
+        UserError: names the first.
+    """
+    for schema in (AgentConfig, EnvConfig, RewardConfig):
+        for name, own in TABLES[schema].configs.items():
+            base = TABLES[schema].base_of(name)
+            read = getattr(schema(), base, None)
+            if lacking := {*_fields(read)} - {*_fields(own)}:
+                raise UserError(
+                    f"{TABLES[schema].kind} '{name}': its config {own.__name__} has no option "
+                    f"'{min(lacking)}', which {base} reads. Derive it from {type(read).__name__}."
+                )
 
 
 def at_home(config: Root) -> Root:
@@ -99,6 +117,10 @@ def load_stages(stages: Sequence[Layers]) -> list[ExperimentConfig]:
 def parts() -> base_config.Parts:
     """Return each part's config class with the configs registered from outside."""
     return {config: table.configs for config, table in TABLES.items()}
+
+
+def _fields(config: Any) -> Sequence[str]:
+    return [*getattr(config, "__dataclass_fields__", ())]
 
 
 def _layers(layers: Layers) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,3 +82,14 @@ def test_a_file_is_imported_by_its_path_with_what_is_beside_it(
     assert sys.modules.pop("my_part_in_a_file").HERE == sys.modules.pop("beside_my_part").HERE
     with pytest.raises(UserError, match=r"imports=\[parts/no_part\.py\]: no module of that name"):
         import_plugins(["parts/no_part.py"])
+
+
+def test_a_part_without_options_has_those_of_the_built_in_one_that_it_extends():
+    table: Registry[object] = Registry("agent", {"path": "pathlib:Path"})
+    table.register("mine")(type("Mine", (table.get("path"),), {}))
+    table.register("other")(type("Other", (), {}))
+    config = SimpleNamespace(type="mine", path="options of path")
+    assert table.options(config) == "options of path"
+    assert table.options(SimpleNamespace(type="path", path=1)) == 1
+    assert table.options(SimpleNamespace(type="other", path=1)) is None
+    assert table.options(SimpleNamespace(type="mine", mine=2, path=1)) == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arealite.api.agent import agents
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
@@ -100,3 +101,20 @@ def test_why_needs_no_module_of_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     base_config.save(config, tmp_path / "config.yaml")
     assert main.main(["why", str(tmp_path)]) == 0
     assert "is not running" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("base", ["chat", "tool_use", "math_code_single_step"])
+def test_a_config_without_an_option_that_the_base_class_reads_is_refused(base: str) -> None:
+    class Own(agents.get(base)):  # type: ignore[misc]
+        pass
+
+    @dataclass(frozen=True, kw_only=True)
+    class OwnConfig:
+        hint: str = "think"
+
+    agents.register("own", config=OwnConfig)(Own)
+    try:
+        with pytest.raises(UserError, match=rf"'own': its config OwnConfig .* {base} reads"):
+            load(ExperimentConfig, [], [])
+    finally:
+        agents._table.pop("own"), agents.configs.pop("own")

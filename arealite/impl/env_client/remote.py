@@ -42,7 +42,7 @@ class RemoteEnv(Env):
 
     def __init__(self, args: Any, config: EnvConfig) -> None:
         super().__init__(args, config)
-        hosted = envs.get(config.type)(args, getattr(config, config.type, None))
+        hosted = envs.get(config.type)(args, envs.options(config))
         self.seats, self.resumable = hosted.seats, hosted.resumable
         runtime = config.runtime
         if runtime.type == "remote" and not runtime.addresses:

@@ -65,7 +65,7 @@ def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
     Raises:
         UserError: it makes none, or one that cannot be used.
     """
-    rows = envs.get(config.type).rows(getattr(config, config.type, None), split=split, seed=seed)
+    rows = envs.get(config.type).rows(envs.options(config), split=split, seed=seed)
     for index, row in enumerate(rows):
         yield make_task(row, f"{split}-{index}", f"row {index} made by environment {config.type}")
 
