@@ -170,6 +170,14 @@ async def test_a_broken_invariant_stops_the_run() -> None:
         await collector(script=lambda r: ExceptionGroup("x", [UserError("u")])).run(lease(), 0)
 
 
+@pytest.mark.parametrize("answer", [None, "43"])
+async def test_an_agent_that_returns_no_action_stops_the_run(answer, monkeypatch) -> None:
+    monkeypatch.setattr(worlds.Wordless, "answer", answer)
+    says = rf"Wordless\.act returned {answer!r}: an agent returns an Action"
+    with pytest.raises(UserError, match=says):
+        await collector(agent="wordless").run(lease(), 0)
+
+
 async def test_each_seat_has_its_own_trajectory() -> None:
     episode, payloads = await collector("duel").run(lease(prompt="go"), 1)
     assert [h.trajectory_id for h in episode.headers] == ["g0/1/first", "g0/1/second"]

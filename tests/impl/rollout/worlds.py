@@ -136,6 +136,16 @@ class Shouting(MathCodeSingleStepAgent):
         return super().parse(response) * 2
 
 
+@agents.register("wordless")
+class Wordless(MathCodeSingleStepAgent):
+    """A user's agent: forgets to return its action."""
+
+    answer: Any = None
+
+    async def act(self, observation: Any) -> Any:
+        return self.answer
+
+
 @agents.register("judge")
 class Judge(MathCodeSingleStepAgent):
     """Generates, but is not trained."""
