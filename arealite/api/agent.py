@@ -51,6 +51,11 @@ class Agent(ABC):
     async def act(self, observation: Any) -> Action:
         """Turn an observation into a prompt, generate, and parse the completion into an action."""
 
+    @property
+    def can_be_rewarded(self) -> bool:
+        """Whether the agent can be rewarded: one that is not trained always can."""
+        return bool(self.record.turns) or not self.trainable
+
     def reward(self, value: float, **parts: float) -> None:
         """Add reward to the latest turn; `parts` are summed by name over the episode.
 

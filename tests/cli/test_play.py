@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +176,39 @@ def test_tools_are_shown_once(play: Play):
     assert code == 0
     assert out.count("tool: {'name': 'calculator'") == 1
     assert "tool: 601" in out and "reward 1 " in out
+
+
+def test_rewards_of_gyllm_are_told(play: Play) -> None:
+    options = "factory=tests.fakes.foreign:Sum", "seats=[a, b]", "--seat", "all"
+    code, out, _ = play("hi\nho\n3\n4\n", "gyllm", *options)
+    assert code == 0
+    assert out.endswith("a: reward 0\nb: reward 1\n")
+
+
+def test_rewards_of_textarena_are_told(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("textarena")
+    module.make = lambda env_id, **_: HighestNumber()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "textarena", module)
+    options = "env_id=HighestNumber-v0", "observation=whole", "--seat", "all"
+    code, out, _ = play("3\n4\n", "textarena", *options)
+    assert code == 0
+    assert out.endswith("player_0: reward -1 (invalid=0)\nplayer_1: reward 1 (invalid=0)\n")
+
+
+class HighestNumber:
+    """A game as TextArena's: both players say a number, one after the other."""
+
+    def reset(self, players: int, seed: int) -> None:
+        self.said = list[int]()
+
+    def get_observation(self) -> tuple[int, str]:
+        return len(self.said), "Say a number."
+
+    def step(self, text: str) -> tuple[bool, dict[str, Any]]:
+        self.said.append(int(text))
+        return len(self.said) == 2, {}
+
+    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
+        return {
+            n: 1.0 if number == max(self.said) else -1.0 for n, number in enumerate(self.said)
+        }, {}

@@ -71,7 +71,7 @@ class TextArenaEnv(Env):
         rewards, about = await call(game.end)
         for player, reward in rewards.items():
             agent = agents[self.seats[player]]
-            if agent.record.turns:  # whose turn never came is not trained
+            if agent.can_be_rewarded:
                 invalid = about.get(player, {}).get("invalid_move", False)
                 agent.reward(float(reward), invalid=float(invalid))
 
