@@ -1,4 +1,4 @@
-"""Rows as HumanEval, MBPP and contests have them, made by seed, and programs whose score is known."""
+"""Rows as HumanEval, MBPP and contests have them, made by seed, and programs of known score."""
 
 from __future__ import annotations
 

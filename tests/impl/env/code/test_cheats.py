@@ -69,7 +69,8 @@ CHEATS = {
     "always raise": "def f(x): raise RuntimeError\n",
     "end loops": "def f(x): raise StopIteration\n",
     "end asynchronous loops": "def f(x): raise StopAsyncIteration\n",
-    "end loops by a namesake": "class StopIteration(Exception): pass\ndef f(x): raise StopIteration\n",
+    "end loops by a namesake": "class StopIteration(Exception): pass\n"
+    "def f(x): raise StopIteration\n",
     "end generators": "def f(x): raise GeneratorExit\n",
     "nothing to loop over": "def f(x): return []\n",
     "say that a test is broken": "class Unsupported(BaseException): pass\n"
@@ -77,7 +78,8 @@ CHEATS = {
     "say that a name is missing": "def f(x): raise NameError(\"name 'double' is not defined\")\n",
     "say that a module is missing": "def f(x): raise ModuleNotFoundError('math')\n",
     "an assert of its own": "def f(x): raise AssertionError\n",
-    "an exception that lies": "class E(Exception):\n    __class__ = property(lambda self: ValueError)\n"
+    "an exception that lies": "class E(Exception):\n"
+    "    __class__ = property(lambda self: ValueError)\n"
     "    def __str__(self): raise self\n    __repr__ = __str__\nE.__name__ = 'Exception'\n"
     "def f(x): raise E\n",
     "a group of exceptions": "def f(x): raise BaseExceptionGroup('all', [KeyboardInterrupt()])\n",
@@ -117,7 +119,8 @@ CHEATS = {
     "            except (OSError, ValueError): pass\n    return 0.0\n",
     "limits for its parents": PARENTS + "import resource\nfor pid in parents:\n"
     "    for which in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU):\n"
-    "        try: resource.prlimit(pid, which, (1, 1))\n        except (OSError, ValueError): pass\n"
+    "        try: resource.prlimit(pid, which, (1, 1))\n"
+    "        except (OSError, ValueError): pass\n"
     "def f(x): return 0.0\n",
     "signals for its parents": PARENTS + "import signal\nfor pid in parents:\n"
     "    for which in (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGHUP):\n"
@@ -130,8 +133,9 @@ CHEATS = {
     "a class that lies": "class Lie:\n    __class__ = property(lambda self: float)\n"
     "    __float__ = lambda self: float('nan')\n    __eq__ = __lt__ = lambda *a: True\n"
     "    __hash__ = lambda self: 0\ndef f(x): return Lie()\n",
-    "a metaclass that lies": "class Meta(type):\n    __eq__ = __lt__ = __instancecheck__ = lambda *a:"
-    " True\n    __hash__ = lambda self: 0\n    __sub__ = lambda *a: 0.0\n"
+    "a metaclass that lies": "class Meta(type):\n"
+    "    __eq__ = __lt__ = __instancecheck__ = lambda *a: True\n"
+    "    __hash__ = lambda self: 0\n    __sub__ = lambda *a: 0.0\n"
     "class f(metaclass=Meta):\n    def __new__(cls, x): return cls\n",
     "a module of numpy that lies": "class N:\n    tolist = lambda self: N()\n"
     "    __eq__ = lambda *a: True\nN.__module__ = 'numpy'\ndef f(x): return N()\n",
