@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -56,6 +57,30 @@ FORMATS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
     "hermes": hermes,
     "llama_json": llama_json,
 }
+
+
+FOREIGN = re.compile(
+    r"^[ \t]*(?:(?P<mistral>\[TOOL_CALLS\]\s*[\[\w])|(?P<hermes><tool_call>\s*\{)"
+    r"|(?P<llama_json><\|python_tag\|>\s*\{)|(?P<python_tag><\|python_tag\|>)"
+    r"|(?P<function_tags><function[= ]\w)"
+    r"|(?P<harmony>(?:<\|start\|>assistant)?<\|channel\|>[^\n]*to=functions\.)"
+    r"|(?P<deepseek><｜tool▁calls?▁begin｜>))|\A\s*+(?:(?:```(?:json|tool_call)?\s*+)?(?:\[\s*+)?\{"
+    r'\s*(?:"type"\s*:\s*"function"\s*,\s*"function"\s*:\s*\{\s*)?"name"\s*:\s*"(?P<json>[^"]+)"'
+    r"|(?:```(?:python)?)?\s*+\[?(?P<pythonic>[\w.]+)\([^\n]*\)\s*\]?\s*(?:```\s*)?\Z)",
+    re.MULTILINE,
+)
+"""How calls begin in the formats of several models: a mark at the beginning of a line, and where
+there is no mark, the name of a tool at the beginning of the answer."""
+
+
+def foreign(text: str, known: Container[str]) -> str:
+    """Return the format of the first call in a text that holds no call of the configured format,
+    "" for a text without one; `known` are the names of the tools that there are."""
+    for found in FOREIGN.finditer(text):
+        name = found.lastgroup or ""
+        if name not in ("json", "pythonic") or found[name] in known:
+            return name
+    return ""
 
 
 def read(text: str, at: int, key: str) -> tuple[Call, int]:

@@ -9,9 +9,14 @@ from __future__ import annotations
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
+from arealite.base import log
 from arealite.base.registry import unknown
-from arealite.impl.agent.calls import FORMATS, Call
+from arealite.impl.agent.calls import FORMATS, Call, foreign
 from arealite.impl.agent.chat import ChatAgent
+
+logger = log.get(__name__)
+_seen: set[str] = set()
+"""Formats that a warning has named."""
 
 
 class ToolUseAgent(ChatAgent):
@@ -20,15 +25,32 @@ class ToolUseAgent(ChatAgent):
     def read(self, response: LLMResponse) -> Action:
         """Return the calls, and the text around them; those that cannot be made have an error.
 
-        The part `malformed_calls` of the reward counts the latter, and is worth nothing.
+        A call in another format than the configured one is such a call. The part `malformed_calls`
+        of the reward counts them, and is worth nothing.
         """
         text, found = FORMATS[self.config.format](self.history.add(response))
         known = [str(tool["function"]["name"]) for tool in self.history.tools]
+        if known and not found and (other := foreign(text, known)):
+            found = [Call(error=f"a call in the format {other}, not in {self.config.format}")]
+            self.warn(other, text)
         calls = tuple(self.check(call, index, known) for index, call in enumerate(found))
         parts = self.record.reward_parts
         bad = sum(bool(call.error) for call in calls)
         parts["malformed_calls"] = parts.get("malformed_calls", 0.0) + bad
         return Action(text, response, calls, self.is_over())
+
+    def warn(self, other: str, text: str) -> None:
+        """Log once a process that the model calls tools in another format."""
+        if other not in _seen:
+            _seen.add(other)
+            logger.warning(
+                "tool call in another format",
+                seen=other,
+                configured=self.config.format,
+                hint="trainer.ppo.collector.agent.tool_use.format must be what the model writes; "
+                f"it can be {' or '.join(FORMATS)}",
+                text=text[:200],
+            )
 
     def check(self, call: Call, index: int, known: list[str]) -> ToolCall:
         """Give a call its id, nine letters and digits as the strictest templates ask, and an error

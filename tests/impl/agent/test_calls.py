@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from arealite.impl.agent.calls import Call, hermes, llama_json
+from arealite.impl.agent.calls import FORMATS, Call, foreign, hermes, llama_json
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 
@@ -81,3 +81,56 @@ def test_bare_objects_are_read_where_they_are_all_there_is() -> None:
     assert [bool(call.error) for call in calls] == [False, True]
     _, (call,) = llama_json('{"name": "add", "arguments": {}}')
     assert '"parameters" must be an object' in call.error
+
+
+KNOWN = ["add", "find"]
+FOREIGN = [
+    ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "mistral"),
+    ('[TOOL_CALLS]add[ARGS]{"a": 1}', "mistral"),
+    ('I will add.\n[TOOL_CALLS]add{"a": 1}', "mistral"),
+    (wrapped(ADD), "hermes"),
+    ('<|python_tag|>{"name": "add", "parameters": {}}', "llama_json"),
+    ("<|python_tag|>add.call(a=1)", "python_tag"),
+    ('<function=add>{"a": 1}</function>', "function_tags"),
+    ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "function_tags"),
+    ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}', "harmony"),
+    ("<|start|>assistant<|channel|>commentary to=functions.add<|message|>{}", "harmony"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add", "deepseek"),
+    ('```json\n{"name": "add", "arguments": {"a": 1}}\n```', "json"),
+    ('[{"name": "add", "arguments": {"a": 1}}]', "json"),
+    ('{"type": "function", "function": {"name": "add", "arguments": {}}}', "json"),
+    ("[add(a=1), find(word='x')]", "pythonic"),
+    ("```python\nadd(a=1)\n```", "pythonic"),
+]
+
+
+@pytest.mark.parametrize(("text", "name"), FOREIGN)
+@pytest.mark.parametrize("configured", FORMATS)
+def test_call_in_another_format_is_named(text: str, name: str, configured: str) -> None:
+    if FORMATS[configured](text)[1] == []:
+        assert foreign(text, KNOWN) == name
+        assert name != configured
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "42",
+        "Mistral models write [TOOL_CALLS] before a call.",
+        "A call stands between <tool_call> and </tool_call>, or after <|python_tag|> in Llama's.",
+        'Then `<function=add>{"a": 1}</function>` is what you would write.',
+        "[TOOL_CALLS]",
+        '{"name": "Ann", "age": 4}',
+        '```json\n{"name": "Ann"}\n```',
+        'The row is {"name": "add", "arguments": {}}.',
+        "print(42)",
+        "```python\nprint(add(1))\n```",
+        "```python\ndef add(a):\n    return a\n```",
+        "[add] is the tool that I would use: add(a=1) gives 1.",
+        "add(a=1) = 2",
+        "[1, 2]",
+    ],
+)
+def test_text_that_only_mentions_a_format_is_text(text: str) -> None:
+    assert foreign(text, KNOWN) == ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from structlog.testing import capture_logs
+
 from arealite.api.observation import Observation, ToolCall
+from arealite.impl.agent import tool_use
 from tests.impl.agent.talk import extends, make, prompts, said, talker
 
 TOOLS = tuple(
@@ -84,3 +87,25 @@ async def test_the_format_is_chosen_by_config() -> None:
     agent = make("tool_use", tokenizer, [said(tokenizer, call)], format="llama_json")
     action = await agent.act(Observation("a", tools=TOOLS))
     assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
+
+
+async def test_call_in_another_format_is_malformed_and_named_once(monkeypatch) -> None:
+    monkeypatch.setattr(tool_use, "_seen", set())
+    tokenizer = talker("chatml")
+    mistral = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
+    with capture_logs() as logs:
+        for _ in range(2):
+            agent = make("tool_use", tokenizer, [said(tokenizer, mistral)])
+            (call,) = (await agent.act(Observation("a", tools=TOOLS))).calls
+            assert call.error == "a call in the format mistral, not in hermes"
+            assert agent.record.reward_parts == {"malformed_calls": 1.0}
+    (told,) = logs
+    assert (told["log_level"], told["seen"], told["configured"]) == ("warning", "mistral", "hermes")
+    assert "agent.tool_use.format" in told["hint"]
+    assert "hermes or llama_json" in told["hint"]
+
+
+async def test_answer_without_tools_is_text_whatever_it_looks_like() -> None:
+    tokenizer = talker("chatml")
+    agent = make("tool_use", tokenizer, [said(tokenizer, "[TOOL_CALLS] [{}]")])
+    assert (await agent.act("a")).calls == ()
