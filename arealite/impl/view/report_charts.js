@@ -71,6 +71,7 @@ function chart({ title, series, over = "step", zero = false }) {
   const [left, right] = bounds(series.map((one) => one.x));
   let [low, high] = bounds(series.map((one) => one.y));
   if (zero) low = Math.min(low, 0);
+  const write = series[0].write ?? format;
   const x = (value) => ((value - left) / (right - left || 1)) * WIDTH;
   const y = (value) => HEIGHT - 8 - ((value - low) / (high - low || 1)) * (HEIGHT - 16);
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" });
@@ -94,7 +95,7 @@ function chart({ title, series, over = "step", zero = false }) {
   const show = (at) => {
     series.forEach((one, i) => {
       const index = at === null ? one.y.findLastIndex(isNumber) : nearest(one.x, at);
-      values[i].textContent = format(one.y[index]);
+      values[i].textContent = (one.write ?? format)(one.y[index]);
     });
     place.textContent = at === null ? "" : `${over} ${format(at)}`;
     cursor.setAttribute("d", at === null ? "" : `M${x(at).toFixed(1)} 0V${HEIGHT}`);
@@ -116,7 +117,7 @@ function chart({ title, series, over = "step", zero = false }) {
     make("figcaption", {}, make("span", { className: "title", title: about }, title), place),
     make("div", { className: "values" }, labels),
     make("div", { className: "plot", onpointermove: move, onpointerleave: leave },
-      make("span", { className: "high" }, format(high)), make("span", { className: "low" }, format(low)),
+      make("span", { className: "high" }, write(high)), make("span", { className: "low" }, write(low)),
       svg),
     make("div", { className: "axis" }, make("span", {}, `${over} ${format(left)}`),
       make("span", {}, format(right))));

@@ -32,9 +32,14 @@ function format(value) {
   return written.replace("-", "−");
 }
 
-/** Write seconds as people say them. */
+/** Write seconds with a unit that fits; what is shorter than a microsecond is noise. */
 function duration(seconds) {
-  if (seconds < 120) return `${format(Math.round(seconds * 10) / 10)} s`;
+  if (!isNumber(seconds)) return "–";
+  const size = Math.abs(seconds), rounded = (factor) => format(Math.round(seconds * factor));
+  if (size < 1e-6) return "0 s";
+  if (size < 1e-3) return `${rounded(1e6)} µs`;
+  if (size < 1) return `${rounded(1e3)} ms`;
+  if (size < 120) return `${format(Number(seconds.toFixed(size < 10 ? 2 : 1)))} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 120 ? `${minutes} min` : `${(minutes / 60).toFixed(1)} h`;
 }

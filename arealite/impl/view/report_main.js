@@ -5,7 +5,7 @@ function drawBrowser(run) {
   const tokens = new Tokens(table);
   const grid = new Grid(table, byId("grid"), (row) => detail.show(row).catch(fail));
   const detail = new Detail(run, tokens, byId("detail"), (row) => grid.select(row));
-  new Filters(run, tokens, byId("filters"), grid);
+  new Filters(run, tokens, byId("filters"), grid, detail);
   document.addEventListener("keydown", (event) => {
     const isTyping = event.target.closest("input, select, textarea");
     if (!isTyping && (event.key === "j" || event.key === "k") && !byId("grid").contains(event.target)) {

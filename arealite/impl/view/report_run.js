@@ -25,9 +25,12 @@ const MAIN = [
   ["Truncated episodes, share", [["truncated", "episode/truncated_frac"]]],
 ];
 
+const SECONDS = /^(?!.*_per_s$).*(_s|\/seconds_\w+)$|\/wait\//; // metrics that are seconds
+
 function seriesOf(run, label, name) {
   const points = !run.metrics[name], from = points ? run.evals : run.metrics;
-  return { label, x: from.step ?? [], y: from[name], points, told: run.told[name] ?? "" };
+  return { label, x: from.step ?? [], y: from[name], points, told: run.told[name] ?? "",
+    write: SECONDS.test(name) ? duration : format };
 }
 
 const firstOf = (values) => values?.find(isNumber);

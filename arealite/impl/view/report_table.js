@@ -71,9 +71,11 @@ class Grid {
     this.draw();
   }
 
+  /** Sort by a column, the second time the other way round, then no more; null: by none. */
   order(column) {
-    if (this.sort !== column) [this.sort, this.isDown] = [column, Boolean(column.number)];
-    else if (this.isDown === Boolean(column.number)) this.isDown = !this.isDown;
+    const isNumeric = Boolean(column?.number);
+    if (this.sort !== column) [this.sort, this.isDown] = [column, isNumeric];
+    else if (column && this.isDown === isNumeric) this.isDown = !this.isDown;
     else this.sort = null;
     [...this.head.children].forEach((cell, i) => cell.setAttribute("aria-sort",
       this.columns[i] !== this.sort ? "none" : this.isDown ? "descending" : "ascending"));
@@ -129,8 +131,8 @@ class Grid {
 
 /** The filters above the table: what they ask of a row, and how many rows are left. */
 class Filters {
-  constructor(run, tokens, form, grid) {
-    Object.assign(this, { run, table: run.table, tokens, grid, found: null, number: 0 });
+  constructor(run, tokens, form, grid, detail) {
+    Object.assign(this, { run, table: run.table, tokens, grid, detail, found: null, number: 0 });
     const range = (name, step) => ["from", "to"].map((end) => make("input", {
       type: "number", step, name: `${name}-${end}`, "aria-label": `${name} ${end}`, placeholder: end }));
     const choice = (name, names) => (names.length > 1 ? make("label", {}, name,
@@ -149,7 +151,10 @@ class Filters {
     this.form = form;
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", (event) => this.change(event.target.name === "words"));
-    form.addEventListener("reset", () => setTimeout(() => this.change(true)));
+    form.addEventListener("reset", () => setTimeout(() => {
+      grid.order(null);
+      this.change(true);
+    }));
     this.apply();
   }
 
@@ -205,6 +210,11 @@ class Filters {
       kept.push(row);
     }
     this.grid.show(kept);
+    if (this.grid.selected >= 0 && !this.isSearching && !kept.includes(this.grid.selected)) {
+      this.grid.selected = -1;
+      this.detail.blank(kept.length ? "The trajectory that was chosen does not match the filters."
+        : "No trajectory matches the filters.");
+    }
     const leftOut = this.run.trajectories - this.run.shown;
     const all = kept.length === this.run.shown;
     this.count.textContent = (all ? plural(this.run.shown, "trajectory").replace("ys", "ies")

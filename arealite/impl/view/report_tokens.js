@@ -90,9 +90,13 @@ class Detail {
     this.blank();
   }
 
-  blank() {
-    this.host.replaceChildren(make("p", { className: "hint" }, this.run.shown
-      ? "Choose a trajectory: click one, or walk with ↑ ↓ or k j." : "There are no trajectories."));
+  /** Show no trajectory; `why` says why none is shown any more. */
+  blank(why = "") {
+    this.number++; // a trajectory that is still read is not shown
+    delete this.host.dataset.row;
+    const next = "Choose a trajectory: click one, or walk with ↑ ↓ or k j.";
+    this.host.replaceChildren(make("p", { className: "hint" },
+      why || (this.run.shown ? next : "There are no trajectories.")));
   }
 
   async show(row) {
@@ -124,7 +128,7 @@ class Detail {
       `${table.trained_tokens[row].toLocaleString("en")} of ${plural(table.num_tokens[row], "token")} sampled`,
       plural(table.turns[row], "turn"), oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`,
       table.interruptions[row] ? plural(table.interruptions[row], "interruption") : "",
-      table.truncated[row] ? "truncated" : "", `${format(table.seconds[row])} s`,
+      table.truncated[row] ? "truncated" : "", duration(table.seconds[row]),
       `${table.state[row]}${table.reason[row] ? `: ${table.reason[row]}` : ""}`,
     ].filter(Boolean);
     return make("header", {}, make("h3", {}, idOf(table)(row)),

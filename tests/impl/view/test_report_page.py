@@ -32,6 +32,8 @@ WORDS = [
     CALL, "four", HOSTILE, ODD, "<tool_call>{never closed", b"\xff",
 ]  # fmt: skip
 
+LABELS = {"time": "Seconds at work", "throughput": "Throughput", "episode": "Episodes"}
+"""Of groups of metrics."""
 PATIENCE_MS = 120_000.0
 
 Open = Callable[..., AbstractContextManager[Any]]
@@ -281,6 +283,74 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
         for key, row in (("j", 2), ("ArrowDown", 3), ("k", 2), ("End", 0), ("ArrowUp", 1)):
             page.keyboard.press(key)
             page.wait_for_selector(f"#detail[data-row='{row}']")
+
+
+def test_clear_ends_sorting_and_filters(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        every = texts(page, "#grid .body .trajectory")
+        page.locator(".head button", has_text="reward").click()
+        page.fill("[name=reward-to]", "2")
+        assert texts(page, "#grid .body .trajectory") == [every[0], every[1], *every[2:4]]
+        page.locator(".head button", has_text="reward").click()
+        assert texts(page, "#grid .body .trajectory") != every[:4]
+        page.click("[type=reset]")
+        page.locator("output", has_text="5 trajectories").wait_for()
+        assert texts(page, "#grid .body .trajectory") == every
+        sorted_by = page.locator(".head [role=columnheader]").evaluate_all(
+            "all => all.map((each) => each.getAttribute('aria-sort'))"
+        )
+        assert set(sorted_by) <= {"none", None}
+
+
+def test_trajectory_that_the_filters_leave_out_is_not_shown(paths: RunPaths, opened: Open) -> None:
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid .body .row").first.click()
+        page.wait_for_selector("#detail[data-row='0']")
+        page.fill("[name=reward-from]", "1")  # it is among those that are left
+        assert page.locator("#detail[data-row='0']").count() == 1
+        page.fill("[name=reward-from]", "100")
+        assert texts(page, "#grid .body .row") == []
+        assert page.inner_text("#detail") == "No trajectory matches the filters."
+        page.click("[type=reset]")
+        page.locator("output", has_text="5 trajectories").wait_for()
+        page.locator("#grid .body .row").first.click()
+        page.wait_for_selector("#detail[data-row='0']")
+        page.fill("[name=words]", "g1/1")
+        page.wait_for_selector("output[data-busy=false]", state="attached")
+        assert "does not match the filters" in page.inner_text("#detail")
+        assert page.locator("#detail[data-row]").count() == 0
+        page.keyboard.press("Tab")
+        page.locator("#grid .body .row").first.click()
+        page.wait_for_selector("#detail[data-row='3']")
+
+
+def test_seconds_have_a_unit_that_fits(paths: RunPaths, opened: Open) -> None:
+    seconds = {
+        0.0: "0 s", 3.18e-8: "0 s", 3.18e-5: "32 µs", 0.0421: "42 ms", 1.234: "1.23 s",
+        42.37: "42.4 s", 600.0: "10 min", 9000.0: "2.5 h",
+    }  # fmt: skip
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    told = {f"time/made{n}_s": value for n, value in enumerate(seconds)}
+    told |= {"throughput/made_tokens_per_s": 3.18e-5, "episode/seconds_mean": 3.18e-5}
+    lines = [line | told for line in lines]
+    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        for name in ("time", "throughput", "episode"):
+            page.locator(
+                "#all-curves details", has=page.locator(f"text={LABELS[name]}")
+            ).first.click()
+
+        def value(name: str) -> str:
+            card = page.locator("#all-curves figure", has=page.locator(f".title:text-is('{name}')"))
+            return card.locator(".values b").inner_text()
+
+        shown = [value(f"time/made{n}_s") for n in range(len(seconds))]
+        assert shown == [*seconds.values()]
+        assert value("episode/seconds_mean") == "32 µs"
+        assert value("throughput/made_tokens_per_s") == "3.18e−5"
 
 
 def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
