@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+TMPFS = Path("/dev/shm")
+"""Where weights are staged for servers of this host."""
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -56,6 +59,11 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def end(self) -> Path:
+        """Exit code and error of the launcher that ended last; absent while one runs."""
+        return self.root / "end.txt"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder a checkpoint: `step-000012`."""
         return self.root / "checkpoints"
@@ -69,6 +77,11 @@ class RunPaths:
     def export(self) -> Path:
         """The final model as a Hugging Face folder."""
         return self.root / "export"
+
+    @property
+    def weights(self) -> Path:
+        """Where weights are staged for servers of several hosts."""
+        return self.root / "weights"
 
     @property
     def tensorboard(self) -> Path:

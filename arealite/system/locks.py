@@ -7,11 +7,36 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arealite.base.errors import UserError
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a folder until the returned file handle is closed; OSError: another process has it."""
+    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def remove_unheld(folders: Iterable[Path]) -> None:
+    """Remove folders that no living process has locked: a lock ends with its process."""
+    for folder in folders:
+        with suppress(OSError):
+            os.close(lock_folder(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def holder(file: Path) -> int:
+    """Return the id of the process on this host that holds `file`, 0 for none; never lock it."""
+    with suppress(OSError, ValueError):
+        pid = int(file.read_text())
+        opened = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return pid if os.path.realpath(file) in opened else 0
+    return 0
 
 
 @contextmanager

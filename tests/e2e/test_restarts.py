@@ -6,7 +6,6 @@ One run for all kills, because coming up takes longer than all else; the launche
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import psutil
 import pytest
 
 from arealite.base.names import RunPaths
-from arealite.impl.publisher.staging import TMPFS
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import has_exited, spawned, until, until_exited
@@ -98,13 +96,14 @@ def start(
     """Run train.py as a person would, with two ranks and a checkpoint every two steps."""
     fast = ["dataset.eval=null", "logger.types=[]", "trainer.ppo.checkpoint.export=false"]
     two = ["launcher.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
-    command = site.command(folder, *names(folder), *fast, *two, *overrides)
+    own = f"trainer.ppo.publisher.disk.dir={folder / 'staged'}"  # others may clear /dev/shm
+    command = site.command(folder, *names(folder), *fast, *two, own, *overrides)
     return spawned(command, ENVIRONMENT)
 
 
-def leftovers() -> set[Path]:
+def leftovers(folder: Path) -> set[Path]:
     """Return the folders of staged weights whose process is gone."""
-    mine = TMPFS.glob(f"arealite-{os.getuid()}-*")
+    mine = (folder / "staged").glob("arealite-*")
     return {path for path in mine if has_exited(int(path.name.split("-")[2]))}
 
 
@@ -118,12 +117,11 @@ def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
             assert alone == (role != "trainer-1"), "only ranks come back together"
             run.trains(beyond=step)
         children = psutil.Process(run.train.pid).children(recursive=True)
-        before = leftovers()
+        assert not leftovers(tmp_path), "the launcher has removed what the killed ranks staged"
         run.train.kill()
         shown = run.train.communicate(timeout=60)[0]
         until_exited(*children)  # they die with the launcher
-        left = leftovers() - before
-        assert left, "a killed trainer cannot remove what it staged"
+        assert leftovers(tmp_path), "a killed trainer cannot remove what it staged"
         for role in ("rollout-0", "datapipe-0", "trainer-1"):
             assert f"{role} died (killed by SIGKILL); started again (1 of 5)" in shown
         assert shown.count("; started again") == 3
@@ -134,7 +132,10 @@ def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
             shown = again.communicate(timeout=SLOW_S)[0]
         assert again.returncode == 0, shown
         assert "died" not in shown
-        assert not left & leftovers(), "the next trainer has removed it"
+        assert not leftovers(tmp_path), "the next launcher has removed it"
+        names_left = [f for f in (tmp_path / "names").rglob("*") if f.is_file()]
+        of_server = [f for f in names_left if "llm_server" in str(f) or f.name == ".lock"]
+        assert names_left == of_server, "only the living server shows itself"
     report = audit(run.paths.ledger)
     assert report.ok and not report.lost and not report.repeated, report.table()
     assert report.groups.trained == steps * 4

@@ -21,6 +21,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.impl.launcher.doctor import Doctor
+from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
@@ -86,6 +87,9 @@ class LocalLauncher(Launcher):
             doctor = asyncio.ensure_future(self._doctor().run())
             try:
                 code = await self._watch()
+        servers = ["llm_server"] if self.options.llm_servers else []  # else not ours
+        kinds = ("datapipe", "rollout", "trainer", *servers)
+        await asyncio.to_thread(clear, self.config, *kinds)
             finally:
                 doctor.cancel()
                 await self._end_all()
@@ -93,11 +97,8 @@ class LocalLauncher(Launcher):
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
     def _doctor(self) -> Doctor:
+                await asyncio.to_thread(clear, self.config, *kinds)
         """Return who looks for roles that do nothing; a dead one of ours is no news."""
-        servers = ["llm_server"] if self.options.llm_servers else []  # else not ours
-        for kind in ("datapipe", "rollout", "trainer", *servers):
-            for stale in self.vitals.glob(f"{kind}-*"):
-                stale.unlink(missing_ok=True)
 
         def is_ours(name: str) -> bool:
             return any(name in role.names for role in self.roles)
@@ -186,6 +187,7 @@ class LocalLauncher(Launcher):
         if role is self.trainer:
             self.over.set()
             self._terminate("llm_server")
+            await asyncio.to_thread(clear, self.config)
         if role is self.datapipe:
             self._terminate("rollout")  # one that came too late was not let go
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from arealite.api.publisher import PublishReport
+from arealite.base.names import TMPFS
 from arealite.impl.publisher.control import Server
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.impl.publisher.staging import TMPFS, Staging
+from arealite.impl.publisher.staging import Staging
 from arealite.system.names.registry import Entry
 
 if TYPE_CHECKING:

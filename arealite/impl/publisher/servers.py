@@ -91,7 +91,7 @@ class ServersPublisher(WeightPublisher):
         return cls(
             config.trainer.ppo.publisher,
             registry=NameRegistry.of(config),
-            fallback_dir=run_paths(config).root / "weights",
+            fallback_dir=run_paths(config).weights,
             model_path=Path(config.model.path).expanduser(),
             host=config.cluster.host,
         )

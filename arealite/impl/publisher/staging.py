@@ -6,12 +6,10 @@ bounded, cleaned up.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +17,10 @@ from safetensors import SafetensorError
 
 from arealite.base.errors import RoleError
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
+from arealite.system.locks import lock_folder, remove_unheld
 
 if TYPE_CHECKING:
     import torch
-
-TMPFS = Path("/dev/shm")
 
 
 class Staging:
@@ -34,13 +31,9 @@ class Staging:
         self.model_path = model_path
         prefix = f"arealite-{os.getuid()}-"
         parent.mkdir(parents=True, exist_ok=True)
-        for leftover in parent.glob(f"{prefix}*"):
-            # A folder's lock ends with its process, while pids come again.
-            with suppress(OSError):
-                os.close(_lock(leftover))
-                shutil.rmtree(leftover, ignore_errors=True)
+        remove_unheld(parent.glob(f"{prefix}*"))
         new = Path(tempfile.mkdtemp(dir=parent, prefix=".arealite-"))
-        self._lock = _lock(new)  # before the name under which others look for leftovers
+        self._lock = lock_folder(new)  # before the name under which others look for leftovers
         self.folder = new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}")
 
     def write(
@@ -79,9 +72,3 @@ class Staging:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
-
-
-def _lock(folder: Path) -> int:
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle

@@ -14,9 +14,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from arealite.base.errors import RoleError
+from arealite.base.names import TMPFS
 from arealite.impl.publisher.control import Server
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.impl.publisher.staging import TMPFS
 
 PATH = "/update_weights_from_tensor"
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base.errors import RoleError
+from arealite.base.names import TMPFS
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher import staging
 from arealite.impl.publisher.disk import DiskPublisher
@@ -293,7 +294,7 @@ def test_tmpfs_serves_one_host_and_the_run_folder_serves_many(site: Site) -> Non
     )
     try:
         site.names.put("llm_server", "a", local)
-        assert publisher.parent() == staging.TMPFS
+        assert publisher.parent() == TMPFS
         site.names.put("llm_server", "b", {"address": "http://10.0.0.9:1", "host": "elsewhere"})
         assert publisher.parent() == site.tmp_path / "fallback"
     finally:

@@ -1,0 +1,45 @@
+"""Removes what the dead processes of a trial left outside its run folder."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.base.errors import RoleError
+from arealite.base.names import TMPFS
+from arealite.system.health.diagnosis import read
+from arealite.system.health.snapshot import is_alive
+from arealite.system.health.vitals import ASK
+from arealite.system.locks import remove_unheld
+from arealite.system.names.registry import NameRegistry
+
+
+def clear(config: ExperimentConfig, *kinds: str) -> None:
+    """Remove vitals, names and staged weights of the trial's dead processes on this host.
+
+    A process is the trial's if the trial's vitals name it, and its staged weights are in folders
+    with its id. Other trials' files are never looked at.
+
+    Args:
+        config: Experiment of the trial.
+        kinds: Kinds of roles, as in "trainer", none of whose processes run, on any host.
+    """
+    folder, names = name_dir(config) / "vitals", NameRegistry.of(config, ttl_s=math.inf)
+    dead = {role.name: role.vitals.pid for role in read(folder) if not is_alive(role)}
+    words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds), *[ASK][: len(kinds)]]
+    own = config.trainer.ppo.publisher.disk.dir
+    with suppress(OSError, RoleError):  # the folder or the store is away: nothing depends on this
+        for word in words:
+            for file in [*folder.glob(f"{word}*"), *folder.glob(f".{word}*")]:
+                file.unlink(missing_ok=True)
+        for parent in (TMPFS, run_paths(config).weights, Path(own or TMPFS).expanduser()):
+            for pid in dead.values():
+                remove_unheld(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
+        for name in dead:
+            names.remove(*name.split("-", 1))
+        for kind in kinds:
+            for entry in names.list(kind):
+                names.remove(kind, entry.id)
