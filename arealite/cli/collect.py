@@ -36,7 +36,7 @@ Key = tuple[int, int, str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Collect; 1 where some samples failed for good."""
+    """Collect; 1 where some samples failed for good, or no trajectory is within the bounds."""
     config = sampling.load(argv, CollectConfig, command="collect", about=ABOUT)
     out = Path(check.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer: Any = load_tokenizer(config.model.path)
         count = write_rows(out, rows(tasks, samples, kept, tokenizer.decode))
     print(fold(f"{out}: {count} rows of {len(kept)} trajectories"))
-    return sampling.tell_failed(failed)
+    return sampling.tell_failed(failed) or int(not count)
 
 
 def chosen(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:

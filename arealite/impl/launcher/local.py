@@ -61,7 +61,8 @@ class LocalLauncher(Launcher):
         self.trained, self.over = asyncio.Event(), asyncio.Event()
         """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
         or a person stops the run."""
-        self._stops = 0
+        self._stops, self._end = 0, ""
+        """How often a person asked to stop, and the error that ended the run."""
         self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
         """Ranks of this host, which take its first GPUs."""
@@ -82,6 +83,7 @@ class LocalLauncher(Launcher):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        self.paths.end.unlink(missing_ok=True)
         vitals.watch(loop)
         with self.progress.shown():
             doctor = asyncio.ensure_future(self._doctor().run())
@@ -267,6 +269,7 @@ class LocalLauncher(Launcher):
         return STOPPED if self._stops else 0
 
     async def _until_ended(self) -> None:
+            self._end = str(error)
         """Wait for the roles' ends, which after the first of them may not take too long."""
         loop, deadline, keeping = asyncio.get_running_loop(), None, {*self._keeping}
         while keeping and self._stops < 2:
@@ -323,14 +326,28 @@ class LocalLauncher(Launcher):
             await role.clear()
 
     def _close(self, code: int) -> int:
-        """Show the ledger's balance; one that is off makes a good end a bad one."""
+        """Show the ledger's balance, note how the run ended, and return its exit code: 0 only if
+        the ledger is balanced, every step is trained and the last evaluation has a result."""
+        progress, lack = self.progress, ""
+        trained = progress.newest + 1 or progress.total  # offline, one that was over trains no step
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger)
-                self.progress.say(report.table())
-                code = code or int(not report.ok)
+                progress.say(report.table())
+                trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
+                code = 0 if lack and code == STOPPED else code  # a stop is a good end, too
             except UserError as error:  # the run ended before there was a ledger to hold against
-                self.progress.say(f"no audit: {error}")
+                progress.say(f"no audit: {error}")
+                lack = "the ledger cannot be audited"
+        if not lack and trained < progress.total and self.trainer in self.roles:
+            lack = f"the trainer left after {trained} of {progress.total} steps, unasked"
+        elif not lack and progress.is_unevaluated:
+            lack = "every sample of the last evaluation failed"
+        if lack and not code:
+            progress.say(f"error: {lack}")
+            self._end, code = lack, 1
+        with suppress(OSError):
+            self.paths.end.write_text(f"exit code {code}. {self._end}\n")
         self.progress.say(f"run folder: {self.paths.root}")
         return code
 

@@ -39,10 +39,12 @@ class Progress:
         self, metrics: Path, total_steps: int, *, evaluates: bool = False, every: int = 5
     ) -> None:
         self._metrics, self._run = Metrics(metrics), RunPaths(metrics.parent)
-        self._total = total_steps
+        self.total = total_steps
         self.newest = -1
         """The furthest step that was trained since."""
         self._evaluates, self._evaluated = evaluates, -1
+        self.is_unevaluated = False
+        """Whether the newest evaluation has no result."""
         self._every = every
         self._terminal, self._is_drawn = Terminal(), False
         self._metrics.poll()  # an earlier run's
@@ -50,12 +52,12 @@ class Progress:
     @property
     def trained(self) -> bool:
         """Whether the last step is trained; only one rank is needed for what comes then."""
-        return self.newest + 1 >= self._total
+        return self.newest + 1 >= self.total
 
     @property
     def finished(self) -> bool:
         """Whether the last step is trained and, where the run `evaluates`, evaluated."""
-        return self._evaluated >= self._total if self._evaluates else self.trained
+        return self._evaluated >= self.total if self._evaluates else self.trained
 
     def poll(self) -> None:
         """Show what was written since the last call."""
@@ -71,18 +73,19 @@ class Progress:
                 key for key in ("eval/reward", "eval/loss", "eval/accuracy") if key in metrics
             ]
             told = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in held_out)
+            self.is_unevaluated = not told
             told = f"held-out {told}" if told else "every sample failed"
             self.say(f"eval at step {step}: {told}")
         if not is_step(metrics):
             return
         self.newest = max(self.newest, step)
-        self._total = int(metrics.get("train/total_steps", self._total))
+        self.total = int(metrics.get("train/total_steps", self.total))
         done = step + 1
-        parts = [f"step {done}/{self._total}"]
+        parts = [f"step {done}/{self.total}"]
         parts += [
             f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics
         ]
-        is_due = done == 1 or done % self._every == 0 or done == self._total
+        is_due = done == 1 or done % self._every == 0 or done == self.total
         if is_due and not self._is_drawn:
             self.say("  ".join(parts))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from arealite.base.errors import UserError
 from arealite.impl.launcher import local, processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import free_port
+from arealite.system.ledger.audit import audit
 from tests.waiting import has_exited, until, until_exited
 
 RUN = """
@@ -139,7 +141,7 @@ def test_the_audit_does_not_block_the_loop(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(local, "audit", looks)
     code, shown, _ = run(tmp_path, datapipe="pass", rollout="pass", trainer="pass")
-    assert code == 0 and "no audit: there is no ledger" in shown
+    assert code == 1 and "no audit: there is no ledger" in shown
     assert threads and threads[0] is not threading.main_thread()
 
 
@@ -172,7 +174,10 @@ def test_a_last_line_that_says_it_all_is_shown_alone(tmp_path: Path):
     assert "Traceback" not in shown
 
 
-def test_a_child_without_a_word_and_a_run_without_a_ledger(tmp_path: Path):
+def test_a_child_without_a_word_and_a_run_without_a_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(local, "audit", audit)
     dying = "import sys; sys.exit(3)"
     code, shown, _ = run(tmp_path, datapipe=dying, rollout=UNTIL_TERM, trainer=UNTIL_TERM)
     assert code == 3
@@ -400,7 +405,8 @@ def test_a_role_that_dies_after_the_trainers_end_is_not_needed(tmp_path: Path):
 def test_a_stopped_child_is_named_and_killed_and_comes_back(tmp_path: Path):
     lives, done = tmp_path / "lives", tmp_path / "done"
     shows = "from arealite.system.health import vitals; from pathlib import Path; "
-    shows += f"vitals.start('rollout-0', Path({str(tmp_path / 'vitals')!r})); "
+    folder = tmp_path / "names" / getpass.getuser() / "e" / "t" / "vitals"
+    shows += f"vitals.start('rollout-0', Path({str(folder)!r})); "
     stops = shows + "os.kill(os.getpid(), signal.SIGSTOP)"
     ends = f"open({str(done)!r}, 'w')\n" + after(done)
     launcher = ScriptedLauncher(
@@ -413,8 +419,7 @@ def test_a_stopped_child_is_named_and_killed_and_comes_back(tmp_path: Path):
         restarts=5,
         silent_s=1.0,
     )
-    launcher.vitals = tmp_path / "vitals"
-    launcher.vitals.mkdir()
+    launcher.vitals.mkdir(parents=True)
     stale = launcher.vitals / "trainer-7.json"
     stale.write_text("{}")
     shown: list[str] = []
