@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
@@ -87,9 +88,19 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     from arealite.cli import resume
     from arealite.cli.check import check
 
-    check(config, has_servers=has_servers)
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
-    names = name_dir(config)
+    names, is_new = name_dir(config), not paths.root.exists()
+    with ExitStack() as stack:
+        with suppress(OSError):  # the check names it
+            paths.root.mkdir(parents=True, exist_ok=True)
+            # Until the config is checked, the lock is what `arealite why` knows of the launcher.
+            stack.enter_context(held(paths.root / ".lock", fix=fix))
+        try:
+            check(config, has_servers=has_servers)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(paths.root, ignore_errors=True)
+            raise
     for folder in (names, paths.root):
         folder.mkdir(parents=True, exist_ok=True)
     with held(names / ".lock", fix=fix):  # a run in another folder would find our roles

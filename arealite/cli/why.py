@@ -12,8 +12,9 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.fold import fold
-from arealite.system.health.diagnosis import examine
+from arealite.system.health.diagnosis import examine, read
 from arealite.system.health.explain import explain
+from arealite.system.locks import holder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,12 +24,20 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
     paths = RunPaths(parser.parse_args(argv).run)
-    if not paths.config.exists():
+    launcher = holder(paths.root / ".lock")
+    if not paths.config.exists() and not launcher:
         raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    try:  # as it stands: what `imports` names may not be found from here
-        folder = name_dir(cast(ExperimentConfig, base_config.read(paths.config))) / "vitals"
+    # As it stands: what `imports` names may not be found from here.
+    config = base_config.read(paths.config) if paths.config.exists() else None
+    try:
+        folder = name_dir(cast(ExperimentConfig, config)) / "vitals" if config else paths.root
     except AttributeError as error:
         raise UserError(f"{paths.config} is no run's: it lacks names of the trial.") from error
+    if launcher and launcher not in [role.vitals.pid for role in read(folder)]:
+        print(f"process {launcher} checks the config of the run; it has started no role yet.")
+        return 0
     findings = examine(folder)
+    if paths.end.exists():
+        print(fold(f"the launcher ended: {paths.end.read_text()}"))
     print(fold(explain(folder, findings, logs=paths.logs)))
     return 1 if findings else 0

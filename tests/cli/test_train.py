@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.base.config import save
 from arealite.cli import main as cli
 from arealite.cli.completion import ROOTS
 from tests.models import tiny_model
+from tests.system.health.living import show
+from tests.waiting import spawned, until
 
 
 @pytest.fixture
@@ -59,3 +65,45 @@ def test_help_shows_every_key_with_its_words(
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "cluster.name_store=file\n      where names are kept" in shown
+
+
+CHECKS = """
+import sys, time
+from pathlib import Path
+from arealite.base.errors import UserError
+from arealite.cli import check, main
+def gated(config, **_):
+    Path(sys.argv[1], "checking").touch()
+    while not Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+    raise UserError("so it is refused")
+check.check = gated
+sys.exit(main.main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_launcher_that_checks_its_config_is_named_by_why(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], is_resumed: bool
+) -> None:
+    config = ExperimentConfig(
+        cluster=ClusterConfig(name_root=str(tmp_path / "names"), run_root=str(tmp_path / "runs"))
+    )
+    root, vitals = run_paths(config).root, name_dir(config) / "vitals"
+    if is_resumed:  # what an earlier launcher left
+        root.mkdir(parents=True)
+        vitals.mkdir(parents=True)
+        save(config, run_paths(config).config)
+        show(vitals, "launcher-0", started=1, age_s=100.0)
+    command = [sys.executable, "-c", CHECKS, str(tmp_path), *words]
+    with spawned(command, dict(os.environ)) as launcher:
+        until((tmp_path / "checking").exists, what="the check")
+        assert cli.main(["why", str(root)]) == 0
+        said = f"process {launcher.pid} checks the config of the run; it has started no role yet.\n"
+        assert capsys.readouterr().out == said
+        assert cli.main(["train", *words]) == 2
+        assert f"in use by process {launcher.pid}" in capsys.readouterr().err
+        (tmp_path / "go").touch()
+        assert launcher.wait(60) == 2
+    assert root.exists() == is_resumed, "what is refused leaves nothing behind"
+    assert cli.main(["why", str(root)]) == (0 if is_resumed else 2)

@@ -24,7 +24,7 @@ from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import STOPPING, Budget, Died, Role
+from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget, Died, Role
 from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.explain import explain
@@ -33,6 +33,8 @@ from arealite.system.names.registry import NameRegistry
 
 TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
+LAUNCHED = ("dead", "crashing", "starting")
+"""Findings about own roles that the launcher reports by itself."""
 STOPPED = 130
 
 
@@ -68,7 +70,7 @@ class LocalLauncher(Launcher):
         """Ranks of this host, which take its first GPUs."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
-        return Role(names, Budget(self.options.max_restarts), leads)
+        return Role(names, Budget(self.options.max_restarts, names[0]), leads)
 
     @property
     def children(self) -> list[Child]:
@@ -81,25 +83,25 @@ class LocalLauncher(Launcher):
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
+        self.paths.end.unlink(missing_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        self.paths.end.unlink(missing_ok=True)
         vitals.watch(loop)
+        servers = ["llm_server"] if self.options.llm_servers else []  # else not ours
+        kinds = ("datapipe", "rollout", "trainer", *servers)
+        await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
             doctor = asyncio.ensure_future(self._doctor().run())
             try:
                 code = await self._watch()
-        servers = ["llm_server"] if self.options.llm_servers else []  # else not ours
-        kinds = ("datapipe", "rollout", "trainer", *servers)
-        await asyncio.to_thread(clear, self.config, *kinds)
             finally:
                 doctor.cancel()
                 await self._end_all()
+                await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
     def _doctor(self) -> Doctor:
-                await asyncio.to_thread(clear, self.config, *kinds)
         """Return who looks for roles that do nothing; a dead one of ours is no news."""
 
         def is_ours(name: str) -> bool:
@@ -111,7 +113,7 @@ class LocalLauncher(Launcher):
             self.progress.say,
             self.options.silent_s,
             self.options.blocked_s,
-            lambda finding: finding.cause != "dead" or not is_ours(finding.culprit),
+            lambda finding: not (finding.cause in LAUNCHED and is_ours(finding.culprit)),
         )
 
     def culprit(self, finding: Finding) -> int | None:
@@ -138,6 +140,7 @@ class LocalLauncher(Launcher):
             own = await self.rank_environments()
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
+            (self.vitals / f"{name}.json").unlink(missing_ok=True)  # of a predecessor
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
             role.children.append(await self.spawn(name, command, log, shared | rank))
 
@@ -149,6 +152,7 @@ class LocalLauncher(Launcher):
         if role == "llm_server":
             count = self.options.llm_servers
             environment = environment | server_gpus(int(index), count, ranks=self.local_ranks)
+            environment |= {ROLE: name}
         return await spawn(name, command, log=log, environment=environment)
 
     async def rank_environments(self) -> list[dict[str, str]]:
@@ -169,6 +173,8 @@ class LocalLauncher(Launcher):
         """
         again = ""
         while not role.leaving:
+            if not again:
+                role.budget.expect("start")
             await self._start(role)
             if role.leaving:  # it was asked to end meanwhile, and has not heard
                 await self.clear(role)
@@ -181,7 +187,9 @@ class LocalLauncher(Launcher):
                 break
             await asyncio.sleep(pause)
             self._check_stopping(role, dead)
+            await asyncio.to_thread(clear, self.config)
             again = f"{dead.death}; started again ({role.budget.deaths} of {role.budget.limit})"
+        role.budget.forget()
         if role.leaving:  # its end is not that of the run
             self.roles.remove(role)
             return
@@ -189,7 +197,6 @@ class LocalLauncher(Launcher):
         if role is self.trainer:
             self.over.set()
             self._terminate("llm_server")
-            await asyncio.to_thread(clear, self.config)
         if role is self.datapipe:
             self._terminate("rollout")  # one that came too late was not let go
 
@@ -209,6 +216,7 @@ class LocalLauncher(Launcher):
         self.progress.poll()
         budget, lived_s = role.budget, time.monotonic() - dead.started
         pause = budget.spend(dead.obituary, mark=self.progress.newest, lived_s=lived_s)
+        budget.wait.detail = dead.death
         if pause is not None:
             return pause
         text = budget.first
@@ -261,6 +269,7 @@ class LocalLauncher(Launcher):
             if error.exit_code not in (UserError.exit_code, STOPPED):
                 await self._explain()
             self.progress.say(f"error: {error}")
+            self._end = str(error)
             return error.exit_code
         finally:
             for task in self._keeping:
@@ -269,7 +278,6 @@ class LocalLauncher(Launcher):
         return STOPPED if self._stops else 0
 
     async def _until_ended(self) -> None:
-            self._end = str(error)
         """Wait for the roles' ends, which after the first of them may not take too long."""
         loop, deadline, keeping = asyncio.get_running_loop(), None, {*self._keeping}
         while keeping and self._stops < 2:
@@ -282,6 +290,7 @@ class LocalLauncher(Launcher):
             self._keeping |= added
             keeping |= added
             self.progress.poll()
+            self._note_living()
             if self.progress.trained:
                 self.trained.set()
             if self.progress.finished:
@@ -293,6 +302,14 @@ class LocalLauncher(Launcher):
                 names = ", ".join(child.name for child in self.children if child.running)
                 seconds = self.options.drain_timeout_s
                 raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
+
+    def _note_living(self) -> None:
+        """Show which roles are up: all their processes run and show vitals; a server's parent shows
+        its server."""
+        for role in self.roles:
+            files = [self.vitals / f"{n}.json" for n in role.names if "server" not in n]
+            if all(c.running for c in role.children) and all(file.exists() for file in files):
+                role.budget.forget(self.progress.newest)
 
     async def _explain(self) -> None:
         """Show who waits for whom, while there is somebody to ask."""

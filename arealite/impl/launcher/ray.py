@@ -133,7 +133,6 @@ class RayLauncher(LocalLauncher):
         """Start a role in its bundle; the datapipe stays with the supervisor."""
         if name not in self.bundles:
             return await super().spawn(name, command, log, environment)
-        (self.vitals / f"{name}.json").unlink(missing_ok=True)
         actor, address, missing = await self._place(name)
         if missing:
             raise UserError(

@@ -16,17 +16,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from arealite.api.config import ServerConfig, name_dir
+from arealite.base.errors import RoleError
 from arealite.base.signals import STOP
-from arealite.impl.launcher.doctor import Doctor
+from arealite.impl.launcher.doctor import EXAMINE_S, Doctor
 from arealite.impl.launcher.processes import PARENT, how_ended
-from arealite.impl.launcher.supervisor import STOPPING, Budget
-from arealite.system.health import diagnosis
+from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget
+from arealite.system.health import diagnosis, vitals
 from arealite.system.names.registry import NameRegistry
 
 TERMINATE_S = 10.0
 """From a person's signal to SIGKILL."""
 PLANNED = (0, 130, *STOPPING)
 """Exit codes after which the server is not started again."""
+KIND = "llm_server"
 IS_KEPT = "AREALITE_IS_KEPT"
 """Environment variable that tells a server that its parent brings it back."""
 
@@ -39,7 +41,8 @@ class ServerKeeper:
         self._vitals = name_dir(config) / "vitals"
         self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
-        self._budget = Budget(config.llm_server.embedded.max_restarts)
+        self._name = os.environ.get(ROLE) or f"llm_server-parent-{self._host}-{os.getpid()}"
+        self._budget = Budget(config.llm_server.embedded.max_restarts, self._name)
         self._lives = 0
         """That came to serve."""
         self._process: Process | None = None
@@ -50,6 +53,9 @@ class ServerKeeper:
         loop = asyncio.get_running_loop()
         for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
+        vitals.start(self._name, self._vitals)
+        vitals.watch(loop)
+        self._budget.expect("start")
         while True:
             begin = time.monotonic()
             code = await self._live()
@@ -89,22 +95,39 @@ class ServerKeeper:
             self._send(signal.SIGKILL)
         child = {process.pid: process.pid}
         doctor = Doctor(self._vitals, lambda f: child.get(f.pid), say, is_shown=lambda _: False)
-        watching = asyncio.ensure_future(doctor.run())
+        watches = [doctor.run(), self._until_served(process.pid)]
+        watching = [asyncio.ensure_future(each) for each in watches]
         try:
             return await process.wait()
         finally:
-            watching.cancel()
+            for each in watching:
+                each.cancel()
             self._forget(process.pid)
+
+    async def _until_served(self, pid: int) -> None:
+        """Show that the server is up once it has a name."""
+        while not await asyncio.to_thread(self._named, pid):  # noqa: ASYNC110  (files have no event)
+            await asyncio.sleep(EXAMINE_S)
+        self._budget.forget()
+
+    def _named(self, pid: int) -> list[str]:
+        """Return the names of the server process `pid`."""
+        with suppress(RoleError):  # the store is away
+            found = [
+                (e.id, e.value.get("pid"), e.value.get("host")) for e in self._names.list(KIND)
+            ]
+            return [name for name, *process in found if process == [pid, self._host]]
+        return []
 
     def _forget(self, pid: int) -> None:
         """Remove the name and the vitals that a killed server leaves: nobody need wait for it."""
         for role in diagnosis.read(self._vitals):
             if (role.vitals.pid, role.state) == (pid, "X"):
-                (self._vitals / f"{role.name}.json").unlink(missing_ok=True)
-        for entry in self._names.list("llm_server"):
-            if (entry.value.get("pid"), entry.value.get("host")) == (pid, self._host):
-                self._names.remove("llm_server", entry.id)
-                self._lives += 1
+                for file in self._vitals.glob(f"{role.name}.*"):
+                    file.unlink(missing_ok=True)
+        for name in self._named(pid):
+            self._names.remove(KIND, name)
+            self._lives += 1
 
 
 def keep(config: ServerConfig, command: Sequence[str]) -> int:

@@ -102,7 +102,6 @@ class SlurmLauncher(LocalLauncher):
 
     def command(self, role: str, index: int) -> list[str]:
         """Return the step that runs one role; the datapipe stays with the supervisor."""
-        (self.vitals / f"{role}-{index}.json").unlink(missing_ok=True)  # a predecessor's
         own, command = [f"{OWN_STOP}=1"], super().command(role, index)
         if role not in PARTS:
             return ["env", *own, *command]

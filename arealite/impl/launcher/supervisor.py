@@ -6,12 +6,16 @@ Apart from the launcher, which knows what a run is: a server's parent goes by th
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child
+from arealite.system.health import waits
 
+ROLE = "AREALITE_ROLE"
+"""Environment variable that gives a server's parent its name in the run."""
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
 """Exit codes after which a second attempt would fail the same way, or do harm."""
 EARLY_S = 5.0
@@ -36,12 +40,28 @@ class Budget:
     """How often a role may die without getting anywhere, and how long it pauses after a death."""
 
     limit: int
+    role: str = ""
+    """The name under which `arealite why` shows starts; "": it shows none."""
     deaths: int = 0
     first: str = ""
     """What was said of the first of these deaths."""
     _mark: float = 0.0
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
+    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", waits.KEEPER, ""))
+    """For the role to be up."""
+
+    def expect(self, what: str, why: str = "") -> None:
+        """Show that the role is not up: `what` is under way, `why` is the reason of its death."""
+        waits.table.discard(self.wait)
+        self.wait = waits.Wait(what, waits.KEEPER, self.role, detail=why.partition("\n")[0])
+        if self.role:
+            waits.table.add(self.wait)
+
+    def forget(self, mark: float = math.inf) -> None:
+        """Show that the role is up; after its second death, only if the work has come further."""
+        if self.deaths < 2 or mark > self._mark:
+            waits.table.discard(self.wait)
 
     def spend(self, said: str, *, mark: float, lived_s: float) -> float | None:
         """Count a death; return the seconds to pause before the next start, None: no more starts.
@@ -52,8 +72,10 @@ class Budget:
         if mark > self._mark or not self.deaths:
             self.deaths, self.first, self._mark, self._hasty = 0, said, mark, 0
         self.deaths += 1
+        self.expect(f"restart {self.deaths} of {self.limit}", said)
         self._hasty = 0 if lived_s > STEADY_S else self._hasty + 1
         if self.deaths > self.limit:
+            self.expect(f"given up after {self.deaths} deaths", said)
             return None
         return min(FIRST_PAUSE_S * 2 ** (self._hasty - 2), LONGEST_PAUSE_S) * (self._hasty > 1)
 

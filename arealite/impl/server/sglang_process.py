@@ -23,6 +23,7 @@ import msgspec
 from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.impl.launcher.processes import how_ended
 from arealite.impl.launcher.supervisor import Budget
 from arealite.system.health import vitals
 from arealite.system.health.deadlines import deadline
@@ -121,6 +122,7 @@ class SGLangProcess:
         self._log_begin = 0
         self._entry: dict[str, Any] = {}
         self._healthy_at: float | None = None
+        self._budget = Budget(self.options.max_restarts, f"llm_server-{self.entry_id}")
         self._served = False
         """Whether it was ever registered: a later failure is no longer the user's."""
 
@@ -140,7 +142,8 @@ class SGLangProcess:
         Raises:
             UserError: it was never healthy; holds the last lines of its log.
         """
-        budget, times_held, pause_s = Budget(self.options.max_restarts), 0, FIRST_PAUSE_S
+        budget, times_held, pause_s = self._budget, 0, FIRST_PAUSE_S
+        budget.expect("start")
         while True:
             self._healthy_at = None
             try:
@@ -176,6 +179,7 @@ class SGLangProcess:
                 "llm_server", self.entry_id, lambda: self._entry, heartbeat_s=beat_s
             ):
                 self._served = True
+                self._budget.forget()
                 await self._until_exit(self._follow())
         except asyncio.CancelledError:
             await self._leave()
@@ -301,9 +305,7 @@ class SGLangProcess:
         try:
             await asyncio.wait((job, exit_), return_when=asyncio.FIRST_COMPLETED)
             if exit_.done():
-                code = exit_.result()
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise RoleError(f"llm_server {self.address} died ({how})")
+                raise RoleError(f"llm_server {self.address} died ({how_ended(exit_.result())})")
             return job.result()
         finally:
             job.cancel()

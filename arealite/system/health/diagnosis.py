@@ -14,19 +14,22 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from arealite.system.clocks import folder_time
 from arealite.system.health.vitals import BEAT_S, Vitals, Waits, process, spent
-from arealite.system.health.waits import ITSELF, OTHER_RANKS
+from arealite.system.health.waits import ITSELF, KEEPER, OTHER_RANKS
 
-Cause = Literal["stopped", "dead", "silent", "blocked", "starved", "overdue"]
-"""stopped: the kernel holds the process (SIGSTOP, a debugger). dead: its process is gone. silent:
-it runs, but shows no sign of life. blocked: its event loop runs nothing. starved: it would be
-neither if it got a CPU. overdue: it lives, but others wait for it beyond their deadline."""
-ORDER: tuple[Cause, ...] = ("stopped", "dead", "silent", "blocked", "starved", "overdue")
+Cause = Literal[
+    "stopped", "dead", "crashing", "silent", "blocked", "starved", "overdue", "starting"
+]
+"""stopped: the kernel holds the process (SIGSTOP, a debugger). dead: its process is gone. crashing:
+it died, and its parent restarts it. silent: it runs, but shows no sign of life. blocked: its event
+loop runs nothing. starved: it would be neither if it got a CPU. overdue: it lives, but others wait
+for it beyond their deadline. starting: its parent started it; it has not shown itself yet."""
+ORDER: tuple[Cause, ...] = get_args(Cause)
 
 SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0
 OWN_S = 1.0
@@ -159,6 +162,8 @@ def examine(
         found = {name: each for name, each in found.items() if name not in silent}
         found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write there: {why}")
     waitings = Waitings(roles, troubled=found)
+    crashing = {each.culprit: each for each in waitings.restarted()}
+    found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
     for late in [*waitings.absent(), *waitings.overdue(overdue_s), *waitings.slow()]:
         found.setdefault(late.culprit, late)
     whole = [replace(each, victims=tuple(waitings.victims(name))) for name, each in found.items()]
@@ -177,6 +182,14 @@ class Waitings:
             if role.name not in troubled
             for wait in sorted(role.vitals.waits, key=lambda wait: -wait.waited_s)
         ]
+
+    def restarted(self) -> Iterator[Finding]:
+        """Find roles whose parent is starting or restarting them."""
+        for role, wait, _ in self.all:
+            if wait.owner == KEEPER:
+                cause: Cause = "crashing" if wait.detail else "starting"
+                what = f"{wait.what}: {wait.detail or 'it is not up yet'}"
+                yield Finding(wait.on, cause, wait.waited_s + role.age_s, what)
 
     def absent(self) -> Iterator[Finding]:
         """Find ranks that others meet in a collective, and that are no more."""
@@ -221,7 +234,7 @@ class Waitings:
             size = len(held)
             held |= {role.name for role, _, targets in self.all if targets & held}
         for role, wait, targets in self.all:
-            if targets & held and role.name != culprit:
+            if targets & held and role.name != culprit and wait.owner != KEEPER:
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
                 yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"
 

@@ -89,7 +89,7 @@ def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
     since = f" for {finding.since_s:.1f} s" if finding.since_s else ""
     yield f"* {finding.culprit} is {finding.cause.upper()}{since}: {finding.detail}"
     yield from (f"    {line}" for line in finding.stack.rstrip().splitlines()[-MAX_FRAMES:])
-    if finding.cause == "dead" and logs is not None:
+    if finding.cause in ("dead", "crashing") and logs is not None:
         log = logs / f"{finding.culprit}.log"
         with suppress(OSError):  # of some, somebody else has it
             yield from (f"    | {line}" for line in log.read_text().splitlines()[-LOG_LINES:])

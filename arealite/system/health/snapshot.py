@@ -165,7 +165,9 @@ class Watch:
         total = 0 if is_offline else config.trainer.ppo.total_steps
         total = int(metrics.newest.get("train/total_steps", total))
         is_trained = 0 < total <= metrics.steps
-        is_running = bool(living - {"launcher"})
+        findings = diagnosis.examine(self._vitals, known=roles) if living else []
+        is_running = any(f.cause in ("crashing", "starting") for f in findings)
+        is_running |= bool(living - {"launcher"})
         self.is_over = not living and (is_trained or self._is_quiet())
         return Snapshot(
             name=f"{config.experiment_name}/{config.trial_name}",
@@ -175,7 +177,7 @@ class Watch:
             metrics=metrics,
             failures=metrics.failures | failures,
             servers=servers,
-            findings=diagnosis.examine(self._vitals, known=roles) if is_running else [],
+            findings=findings if is_running else [],
         )
 
     def _read_config(self) -> None:

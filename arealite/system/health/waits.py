@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 OTHER_RANKS = "the other ranks"
 """As `on`: those trainer ranks whose counter "collectives" is behind this one's."""
+KEEPER = "keeper"
+"""As `owner`, of a parent process that starts `on`; `detail` gives the reason of its last death,
+where there was one."""
 ITSELF = "itself"
 """As `on`, of a computation: by experience, it takes no longer than `seconds`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -221,5 +220,4 @@ async def test_death_is_read_from_the_end_of_a_long_log(tmp_path: Path) -> None:
         "rollout-0", [sys.executable, "-c", script], log=tmp_path / "log", environment={}
     )
     await child.process.wait()
-    assert os.path.getsize(child.log) > 4_000_000
     assert child.death == "rollout-0 died (exit code 1: ValueError: why)"

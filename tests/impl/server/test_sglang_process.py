@@ -133,6 +133,26 @@ async def test_an_old_server_that_cannot_tell_its_load_has_none(
         assert "load" not in value
 
 
+@pytest.fixture(autouse=True)
+def waits_for_servers() -> Iterator[None]:
+    """A server that is given up leaves its wait to the end of the process that kept it."""
+    yield
+    waits.table -= {wait for wait in waits.table if wait.owner == waits.KEEPER}
+
+
+async def test_server_is_shown_as_starting_and_restarting_until_it_answers(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shown = lambda: [w.what for w in waits.table if w.owner == waits.KEEPER]  # noqa: E731
+    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 600.0)
+    settings = quick_config(program, model_folder)
+    limit = settings.llm_server.sglang.max_restarts
+    async with serving(settings):
+        await eventually(lambda: not shown(), "its first name to be noted")
+        os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
+        await eventually(lambda: shown() == [f"restart 1 of {limit}"], "its restart")
+
+
 async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
     program: Program, model_folder: Path
 ):
@@ -200,6 +220,10 @@ async def test_a_server_that_never_holds_is_given_up(
             program.tell(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await task
+    (wait,) = [each for each in waits.table if each.owner == waits.KEEPER]
+    assert wait.what == "given up after 3 deaths"
+    assert wait.detail.endswith(" died (exit code 9)"), "the last death, in one line"
+    assert wait.on.startswith("llm_server-127.0.0.1-")
     (end,) = [e for e in events if e["event"] == "server given up"]
     assert end["deaths"] == 3
     assert "SIGKILL" in end["first"], "the first death, not the last"

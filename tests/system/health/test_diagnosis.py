@@ -12,7 +12,8 @@ import pytest
 
 from arealite.system.health import diagnosis, vitals
 from arealite.system.health.diagnosis import Finding, examine
-from arealite.system.health.waits import OTHER_RANKS
+from arealite.system.health.vitals import Waits
+from arealite.system.health.waits import KEEPER, OTHER_RANKS
 from tests.system.health.living import MY_START, show, wait
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -313,3 +314,38 @@ def test_a_loop_that_gets_no_cpu_is_told_from_one_that_is_blocked(
     assert (finding.cause, finding.stack) == (cause, "File x")
     if cause == "blocked":
         assert finding.detail.endswith("pid 11 has run nothing; a call does not come back")
+
+
+def kept(name: str, what: str, waited_s: float, why: str = "") -> Waits:
+    return wait(what, name, waited_s, owner=KEEPER, detail=why)
+
+
+def test_role_that_its_parent_starts_is_starting(tmp_path: Path):
+    show(tmp_path, "launcher-0", kept("rollout-0", "start", 0.5))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("rollout-0", "starting")
+    assert finding.detail == "start: it is not up yet"
+    assert not finding.victims, "its parent is not held up"
+
+
+def test_crash_loop_is_found_with_its_last_death_and_who_waits_for_it(tmp_path: Path):
+    show(tmp_path, "launcher-0", kept("datapipe-0", "restart 2 of 5", 1.0, "died (exit code 1)"))
+    show(tmp_path, "trainer-0", wait("batch 7", "datapipe-0", 30.0, prompt=True))
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("datapipe-0", "crashing")
+    assert finding.detail == "restart 2 of 5: died (exit code 1)"
+    assert [victim.partition(",")[0] for victim in finding.victims] == ["trainer-0: batch 7"]
+
+
+def test_restarted_role_is_no_longer_dead_and_its_own_trouble_comes_first(tmp_path: Path):
+    why = "rollout-0 died (killed by SIGKILL)"
+    show(tmp_path, "launcher-0", kept("rollout-0", "restart 1 of 5", 1.0, why))
+    show(tmp_path, "rollout-0", started=MY_START + 1, age_s=1.0)
+    assert only(examine(tmp_path)).cause == "crashing", "its predecessor's vitals are there"
+    show(tmp_path, "rollout-0", blocked_s=900.0)
+    assert only(examine(tmp_path)).cause == "blocked"
+
+
+def test_dead_launcher_restarts_no_role(tmp_path: Path):
+    show(tmp_path, "launcher-0", kept("rollout-0", "start", 0.5), started=MY_START + 1, age_s=1.0)
+    assert only(examine(tmp_path)).culprit == "launcher-0"

@@ -14,6 +14,7 @@ from arealite.base.config import save
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.health.snapshot import QUIET_S, WINDOW, Metrics, Watch
+from arealite.system.health.waits import KEEPER
 from arealite.system.names.registry import NameRegistry
 from tests.system.health.living import show, wait
 from tests.system.health.run_folder import Run, line
@@ -190,3 +191,16 @@ def test_an_offline_run_says_how_long_it_is_with_its_first_step(tmp_path: Path):
     run.paths.metrics.write_text(json.dumps(told) + "\n")
     shot = watch.read()
     assert (shot.total_steps, shot.kind, shot.metrics.curves["train/loss"]) == (7, "sft", [2.0])
+
+
+def test_run_whose_roles_start_or_crash_is_running_and_names_them(run: Run):
+    watch = Watch(run.paths)
+    show(run.vitals, "launcher-0", wait("start", "trainer-0", 1.0, owner=KEEPER))
+    shot = watch.read()
+    assert shot.state == "running" and not watch.is_over
+    assert [(each.culprit, each.cause) for each in shot.findings] == [("trainer-0", "starting")]
+    why = "trainer-0 died (exit code 1: ValueError: x)"
+    crashing = wait("restart 3 of 5", "trainer-0", 1.0, owner=KEEPER, detail=why)
+    show(run.vitals, "launcher-0", crashing)
+    (finding,) = watch.read().findings
+    assert finding.cause == "crashing" and why in finding.detail
