@@ -113,10 +113,8 @@ class ServerKeeper:
     def _named(self, pid: int) -> list[str]:
         """Return the names of the server process `pid`."""
         with suppress(RoleError):  # the store is away
-            found = [
-                (e.id, e.value.get("pid"), e.value.get("host")) for e in self._names.list(KIND)
-            ]
-            return [name for name, *process in found if process == [pid, self._host]]
+            own, entries = {"pid": pid, "host": self._host}, self._names.list(KIND)
+            return [entry.id for entry in entries if own.items() <= entry.value.items()]
         return []
 
     def _forget(self, pid: int) -> None:
