@@ -29,7 +29,8 @@ ROW = '{"prompt": "1+1=", "ground_truth": "2"}\n'
 TRAIN = (
     "train --dry-run model.path={made}/model dataset.train={made}/good.jsonl "
     "launcher.llm_servers=1 trainer.ppo.batch_size=16 "
-    "trainer.ppo.collector.sampling.max_new_tokens=8 cluster.run_root={made}/runs cluster.name_root={made}/names"
+    "trainer.ppo.collector.sampling.max_new_tokens=8 "
+    "cluster.run_root={made}/runs cluster.name_root={made}/names"
 )
 SERVE_LLM = "serve-llm model.path={made}/model cluster.name_root={made}/names"
 EVAL = TRAIN.replace("train --dry-run", "eval") + " dataset.eval={made}/good.jsonl"
