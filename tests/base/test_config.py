@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.env_server import EnvServerConfig
 from arealite.api.fields import opt
+from arealite.api.sampling import CollectConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 
@@ -122,6 +126,19 @@ def test_a_servers_numbers_have_ranges_too(override: str, says: str):
 def test_numbers_at_their_bounds_and_none_are_allowed():
     load("trainer.ppo.kl.coef=0", "trainer.ppo.advantage.gamma=1", f"{OWN}.share=null")
     load("trainer.ppo.reward.bias=-1e9", f"trainer.ppo.total_steps={10**9}", f"seed={2**63 - 1}")
+
+
+@pytest.mark.parametrize("root", [ExperimentConfig, ServerConfig, EnvServerConfig, CollectConfig])
+def test_no_number_of_any_option_may_be_infinite_no_number_or_huge(root: type):
+    for key, item, held in base_config.leaves(root):
+        kinds = {held, *get_args(held)} & {int, float, list[int], list[float]}
+        for value in (math.inf, -math.inf, math.nan, 1e308, 2**63) if kinds else ():
+            wrong = [value] if kinds & {list[int], list[float]} else value
+            same = dataclasses.field(default=None, metadata=item.metadata)
+            part = dataclasses.make_dataclass("Part", [(item.name, held, same)], frozen=True)
+            with pytest.raises(UserError, match=item.name):
+                base_config.check_ranges(part(**{item.name: wrong}))
+                pytest.fail(f"{key}={value} is accepted")
 
 
 def test_a_files_number_is_checked_as_well(tmp_path: Path):

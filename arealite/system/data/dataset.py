@@ -29,6 +29,8 @@ ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowE
 holds a number above 64 bits."""
 DEPTH = 100
 """Levels of nesting of a row; every process that reads it has to fit them on its stack."""
+ROW = '{"prompt": …, "ground_truth": …}'
+"""A line of JSONL, for errors."""
 COLUMNS = ("prompt", "ground_truth", "extra_info")
 """Of a task; `prompt` is required, others in the file are ignored."""
 
@@ -99,8 +101,8 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
                     raise RecursionError(f"nested deeper than {DEPTH} levels")
             except ROW_ERRORS as error:
-                hint = 'Write one object a line: {"prompt": …, "ground_truth": …}.'
-                raise UserError(f"{where}: not a JSON object: {error}. {hint}") from error
+                hint = f"Write one object a line, of at most {DEPTH} levels"
+                raise UserError(f"{where}: not a JSON object: {error}. {hint}: {ROW}.") from error
             yield where, row
 
 
