@@ -28,6 +28,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.base.model_folder import (
     check_layers,
     check_logits,
+    exact_length,
     other_model,
     read_model,
     vocab_size,
