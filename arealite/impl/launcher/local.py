@@ -33,7 +33,7 @@ from arealite.system.names.registry import NameRegistry
 
 TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
-LAUNCHED = ("dead", "crashing", "starting")
+TOLD = ("dead", "crashing")
 """Findings about own roles that the launcher reports by itself."""
 STOPPED = 130
 
@@ -113,7 +113,7 @@ class LocalLauncher(Launcher):
             self.progress.say,
             self.options.silent_s,
             self.options.blocked_s,
-            lambda finding: not (finding.cause in LAUNCHED and is_ours(finding.culprit)),
+            lambda f: f.cause != "starting" and not (f.cause in TOLD and is_ours(f.culprit)),
         )
 
     def culprit(self, finding: Finding) -> int | None:
