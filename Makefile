@@ -36,7 +36,7 @@ help:
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
 	@echo "make test         the tests, in several processes (WORKERS=3)"
 	@echo "                  STEAL=0.45: while CPUs are taken away, as by a busy host; also test-extras, test-docs, test-faults"
-	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap, Chromium, zsh and fish; installs them"
+	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap and Chromium; installs them"
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Debian's packages for sandboxes, the browser and the tests of shell completion: installed where
-# root runs this, else named.
+# Debian's packages for sandboxes and the browser: installed where root runs this, else named.
 #
 #     tools/setup_envs.sh LOG        what apt-get prints goes to LOG, which is shown if it fails
 #     tools/setup_envs.sh --list     the programs they bring
 set -euo pipefail
-declare -A package=([bwrap]=bubblewrap [chromium-headless-shell]=chromium-headless-shell [fish]=fish [zsh]=zsh)
+declare -A package=([bwrap]=bubblewrap [chromium-headless-shell]=chromium-headless-shell)
 [ "$1" = --list ] && echo "${!package[@]}" && exit
 missing=()
 for program in "${!package[@]}"; do

@@ -34,7 +34,6 @@ COMMANDS = {
     "collect": ("arealite.cli.collect", "sample tasks and write trajectories as rows for sft"),
     "export": ("arealite.cli.export", "write a run's checkpoint as a Hugging Face folder"),
     "info": ("arealite.cli.info", "show versions, devices and what is missing"),
-    "completion": ("arealite.cli.completion", "print a script for the shell: bash, zsh, fish"),
     "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
 }
 

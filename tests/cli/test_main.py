@@ -101,7 +101,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize(
     "words",
-    [["train", "--help"], ["completion", "bash"], ["--help"], ["--version"], ["envs"], ["info"]],
+    [["train", "--help"], ["--help"], ["--version"], ["envs"], ["info"]],
     ids=" ".join,
 )
 def test_nobody_reads_on(words: list[str]):

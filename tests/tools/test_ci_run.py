@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     *(".ci/run", "tools/setup_envs.sh", "tools/without.sh", "tools/skips.py"),
 ]
-HIDDEN = "bwrap", "chromium-headless-shell", "fish", "zsh"
+HIDDEN = "bwrap", "chromium-headless-shell"
 BARE = ["demo", "test"]
 FULL = ["check", "test-extras", "test-docs", "test-faults", "test-sglang-short"]
 FAKE_MAKE = f"""#!/bin/sh
