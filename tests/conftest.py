@@ -32,10 +32,10 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a test time for the start of a server on a loaded machine."""
+    """Give a test time for the start of two servers on a loaded machine."""
     for item in items:
         if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(1000))
 
 
 @pytest.fixture(scope="session")

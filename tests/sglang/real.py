@@ -21,6 +21,8 @@ from tests.waiting import until, until_exited
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
+START_S = 400.0
+"""For what takes 20 s on a quiet machine: a safety net, see tests/waiting.py."""
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -97,7 +99,7 @@ def real_sglang(
     server = Real(f"http://127.0.0.1:{port}", process, log)
     try:
         ready = lambda: process.poll() is not None or answers(server.address)  # noqa: E731
-        until(ready, what="a healthy SGLang server", seconds=240)
+        until(ready, what="a healthy SGLang server", seconds=START_S)
         assert process.poll() is None, server.tail()
         yield server
     finally:

@@ -30,7 +30,7 @@ from arealite.system.names.registry import NameRegistry
 from tests.sglang.shared import SharedServer, call, shared_server
 from tests.waiting import until
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.sglang
 WAYS = [DiskPublisher, TensorPublisher, DistributedPublisher]
 EACH = pytest.mark.parametrize("way", WAYS)
 PROMPT = [5, 6, 7]

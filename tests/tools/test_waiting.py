@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.sglang.real import Real
 from tests.waiting import has_exited, until_exited
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -54,6 +55,13 @@ def test_a_process_whose_id_has_passed_to_another_has_exited() -> None:
     earlier = psutil.Process(os.getpid())
     earlier._ident = (earlier.pid, 1.0)  # it began at another time
     assert has_exited(earlier) and not has_exited(os.getpid())
+
+
+def test_a_server_is_known_to_be_dead_as_soon_as_its_kill_returns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        Real("http://127.0.0.1:1", process, tmp_path / "log").kill()
+        assert process.poll() == -signal.SIGKILL
 
 
 def test_no_test_asks_in_another_way() -> None:
