@@ -21,7 +21,7 @@ log=$venv/sglang-cpu.log
 wanted="sglang==$sglang $torch"
 # Each was installed by this script, started, and generated before and after an update of its weights:
 # tools/try_sglang.py, which also tries further ones.
-versions="0.5.9 0.5.16 0.5.19 0.5.23"
+versions="0.5.9 0.5.16 0.5.19 0.5.21 0.5.23"
 
 case " $versions " in
 *" $sglang "*) ;;
