@@ -132,9 +132,9 @@ def test_a_folder_of_other_tensors_is_refused(
     tensors = load_file(path / "model.safetensors")
     spoil(tensors)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    for options in ({}, {"lora": LoRAConfig(rank=2)}):
+    for lora in (LoRAConfig(), LoRAConfig(rank=2)):
         with pytest.raises(UserError, match=SPOILED[spoil]):
-            make_engine(path, **options)
+            make_engine(path, lora=lora)
 
 
 def test_a_mixture_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
