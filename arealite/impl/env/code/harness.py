@@ -26,7 +26,7 @@ from arealite.impl.env.code.asserts import Instrumented
 from arealite.impl.env.code.program import ENDED, Line, describe, wait_and_fork
 from arealite.impl.env.code.values import decode, encode
 
-START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 100_000
+START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 50_000
 ENDED_EARLY = -1
 """The number of no assert: a test raised outside of them."""
 

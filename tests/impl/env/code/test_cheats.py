@@ -185,7 +185,7 @@ async def test_cheats_score_nothing(env, kind):  # noqa: F811
 @pytest.mark.parametrize("backend", ["bwrap", "landlock"])
 async def test_stopped_and_killed_parents_score_nothing(backend):
     """The time of the sandbox ends what waits for ever; the program gets nothing for it."""
-    config = SandboxConfig(backend=backend, timeout_s=5.0)
+    config = SandboxConfig(backend=backend, timeout_s=2.0)
     made = CodeEnv(None, CodeEnvConfig(sandbox=config, case_timeout_s=1.0))
     try:
         await made.setup()

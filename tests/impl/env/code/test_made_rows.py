@@ -70,7 +70,9 @@ def test_a_thousand_rows_score_right():
             continue
         counted[made.kind] += 1
         score = scorer(made)
-        for name, (text, due) in made.programs.items():
+        others = [name for name in made.programs if name != "right"]
+        for name in ("right", *others[number % 3 :: 3]):
+            text, due = made.programs[name]
             found = score(text)
             assert found[0] == due, (number, made.info, name, found)
             if name in ("right", "innocent"):
@@ -78,7 +80,7 @@ def test_a_thousand_rows_score_right():
     assert counted == dict.fromkeys(KINDS[:4], ROWS // 4)
 
 
-@pytest.mark.parametrize("name", ["right", "innocent", "first", "shadow", "stop"])
+@pytest.mark.parametrize("name", ["right", "innocent", "first"])
 async def test_rows_of_all_kinds_score_right_in_the_sandbox(env, name):  # noqa: F811
     rows = list(made_rows(10, SEED))
     found = await asyncio.gather(
