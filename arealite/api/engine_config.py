@@ -59,9 +59,7 @@ class FSDPConfig:
     dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; masters are float32")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")
-    logits_chunk: int = opt(
-        2**25, "logits (tokens × vocabulary) at once", at_least=1, at_most=2**40
-    )
+    logits_chunk: int = opt(2**25, "tokens × vocabulary at one time", at_least=1, at_most=2**40)
     lora: LoRAConfig = sub(LoRAConfig, "adapters instead of the whole model")
 
 

@@ -52,7 +52,5 @@ def check_address(host: str, port: int = 0, *, at: str) -> None:
         why = getattr(error, "strerror", None) or error
         is_used = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
         wrong = f"{at}.port={port}" if is_used else f"{at}.host={host}"
-        fix = (
-            "Choose another port, or 0 for a free one" if is_used else "Give one of this machine's"
-        )
+        fix = "Use another, or 0 for a free one" if is_used else "Give one of this machine's"
         raise UserError(f"{wrong}: cannot listen on {host}:{port}: {why}. {fix}.") from error
