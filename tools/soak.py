@@ -261,7 +261,7 @@ def verify(paths: RunPaths, steps: int) -> dict[str, float]:
         raise SoakError(f"out of balance:\n{report.table()}")
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     trained = [int(line["step"]) for line in lines if "reward/mean" in line]
-    if trained != list(range(steps)) or report.steps != steps:
+    if trained != list(range(1, steps + 1)) or report.steps != steps:
         raise SoakError(f"{report.steps} steps in the ledger, {len(trained)} lines, not {steps}")
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     return {

@@ -21,10 +21,11 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one step; names are `group/name`."""
+        """Write the metrics of step `step`, the first is 1, or of the model after it; names are
+        `group/name`."""
 
     def rewind(self, step: int) -> None:  # noqa: B027  (optional hook)
-        """Forget the metrics of `step` and later: a resumed run does those steps again."""
+        """Forget what was written after step `step`, and evaluations at it: they are done again."""
 
     @abstractmethod
     def close(self) -> None:

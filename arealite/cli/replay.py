@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         prog="arealite replay", description="Train a run again from its ledger, and compare."
     )
     parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
-    parser.add_argument("--to", type=int, metavar="STEP", help="only the steps before STEP")
+    parser.add_argument("--to", type=int, metavar="STEP", help="only the steps up to STEP")
     parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     paths = RunPaths(options.run.absolute())
@@ -83,7 +83,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
         raise UserError(f"{paths.root} has no trained step to replay.")
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         raise UserError(
-            f"step {missing[0]} of {paths.root} has no fingerprint: its engine gave none. "
+            f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine gave none. "
             "Replay a run trained by an engine that does."
         )
     if rows[-1][0] != len(rows) - 1:

@@ -110,7 +110,9 @@ class Torchrun:
         assert report.ok, report.table()
         assert report.steps == STEPS
         lines = [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
-        assert [line["step"] for line in lines if "reward/mean" in line] == list(range(STEPS))
+        assert [line["step"] for line in lines if "reward/mean" in line] == list(
+            range(1, STEPS + 1)
+        )
         all_gone(self.folder)
 
 

@@ -46,7 +46,7 @@ class Live:
     def steps(self) -> int:
         lines = self.paths.metrics.read_text().splitlines() if self.paths.metrics.exists() else []
         whole = [json.loads(line) for line in lines if line.endswith("}")]  # its writer may die
-        return max((int(line["step"]) for line in whole), default=-1)
+        return max((int(line["step"]) for line in whole), default=0)
 
     def role(self, name: str) -> psutil.Process:
         until(lambda: name in self.place.roles(), what=f"{name} to be there", seconds=SLOW_S)

@@ -76,7 +76,7 @@ def first(site: Site, tmp_path_factory: pytest.TempPathFactory) -> First:
 
 
 def test_a_run_from_start_to_export(first: First):
-    assert steps_of(first.told) == [0, 1, 2, 3]
+    assert steps_of(first.told) == [1, 2, 3, 4]
     evals = [line for line in first.told if "eval/reward" in line]
     assert len(evals) == 2, "before the first step and after the last"
     assert first.books.ok
@@ -93,7 +93,7 @@ def trained(site: Site, run_root: Path, *options: str, steps: int) -> Finished:
     """Train up to step `steps`, and see that each step stands there once and the server has it."""
     done = site.train(run_root, *options, f"trainer.ppo.total_steps={steps}")
     assert done.code == 0, done.shown + done.logs()
-    assert steps_of(done.metrics()) == list(range(steps))
+    assert steps_of(done.metrics()) == list(range(1, steps + 1))
     assert server_version(site) == str(steps)
     lines = [line for line in done.metrics() if "publish/stall_s" in line]
     assert lines and all(line["publish/servers"] == 1 for line in lines)
@@ -156,5 +156,5 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
     assert [c.name for c in paths.checkpoints.glob("step-*")]
     again = site.train(tmp_path, f"trainer.ppo.total_steps={stopped_at + 3}")
     assert again.code == 0, again.shown + again.logs()
-    assert steps_of(again.metrics()) == list(range(stopped_at + 3))
+    assert steps_of(again.metrics()) == list(range(1, stopped_at + 4))
     assert audit(paths.ledger).ok

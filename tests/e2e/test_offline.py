@@ -78,7 +78,7 @@ def test_sft_then_ppo_in_one_command(site: Site, tmp_path: Path) -> None:
     assert config.model.path == str(first.export)
     taught, begun = (load_file(path / "model.safetensors") for path in (first.export, site.model))
     assert any(not torch.equal(taught[name], begun[name]) for name in begun)
-    assert [line["step"] for line in done.metrics() if "reward/mean" in line] == [0, 1]
+    assert [line["step"] for line in done.metrics() if "reward/mean" in line] == [1, 2]
     assert audit(done.paths.ledger).ok
     # Version 0 of the second stage is what the first left: its policy agrees with the server's.
     assert done.metrics()[1]["mismatch/logprob_abs_diff_max_current"] < 1e-4
@@ -109,7 +109,7 @@ class Run:
             return 0
         lines = self.paths.metrics.read_text().splitlines(keepends=True)
         whole = [json.loads(line) for line in lines if line.endswith("\n")]
-        return max((1 + line["step"] for line in whole if line["time"] > since), default=0)
+        return max((line["step"] for line in whole if line["time"] > since), default=0)
 
     def reaches(self, steps: int, train: subprocess.Popen[str], *, since: float = 0.0) -> None:
         """Wait until a process begun after `since` has trained a step from `steps` on."""

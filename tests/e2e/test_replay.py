@@ -213,5 +213,5 @@ def test_a_changed_trajectory_is_found_by_its_step(history: History, tmp_path: P
         db.execute("UPDATE trajectories SET payload = ? WHERE trajectory_id = ?", (changed, key))
     done = replay(copy.root, "--to", "2", cwd=source.root.parents[1])
     assert done.returncode == 1, done.stdout
-    assert "step 1 is the first that differs" in done.stderr
+    assert "step 2 is the first that differs" in done.stderr
     assert "What that can mean" in done.stderr

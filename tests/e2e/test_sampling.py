@@ -130,4 +130,4 @@ def test_what_own_servers_sampled_is_learned_from(site: Site, tmp_path: Path) ->
         *("dataset.eval=null", "trainer.offline.batch_size=8", "trainer.offline.epochs=1"),
     )
     assert done.code == 0, done.shown + done.logs()
-    assert [line["step"] for line in done.metrics()] == [0, 1]
+    assert [line["step"] for line in done.metrics()] == [1, 2]

@@ -60,7 +60,7 @@ def test_one_set_of_parameters_generates_and_learns(site: Site, tmp_path: Path) 
     assert report.steps == STEPS
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     trained = [line for line in lines if "reward/mean" in line]
-    assert [line["step"] for line in trained] == list(range(STEPS))
+    assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
     assert any("publish/num_bytes" in line for line in trained)
     for line in trained:
         assert line["staleness/max"] <= 2

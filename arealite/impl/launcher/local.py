@@ -52,7 +52,7 @@ class LocalLauncher(Launcher):
         total, evaluates = config.trainer.ppo.total_steps, config.evaluates
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         if not config.trainer.is_offline:  # a run that is given again may have nothing to train
-            self.progress.newest = max(self.paths.starts, default=0) - 1
+            self.progress.newest = max(self.paths.starts, default=0)
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
@@ -346,7 +346,7 @@ class LocalLauncher(Launcher):
         """Show the ledger's balance, note how the run ended, and return its exit code: 0 only if
         the ledger is balanced, every step is trained and the last evaluation has a result."""
         progress, lack = self.progress, ""
-        trained = progress.newest + 1 or progress.total  # offline, one that was over trains no step
+        trained = progress.newest or progress.total  # offline, one that was over trains no step
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger)

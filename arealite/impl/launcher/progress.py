@@ -40,7 +40,7 @@ class Progress:
     ) -> None:
         self._metrics, self._run = Metrics(metrics), RunPaths(metrics.parent)
         self.total = total_steps
-        self.newest = -1
+        self.newest = 0
         """The furthest step that was trained since."""
         self._evaluates, self._evaluated = evaluates, -1
         self.is_unevaluated = False
@@ -52,7 +52,7 @@ class Progress:
     @property
     def trained(self) -> bool:
         """Whether the last step is trained; only one rank is needed for what comes then."""
-        return self.newest + 1 >= self.total
+        return self.newest >= self.total
 
     @property
     def finished(self) -> bool:
@@ -80,12 +80,11 @@ class Progress:
             return
         self.newest = max(self.newest, step)
         self.total = int(metrics.get("train/total_steps", self.total))
-        done = step + 1
-        parts = [f"step {done}/{self.total}"]
+        parts = [f"step {step}/{self.total}"]
         parts += [
             f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics
         ]
-        is_due = done == 1 or done % self._every == 0 or done == self.total
+        is_due = step == 1 or step % self._every == 0 or step == self.total
         if is_due and not self._is_drawn:
             self.say("  ".join(parts))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from arealite.api.logger import MetricLogger
 from arealite.base.names import RunPaths
+from arealite.system.health.snapshot import is_step
 
 
 class JSONLLogger(MetricLogger):
@@ -30,11 +31,12 @@ class JSONLLogger(MetricLogger):
         self._file.write(json.dumps(line) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop what was written of `step` and later, and a torn last line."""
+        """Drop what was written after step `step`, evaluations at it, and a torn last line."""
         kept: list[str] = []
         for line in self.path.read_text("utf-8").splitlines():
             with suppress(ValueError):  # torn: the process was killed while it wrote
-                if json.loads(line)["step"] < step:
+                read = json.loads(line)
+                if read["step"] < step + (step > 0 and is_step(read)):
                     kept.append(line)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")

@@ -105,8 +105,8 @@ class OfflineTrainer(Trainer):
             while not self.is_over(step):
                 batch = self.next_batch(step)
                 stats = self.update(batch)
-                self.log(step, batch, stats)
                 step += 1
+                self.log(step, batch, stats)
                 self.keep(step)
             self.end(step)
         finally:
@@ -172,7 +172,7 @@ class OfflineTrainer(Trainer):
         line |= {
             "train/examples": float(batch.examples),
             "train/epoch": float(
-                step // count_batches(len(self.parts.train), self.offline.batch_size)
+                (step - 1) // count_batches(len(self.parts.train), self.offline.batch_size)
             ),
             "train/total_steps": float(self.total_steps),
             "throughput/trained_tokens_per_s": tokens / line["time/step_s"],

@@ -87,7 +87,7 @@ class PPOTrainer(Trainer):
                 self.report(batch, stats)
                 step += 1
                 self.publish(step)
-                self.log(step - 1)
+                self.log(step)
                 self.keep(step)
             self.end(step)
         finally:

@@ -75,7 +75,7 @@ class LedgerLink:
         (noted,) = self._db.execute(query, (report.step,)).fetchone()
         if report.fingerprint != noted:
             raise Differs(
-                f"step {report.step} is the first that differs: its parameters are "
+                f"step {report.step + 1} is the first that differs: its parameters are "
                 f"{report.fingerprint} here, {noted} in the run."
             )
         self._on_step(report.step)
@@ -144,4 +144,4 @@ def replay(
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:
-        raise Differs(f"step {trainer.due} cannot be trained again: {error}") from error
+        raise Differs(f"step {trainer.due + 1} cannot be trained again: {error}") from error

@@ -83,6 +83,7 @@ def table(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         **{name: [getattr(row.group, name) for row in rows] for name in GroupRow._fields},
         **{name: [getattr(row.header, name) for row in rows] for name in SHOWN},
+        "step": [None if row.group.step is None else row.group.step + 1 for row in rows],
         "chunks": [len(chunk) for chunk in cut(rows)],
     }
 

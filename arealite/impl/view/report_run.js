@@ -45,7 +45,7 @@ function drawHead(run) {
     make("span", {}, label), make("b", {}, value), make("small", {}, more ?? "")));
   const change = (values) => `${format(firstOf(values))} at the start`;
   const steps = metrics.step ?? [];
-  tile("steps", steps.length ? (last(steps) + 1).toLocaleString("en") : "0",
+  tile("steps", steps.length ? last(steps).toLocaleString("en") : "0",
     times.length > 1 ? `in ${duration(end - begin)}` : "");
   for (const [label, values] of [["reward", metrics["reward/mean"]],
     ["held-out", evals["eval/reward"]], ["loss", metrics["train/loss"]]]) {

@@ -92,7 +92,7 @@ def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
         with suppress(OSError, ValueError):
             text = file.read_text("utf-8")
             if not found or found[-1]["text"] != text:
-                found.append({"step": step, "text": text})
+                found.append({"step": step + 1, "text": text})
     return found
 
 
@@ -102,6 +102,6 @@ def read_ledger(ledger: Path) -> dict[str, Any]:
     with closing(connect(ledger, read_only=True)) as db:
         examples = db.execute("SELECT class, MIN(detail) FROM failures GROUP BY class").fetchall()
         ages = db.execute(
-            f"SELECT step, step - oldest AS age, COUNT(*) FROM {TRAINED} GROUP BY step, age"
+            f"SELECT step + 1, step - oldest AS age, COUNT(*) FROM {TRAINED} GROUP BY step, age"
         ).fetchall()
     return {**asdict(report), "ok": report.ok, "examples": dict(examples), "ages": ages}

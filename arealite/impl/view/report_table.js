@@ -27,8 +27,8 @@ function columnsOf(table) {
       show: (row) => [cut(row), table.num_tokens[row].toLocaleString("en")] },
     { name: "turns", width: "3em", number: true, of: (row) => table.turns[row] },
     { name: "age", width: "2.4em", number: true,
-      of: (row) => (step[row] === null ? -1 : step[row] - oldest[row]),
-      show: (row) => (step[row] === null ? "–" : step[row] - oldest[row]) },
+      of: (row) => (step[row] === null ? -1 : step[row] - 1 - oldest[row]),
+      show: (row) => (step[row] === null ? "–" : step[row] - 1 - oldest[row]) },
     { name: "versions", width: "4.8em", number: true, of: (row) => oldest[row], show: version },
   ].filter(Boolean);
 }

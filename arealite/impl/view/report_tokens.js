@@ -58,7 +58,7 @@ function scaleOf(mode, known, step) {
     return { colour: () => "", legend: [mode === "none" ? "" : "Not kept for this trajectory."] };
   }
   if (mode === "versions") {
-    const trained = step ?? values.reduce((a, b) => Math.max(a, b)), counts = new Map();
+    const trained = step === null ? values.reduce((a, b) => Math.max(a, b)) : step - 1, counts = new Map();
     for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
     const colour = (value) =>
       `color-mix(in srgb, ${ageTone(Math.max(0, trained - value))} 45%, transparent)`;

@@ -67,7 +67,7 @@ class Metrics:
     @property
     def steps(self) -> int:
         """How many are trained."""
-        return int(self.newest.get("step", -1.0)) + 1
+        return int(self.newest.get("step", 0.0))
 
     def poll(self) -> list[Line]:
         """Take in what was written since the last call; return the lines never seen before."""
@@ -96,6 +96,8 @@ class Metrics:
         if not is_step(line):
             self.evals[int(line["step"])] = line
             return
+        if line["step"] == self.steps:  # of 0.1.0, which counted from 0
+            line["step"] += 1
         for key, value in line.items():
             if key in CURVES:
                 self.curves[key].append(value)

@@ -203,7 +203,7 @@ def test_a_worker_that_came_too_late_to_be_let_go_is_ended(tmp_path: Path, late:
 
 
 def test_roles_that_stay_when_the_datapipe_has_left_are_named(tmp_path: Path):
-    scripts = {"datapipe": trains(0), "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
+    scripts = {"datapipe": trains(1), "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
     code, shown, launcher = run(tmp_path, drain_s=1.0, **scripts)
     assert code == 1
     assert "trainer-0, trainer-1 did not end within 1 s" in shown
@@ -367,7 +367,7 @@ def test_a_worker_that_leaves_before_the_last_evaluation_is_replaced(
     trained, lives, done = tmp_path / "trained", tmp_path / "lives", tmp_path / "done"
     evaluated = trains(1).replace("reward/mean", "eval/reward")
     trainer = f"""
-{trains(0)}
+{trains(1)}
 if os.environ["RANK"] == "1":
     open({str(trained)!r}, "w")
     exit()  # it has no part in the evaluation

@@ -69,11 +69,11 @@ def test_an_offline_run_tells_its_total_with_each_step(
     progress = Progress(tmp_path / "m", 100, evaluates=True)
     progress.show({"step": 0, "time": 0.0, "eval/loss": 2.5})
     line = {"time": 0.0, "train/epoch": 0.0, "train/total_steps": 2.0, "train/loss": 1.25}
-    progress.show({"step": 0, **line})
-    progress.show({"step": 1, **line, "train/accuracy": 0.5})
+    progress.show({"step": 1, **line})
+    progress.show({"step": 2, **line, "train/accuracy": 0.5})
     assert not progress.finished
     progress.show({"step": 2, "time": 0.0, "eval/loss": 1.0, "eval/accuracy": 0.75})
-    assert progress.finished and progress.newest == 1
+    assert progress.finished and progress.newest == 2
     assert capsys.readouterr().out.splitlines() == [
         "eval at step 0: held-out loss 2.500",
         "step 1/2  loss 1.2500",
@@ -87,7 +87,7 @@ def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Pat
     for progress in (plain, evaluates):
         progress.show({"step": 1, "time": 0.0, "eval/reward": 0.25})
         assert not progress.finished
-        progress.show(json.loads(line(2, at=0.0)))
+        progress.show(json.loads(line(3, at=0.0)))
     assert plain.finished and evaluates.trained and not evaluates.finished
     evaluates.show({"step": 3, "time": 0.0, "eval/reward": 0.5})
     assert evaluates.finished

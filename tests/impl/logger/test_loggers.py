@@ -39,7 +39,7 @@ def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
 def test_steps_that_are_done_again_stand_once(tmp_path: Path) -> None:
     first = JSONLLogger(tmp_path)
     first.log(0, {"eval/reward": 0.1})
-    for step in range(4):
+    for step in range(1, 5):
         first.log(step, {"reward/mean": float(step)})
     first.log(2, {"eval/reward": 0.2})
     first.log(4, {"eval/reward": 0.4})
@@ -48,17 +48,19 @@ def test_steps_that_are_done_again_stand_once(tmp_path: Path) -> None:
         file.write('{"step": 4, "rew')  # the process was killed here
     second = JSONLLogger(tmp_path)
     second.rewind(2)
-    second.log(2, {"reward/mean": 20.0})
+    second.log(3, {"reward/mean": 30.0})
     second.close()
     kept = [
         (line["step"], line.get("reward/mean"), line.get("eval/reward")) for line in lines(tmp_path)
     ]
-    assert kept == [(0, None, 0.1), (0, 0.0, None), (1, 1.0, None), (2, 20.0, None)]
+    assert kept == [(0, None, 0.1), (1, 1.0, None), (2, 2.0, None), (3, 30.0, None)]
 
 
 def test_a_fresh_start_in_a_used_folder_begins_with_nothing(tmp_path: Path) -> None:
     logger = JSONLLogger(tmp_path)
     logger.log(0, {"eval/reward": 0.1})
+    logger.log(0, {"reward/mean": 0.1})  # of 0.1.0, which counted from 0
+    logger.log(1, {"reward/mean": 0.1})
     logger.rewind(0)
     assert lines(tmp_path) == []
     logger.close()
@@ -76,14 +78,14 @@ def test_tensorboard_shows_each_step_once_after_a_resume(
     # A file is named by its second and by its number in this process, and 10 is read before 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     first = TensorBoardLogger(tmp_path)
-    for step in range(3):
+    for step in range(1, 4):
         first.log(step, {"reward/mean": float(step)})
     first.close()
     second = TensorBoardLogger(tmp_path)
     second.rewind(1)
-    second.log(1, {"reward/mean": 10.0})
+    second.log(2, {"reward/mean": 20.0})
     second.close()
-    assert scalars(tmp_path) == [(0, 0.0), (1, 10.0)]
+    assert scalars(tmp_path) == [(1, 1.0), (2, 20.0)]
 
 
 def test_the_table_names_both() -> None:

@@ -254,7 +254,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path, model):
     lines = metrics(config)
     evals = [(line["step"], line["eval/loss"]) for line in lines if "eval/loss" in line]
     assert evals == [(0, 0.5), (4, 0.5), (6, 0.5)]
-    assert [line["step"] for line in lines if "train/loss" in line] == list(range(6))
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 7))
     assert engine_of(trainer).saved == [2, 4, 6]
     good = checkpoint.list_good(run_paths(config).checkpoints)
     assert [path.name for path in good] == ["step-000004", "step-000006"]
@@ -271,7 +271,7 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_where_it_was(tmp_path, mo
     second = faked(config)
     second.train()
     assert seen(first) + seen(second) == seen(whole)
-    assert [line["step"] for line in metrics(config)] == list(range(6))
+    assert [line["step"] for line in metrics(config)] == list(range(1, 7))
     third = faked(config)
     third.train()
     assert seen(third) == [] and engine_of(third).exported == 1, "a finished run is left as it is"

@@ -125,7 +125,7 @@ def test_every_step_has_a_line_whose_times_add_up(
 ) -> None:
     stage = Stage()
     trainer(config(), stage.parts()).train()
-    assert [step for step, _ in stage.logger.lines] == [0, 1, 2]
+    assert [step for step, _ in stage.logger.lines] == [1, 2, 3]
     for _, line in stage.logger.lines:
         whole = line.pop("time/step_s")
         parts = [v for k, v in line.items() if k.startswith(("time/", "wait/"))]
@@ -242,7 +242,7 @@ def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOT
     trainer(config(total_steps=4, held_out=True), second.parts()).train()
     second.events.order("load step-000002", "start 2", "push 2", "published 2", "update 3")
     assert second.publisher.weights == {2: 2.0, 3: 3.0, 4: 4.0}
-    assert [step for step, line in second.logger.lines if "reward/mean" in line] == [2, 3]
+    assert [step for step, line in second.logger.lines if "reward/mean" in line] == [3, 4]
     assert second.logger.rewound == 2
     assert "evaluate 2" not in second.events.words
     assert second.logger.lines[0][1]["rollout/interrupted_generations"] == 5.0

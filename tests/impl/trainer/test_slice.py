@@ -153,7 +153,7 @@ def test_training_end_to_end(
     exported = load_file(run_paths(made).export / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in server.loaded["3"].items())
     assert not torch.equal(*(server.loaded[v]["model.norm.weight"] for v in ("0", "3")))
-    assert [line["step"] for line in lines(made)] == [0, 1, 2]
+    assert [line["step"] for line in lines(made)] == [1, 2, 3]
     for line in lines(made):
         assert line["staleness/max"] <= eta
         assert line["update/count"] == 2
@@ -170,5 +170,5 @@ def test_a_resumed_run_goes_on(config: Callable[..., ExperimentConfig]) -> None:
     made = config(total_steps=4)
     server = run(AsyncPPOTrainer, made)
     assert sorted(server.loaded) == ["2", "3", "4"]
-    assert [line["step"] for line in lines(made)] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines(made)] == [1, 2, 3, 4]
     assert audit(run_paths(made).ledger).ok

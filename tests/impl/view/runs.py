@@ -82,7 +82,7 @@ def metrics(steps: int) -> list[dict[str, float]]:
     made: list[dict[str, float]] = [{"step": 0, "time": 1e9, "eval/reward": 0.25}]
     for step in range(steps):
         made.append({
-            "step": step, "time": 1e9 + 2.0 * (step + 1), "reward/mean": step / max(1, steps),
+            "step": step + 1, "time": 1e9 + 2.0 * (step + 1), "reward/mean": step / max(1, steps),
             "staleness/mean": 0.5, "staleness/max": 1.0, "update/grad_norm": 1.0 / (step + 1),
             "policy/entropy": 0.5, "time/step_s": 2.0, "time/update_s": 1.1, "wait/batch_s": 0.7,
             "time/other_s": 0.2, "episode/trajectories": 4.0, "episode/seconds_mean": 2.0,

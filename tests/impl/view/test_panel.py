@@ -21,7 +21,7 @@ from arealite.system.names.registry import Entry
 
 def step(number: int) -> Line:
     return {
-        "step": float(number),
+        "step": float(number + 1),
         "time": 100.0 + 2 * number,
         "reward/mean": 0.25 + number / 100,
         "staleness/mean": 1.25,
@@ -154,7 +154,7 @@ def test_before_its_first_step_a_run_has_a_panel():
 
 def test_an_offline_run_shows_what_it_has():
     lines = [
-        {"step": float(n), "time": float(n), "train/loss": 2.0 - n, "train/accuracy": 0.25,
+        {"step": float(n + 1), "time": float(n), "train/loss": 2.0 - n, "train/accuracy": 0.25,
          "train/epoch": 0.0, "time/update_s": 0.75, "time/rows_s": 0.25, "time/step_s": 1.0,
          "throughput/trained_tokens_per_s": 100.0}
         for n in range(2)

@@ -63,7 +63,7 @@ def test_the_table(paths: RunPaths) -> None:
     assert table["group_id"] == ["g0", "g1", "g2"]
     assert table["state"] == ["trained", "trained", "filtered"]
     assert table["reason"] == [None, None, "zero_variance"]
-    assert table["step"] == [3, 3, None]
+    assert table["step"] == [4, 4, None]
     assert table["source"] == ["", "game", ""]
     assert table["reward"] == [1.5, -1.0, 0.0]
     assert table["reward_parts"] == [{"right": 1.0, "form": 0.5}, {"exact": -1.0}, {"exact": 0.0}]
@@ -197,10 +197,10 @@ def test_workers_do_nothing_while_a_run_is_stopped() -> None:
 def test_a_run_that_goes_on_or_has_no_ledger_has_a_report(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    paths.metrics.write_text('{"step": 0, "time": 1.0, "train/epoch": 0.1}\n{"step": 1, "ti')
+    paths.metrics.write_text('{"step": 1, "time": 1.0, "train/epoch": 0.1}\n{"step": 2, "ti')
     assert write_report(paths, paths.report, most=10)["shown"] == 0
     about = json.loads(page_data(paths.report)["about"])
-    assert about["metrics"] == {"step": [0], "time": [1.0], "train/epoch": [0.1]}
+    assert about["metrics"] == {"step": [1], "time": [1.0], "train/epoch": [0.1]}
     assert about["table"] is None
     assert about["ledger"] is None
 
@@ -228,18 +228,18 @@ def test_the_balance_and_the_failures(paths: RunPaths) -> None:
     }
     assert ledger["filtered_by_reason"] == {"zero_variance": 1}
     assert ledger["examples"] == {"crash": "KeyError: x"}
-    assert ledger["ages"] == [(3, 1, 1), (3, 2, 1)]
+    assert ledger["ages"] == [(4, 1, 1), (4, 2, 1)]
 
 
 def test_configs_by_the_step_from_which_they_held(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.config.write_text("lr: 3")
-    assert report_run.read_configs(paths) == [{"step": 0, "text": "lr: 3"}]
+    assert report_run.read_configs(paths) == [{"step": 1, "text": "lr: 3"}]
     paths.configs.mkdir()
     for name, text in (("000000", "lr: 1"), ("000002", "lr: 1"), ("000003", "lr: 2")):
         (paths.configs / f"{name}.yaml").write_text(text)
     assert report_run.read_configs(paths) == [
-        {"step": 0, "text": "lr: 1"}, {"step": 3, "text": "lr: 2"},
+        {"step": 1, "text": "lr: 1"}, {"step": 4, "text": "lr: 2"},
     ]  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def test_many_steps_are_thinned_and_the_last_is_kept(
     paths = make_run(tmp_path / "run", [], lines=metrics(11))
     about = report_run.describe(paths)
     assert about["stride"] == 3
-    assert about["metrics"]["step"] == [0, 3, 6, 9, 10]
+    assert about["metrics"]["step"] == [1, 4, 7, 10, 11]
 
 
 def test_pieces_of_other_tokenizers(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def talk(ids: dict[Any, int], *words: str | bytes) -> list[int]:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    """Two groups at steps 0 and 1: chats with a tool, of two versions; and hostile text."""
+    """Two groups at steps 2 and 3: chats with a tool, of two versions; and hostile text."""
     ids = make_tokenizer(tmp_path / "run/model", WORDS)
     start, end = "<|im_start|>", "<|im_end|>"
     asked = talk(ids, start, "user", "\n", "Hello ", "wörld", end, "\n", start, "assistant", "\n")
@@ -161,10 +161,10 @@ def test_hovering_tells_the_value_in_every_chart(paths: RunPaths, opened: Open) 
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         box = page.locator("#main-curves svg").first.bounding_box()
-        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
-        page.locator("#main-curves .place", has_text="step 1").first.wait_for()
+        page.mouse.move(box["x"] + box["width"] * 2 / 3, box["y"] + box["height"] / 2)
+        page.locator("#main-curves .place", has_text="step 2").first.wait_for()
         places = texts(page, "#main-curves .place")
-        assert set(places) == {"step 1"}
+        assert set(places) == {"step 2"}
         assert "0.3333" in page.locator("#main-curves .values").first.inner_text()
 
 
@@ -254,7 +254,7 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
         page.select_option("[name=state]", label="trained")
         for name, value, left in (
             ("reward-from", "1", every[:1]), ("reward-to", "-0.1", every[2:]),
-            ("step-from", "2", every[2:]), ("step-to", "1", every[:2]),
+            ("step-from", "3", every[2:]), ("step-to", "2", every[:2]),
         ):  # fmt: skip
             page.fill(f"[name={name}]", value)
             assert rows() == left

@@ -33,14 +33,25 @@ def test_metrics_are_taken_in_as_they_are_written(tmp_path: Path):
     metrics = Metrics(file)
     assert metrics.poll() == [], "no file yet"
     evaluation = json.dumps({"step": 0, "time": -1.0, "eval/reward": 0.25}) + "\n"
-    file.write_text(evaluation + line(0) + line(1, reward__mean=0.75)[:20])
-    assert [int(each["step"]) for each in metrics.poll()] == [0, 0]
+    file.write_text(evaluation + line(1) + line(2, reward__mean=0.75)[:20])
+    assert [int(each["step"]) for each in metrics.poll()] == [0, 1]
     with file.open("a") as output:
-        output.write(line(1, reward__mean=0.75)[20:])
+        output.write(line(2, reward__mean=0.75)[20:])
     assert [each["reward/mean"] for each in metrics.poll()] == [0.75]
     assert metrics.curves["reward/mean"] == [0.5, 0.75]
     assert metrics.evals[0]["eval/reward"] == 0.25
     assert metrics.poll() == []
+
+
+@pytest.mark.parametrize("written", [[0, 1, 2, 3], [1, 2, 3, 4], [0, 1, 3, 4]])
+def test_steps_count_from_1_also_where_an_older_run_wrote_them(tmp_path: Path, written: list[int]):
+    """The last: 0.1.0 wrote two steps, and a later version went on with the third."""
+    file = tmp_path / "metrics.jsonl"
+    evaluation = json.dumps({"step": 0, "time": -1.0, "eval/reward": 0.25}) + "\n"
+    file.write_text(evaluation + "".join(line(step) for step in written))
+    metrics = Metrics(file)
+    assert [int(each["step"]) for each in metrics.poll()] == [0, 1, 2, 3, 4]
+    assert metrics.steps == 4
 
 
 def test_metrics_written_anew_are_read_anew_but_told_once(tmp_path: Path):
