@@ -52,7 +52,7 @@ def test_killed_launcher_is_run_again_and_loses_and_repeats_nothing(
     assert report.ok and not report.lost and not report.repeated, report.table()
     assert report.groups.trained == STEPS * GROUPS
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
-    assert [line["step"] for line in lines if "reward/mean" in line] == list(range(STEPS))
+    assert [line["step"] for line in lines if "reward/mean" in line] == list(range(1, STEPS + 1))
     assert paths.end.read_text() == "exit code 0. \n"
     all_gone(tmp_path)
 

@@ -79,13 +79,13 @@ def test_trainer_that_someone_else_ends_early_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "audit", lambda ledger: replace(BALANCED, steps=1))
-    scripts = {"datapipe": "pass", "rollout": "pass", "trainer": trains(0)}
+    scripts = {"datapipe": "pass", "rollout": "pass", "trainer": trains(1)}
     code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, steps=3))
     assert code == 1
     assert "error: the trainer left after 1 of 3 steps, unasked" in shown
 
 
-@pytest.mark.parametrize(("steps", "ended"), [([0, 1], 1), ([0, 1, 2], 0), ([], 0)])
+@pytest.mark.parametrize(("steps", "ended"), [([1, 2], 1), ([1, 2, 3], 0), ([], 0)])
 def test_offline_trainer_has_to_train_every_step(
     tmp_path: Path, steps: list[int], ended: int
 ) -> None:
