@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent_config import AgentConfig
+from arealite.api.checked import checked
 from arealite.api.episode import Action, Record, Seat, Turn, finite
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, clients
-from arealite.base.errors import UserError
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -50,11 +48,6 @@ class Agent(ABC):
     @abstractmethod
     async def act(self, observation: Any) -> Action:
         """Turn an observation into a prompt, generate, and parse the completion into an action."""
-
-    @property
-    def can_be_rewarded(self) -> bool:
-        """Whether the agent can be rewarded: one that is not trained always can."""
-        return bool(self.record.turns) or not self.trainable
 
     def reward(self, value: float, **parts: float) -> None:
         """Add reward to the latest turn; `parts` are summed by name over the episode.
@@ -145,21 +138,8 @@ class AgentFactory:
         make, own = agents.get(config.type), agents.options(config)
         agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
-        setattr(agent, "act", partial(checked_act, agent.act))  # noqa: B010  (a method)
+        setattr(agent, "act", checked(agent.act))  # noqa: B010  (a method)
         return agent
-
-
-async def checked_act(act: Callable[[Any], Awaitable[Any]], observation: Any) -> Action:
-    """Return what `act` returns.
-
-    Raises:
-        UserError: it is no Action.
-    """
-    action = await act(observation)
-    if isinstance(action, Action):
-        return action
-    name = getattr(act, "__qualname__", "act")
-    raise UserError(f"{name} returned {action!r:.60}: an agent returns an Action, as Action(text).")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

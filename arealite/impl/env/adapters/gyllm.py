@@ -118,8 +118,9 @@ def take(
             why = "another request is open" if seat in asked else f"seats are {[*agents]}"
             raise BadRequests(f"a request for {actor}, but {why}; give one that is not batched")
         reward = float(request.get("reward") or 0.0)
-        if reward and agents[seat].can_be_rewarded:
-            agents[seat].reward(reward)
+        agent = agents[seat]
+        if reward and (agent.record.turns or not agent.trainable):
+            agent.reward(reward)
         messages = (request.get("system_message"), request.get("message"))
         told[seat] += [message["content"] for message in messages if message]
         if request["needs_action"]:

@@ -71,7 +71,7 @@ class TextArenaEnv(Env):
         rewards, about = await call(game.end)
         for player, reward in rewards.items():
             agent = agents[self.seats[player]]
-            if agent.can_be_rewarded:
+            if agent.record.turns or not agent.trainable:
                 invalid = about.get(player, {}).get("invalid_move", False)
                 agent.reward(float(reward), invalid=float(invalid))
 

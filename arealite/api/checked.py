@@ -1,0 +1,24 @@
+"""Checks what an agent of the user's own returns."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from arealite.api.episode import Action
+from arealite.base.errors import UserError
+
+
+def checked(act: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Action]]:
+    """Return `act` with a UserError where it returns no Action."""
+
+    async def checked_act(observation: Any) -> Action:
+        action = await act(observation)
+        if isinstance(action, Action):
+            return action
+        name = getattr(act, "__qualname__", "act")
+        raise UserError(
+            f"{name} returned {action!r:.60}: an agent returns an Action, as Action(x)."
+        )
+
+    return checked_act
