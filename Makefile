@@ -29,7 +29,7 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -148,9 +148,9 @@ docs: $(VENV)/.docs reference
 	$(PY) -m mkdocs build --quiet
 	@echo "out/site/index.html"
 
-bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async
+bench: bench-start bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-async
 
-bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
+bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-async: bench-%: $(VENV)/.dev
 	$(PY) tools/bench_$*.py
 
 bench-train: bench-trl

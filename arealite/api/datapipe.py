@@ -44,4 +44,9 @@ class DatapipeConfig:
     pace_report_share: float = opt(
         0.2, "share of time lost to pacing above which slow episodes are named", at_least=0
     )
+    keep_payloads: str = opt(
+        "all",
+        "tokens that the ledger keeps: all, for replay and report of every step; or N: those of "
+        "steps that the N newest checkpoints do not have, so that the file stops growing",
+    )
     curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")

@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress
+
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.fold import fold
@@ -22,6 +25,9 @@ def main(argv: Sequence[str]) -> int:
     ledger = run if run.is_file() else RunPaths(run).ledger
     if not ledger.is_file():
         raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    report = audit(ledger)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("trajectories", total=None)
+        report = audit(ledger, on_row=lambda n, of: progress.update(task, completed=n, total=of))
     print(fold(report.table()))
     return 0 if report.ok else 1

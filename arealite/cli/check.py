@@ -94,6 +94,8 @@ def check_options(config: ExperimentConfig) -> None:
         check_shared(config)
         check_parts(config)
         check_scaling(config)
+        if not re.fullmatch(r"all|[1-9]\d{0,8}", kept := config.datapipe.keep_payloads):
+            raise UserError(f"datapipe.keep_payloads={kept}: use all, or a number from 1 on.")
 
 
 def required(value: str | None, key: str) -> str:

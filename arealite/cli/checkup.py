@@ -21,7 +21,7 @@ from arealite.cli.fold import fold
 from arealite.cli.info import said
 from arealite.impl.publisher.shapes import Shapes
 from arealite.system.data.tasks import load_split
-from arealite.system.ledger.audit import TOKEN_BYTES
+from arealite.system.ledger.payloads import TOKEN_BYTES
 from arealite.system.names.registry import NameRegistry
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -24,7 +24,7 @@ from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.ledger.ledger import reading
+from arealite.system.ledger.ledger import dropped_before, reading
 
 PROGRESS_S = 5.0
 MEANING = """\
@@ -78,9 +78,15 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     """
     with reading(paths.ledger) as db:
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
+        dropped = dropped_before(db)
     rows = rows[:to]
     if not rows or (to is not None and to < 1):
         raise UserError(f"{paths.root} has no trained step to replay.")
+    if dropped:
+        raise UserError(
+            f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads): a replay "
+            "begins with step 1. Replay runs that keep all."
+        )
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         raise UserError(
             f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine gave none. "

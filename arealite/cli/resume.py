@@ -19,7 +19,8 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.ledger import SCHEMA_VERSION, connect, reading
+from arealite.system.ledger.ledger import connect, reading
+from arealite.system.ledger.schema import SCHEMA_VERSION
 
 
 def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
@@ -45,18 +46,35 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
         if good:
             raise UserError(f"{paths.ledger} is gone. {listed} Put the ledger back; or {anew}.")
         return
-    for key, now in {"schema": SCHEMA_VERSION, **identity}.items():
-        if (before := held.get(key)) != now:
-            raise UserError(
-                f"{paths.root} was begun with {key}={before}, now it is {now}. Put {before} back, "
-                f"choose another trial_name; or {anew}."
-            )
+    _check_begun(held, identity, paths.root, wanted if wanted in good else "", anew)
     if wanted in ("auto", "must") and named and named > max(map(step_of, good), default=0):
         back = f"resume={good[-1]} goes back to that one; " if good else ""
         raise UserError(
             f"the run's newest checkpoint, of step {named}, is missing or broken. {listed} Put it "
             f"back; or {back}{anew}."
         )
+
+
+def _check_begun(
+    held: Mapping[str, str], identity: Mapping[str, str], root: Path, named: str, anew: str
+) -> None:
+    """Refuse a trial that was begun as something else, or lacks what the `named` step needs."""
+    if (before := held.get("schema")) != SCHEMA_VERSION:
+        raise UserError(
+            f"{root} was written by another AReaLite (format {before}, now {SCHEMA_VERSION}): go "
+            f"on with that one, choose another trial_name; or {anew}."
+        )
+    if named and step_of(named) < (dropped := int(held.get("dropped", 0))):
+        raise UserError(
+            f"resume={named}: payloads of steps 1 to {dropped} were dropped (datapipe."
+            f"keep_payloads). Name a checkpoint from step-{dropped:06d} on; or {anew}."
+        )
+    for key, now in identity.items():
+        if (before := held.get(key)) != now:
+            raise UserError(
+                f"{root} was begun with {key}={before}, now it is {now}. Put {before} back, "
+                f"choose another trial_name; or {anew}."
+            )
 
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:

@@ -349,7 +349,7 @@ class LocalLauncher(Launcher):
         trained = progress.newest or progress.total  # offline, one that was over trains no step
         if not self.config.trainer.is_offline:
             try:
-                report = audit(self.paths.ledger)
+                report = audit(self.paths.ledger, new_only=True)
                 progress.say(report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
                 code = 0 if lack and code == STOPPED else code  # a stop is a good end, too

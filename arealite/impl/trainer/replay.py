@@ -22,6 +22,7 @@ from arealite.impl.trainer.parts import Parts, make_engines
 from arealite.impl.trainer.world import World
 from arealite.system.datapipe.trainer_desk import shard
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
+from arealite.system.ledger.payloads import unlike
 
 
 class Differs(ArealiteError):
@@ -63,16 +64,27 @@ class LedgerLink:
         updates, seed = self._config.trainer.ppo.updates, self._config.seed
         batch = shard(request, headers, updates=updates, seed=seed, waits={})
         keys = [headers[index].trajectory_id for index in batch.mine]
-        return batch, read_payloads(self._ledger, keys)
+        payloads = read_payloads(self._ledger, keys)
+        for index, payload in zip(batch.mine, payloads, strict=True):
+            if what := unlike(headers[index], payload):
+                name = headers[index].trajectory_id
+                raise Differs(f"step {step}: payload and header of {name} differ: {what}")
+        return batch, payloads
 
     def report(self, report: StepReport) -> None:
-        """Compare the fingerprint with the run's.
+        """Compare the rewards and the fingerprint with the run's.
 
         Raises:
             Differs: it is another one.
         """
-        query = "SELECT fingerprint FROM steps WHERE step = ?"
-        (noted,) = self._db.execute(query, (report.step,)).fetchone()
+        query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
+        noted, metrics = self._db.execute(query, (report.step,)).fetchone()
+        held = json.loads(metrics).get("reward/mean")
+        if held not in (None, reward := report.metrics.get("reward/mean")):
+            raise Differs(
+                f"step {report.step} is the first that differs: its mean reward is {reward} here, "
+                f"{held} in the run."
+            )
         if report.fingerprint != noted:
             raise Differs(
                 f"step {report.step + 1} is the first that differs: its parameters are "

@@ -120,7 +120,8 @@ class Chunks:
         """
         names = [row.header.trajectory_id for row in rows]
         parts, sampled = defaultdict[str, list[np.ndarray]](list), list[np.ndarray]()
-        for row, payload in zip(rows, read_payloads(self._ledger, names), strict=True):
+        payloads = read_payloads(self._ledger, names, dropped=b"")
+        for row, payload in zip(rows, payloads, strict=True):
             read = self._arrays(row.header, payload)
             for name, array in read.items():
                 parts[name].append(array)
@@ -147,7 +148,7 @@ class Chunks:
             sizes = {len(array) for array in found.values()}
             if sizes == {header.num_tokens} and found["loss_mask"].sum() == header.trained_tokens:
                 return found
-        self.unreadable += 1
+        self.unreadable += bool(payload)  # else it was dropped
         blank = {name: np.zeros(header.num_tokens, kind) for name, kind in FIELDS.items()}
         blank["loss_mask"][: header.trained_tokens] = 1
         return blank

@@ -186,7 +186,7 @@ function drawLedger({ ledger }) {
       make("th", {}, "tokens")), row("offered", "offered", ""), row("trained", "trained", "="),
     row("filtered", "filtered", "+"), row("buffered", "buffered", "+"),
     row("in flight", "in_flight", "+")),
-    make("ul", { className: "promises" }, promises)),
+    make("ul", { className: "promises" }, promises, ledger.notes.map((note) => make("li", {}, note)))),
     panel("Counts", make("table", {}, facts.map((name) => make("tr", {},
       make("th", {}, name.replaceAll("_", " ")),
       make("td", { className: "number" }, ledger[name].toLocaleString("en")))))),

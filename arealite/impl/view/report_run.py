@@ -98,7 +98,7 @@ def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
 
 def read_ledger(ledger: Path) -> dict[str, Any]:
     """Return the audit, an example of each class of failure, and the ages of each step's batch."""
-    report = audit(ledger)
+    report = audit(ledger, new_only=True)
     with closing(connect(ledger, read_only=True)) as db:
         examples = db.execute("SELECT class, MIN(detail) FROM failures GROUP BY class").fetchall()
         ages = db.execute(

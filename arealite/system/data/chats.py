@@ -164,7 +164,8 @@ def _reward(row: Row, *, unknown: float) -> float:
 def _collected(ledger: Path) -> list[Row]:
     """Return a row a segment of the trajectories in a ledger, as they came."""
     with reading(ledger) as db:
-        sql = "SELECT trajectory_id, reward, payload FROM trajectories ORDER BY rowid"
+        sql = "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
+        sql += "ORDER BY rowid"
         return [
             (f"{ledger}, {name}", {"tokens": s.tokens, "loss_mask": s.loss_mask, "reward": reward})
             for name, reward, payload in db.execute(sql)

@@ -22,7 +22,13 @@ import zmq
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
 from arealite.api.task import Task
-from arealite.api.trainer_messages import BatchRequest, Finish, FromTrainer, Refused
+from arealite.api.trainer_messages import (
+    BatchRequest,
+    Checkpointed,
+    Finish,
+    FromTrainer,
+    Refused,
+)
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.data.dataset import identity
@@ -31,6 +37,7 @@ from arealite.system.datapipe.eval_book import EvalBook
 from arealite.system.datapipe.group_book import GroupBook
 from arealite.system.datapipe.scaling import Scaling
 from arealite.system.datapipe.trainer_desk import OutOfStep, TrainerDesk
+from arealite.system.datapipe.upkeep import Upkeep
 from arealite.system.datapipe.workers import Held, Worker, Workers
 from arealite.system.ledger.group import too_many
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
@@ -122,6 +129,8 @@ class Datapipe:
             workers=self.workers,
             writer=self.writer,
         )
+        kept = self.config.datapipe.keep_payloads
+        self.upkeep = Upkeep(self.writer, self._done, keep_payloads=kept)
         self._restore()
         self._channel = wire.Channel(server, self._receive)
         try:
@@ -242,6 +251,8 @@ class Datapipe:
             self._send(route, Refused(wire.request_name(request), str(error)))
             if not isinstance(error, OutOfStep):
                 raise
+        if isinstance(request, Checkpointed):
+            self.writer.after_commit(self._begin_upkeep)
         if isinstance(request, Finish):
             self._stopped_at = time.monotonic()
             for worker in self.workers.by_id.values():
@@ -297,6 +308,9 @@ class Datapipe:
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
         self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))
+
+    def _begin_upkeep(self) -> None:
+        self._tasks.create_task(self._guard(self.upkeep.run))
 
     async def _send_batch(self, route: bytes, request: BatchRequest) -> None:
         if request.step in self.book.batches:

@@ -1,47 +1,60 @@
 """Holds a trial's ledger against its promises: nothing lost, nothing repeated, no token too old.
 
 Reads the file, and the configs beside it if there are any, so it works on a run that lives, died or
-was copied elsewhere.
+was copied elsewhere. An audit reads all rows and payloads, or only what is newer than a mark that
+the datapipe keeps in the ledger: up to there everything was audited, and was right.
 """
 
 from __future__ import annotations
 
 import math
 import sqlite3
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from arealite.api.trajectory import Segment, encode_segments
+import msgspec
+
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
+from arealite.system.ledger import schema
+from arealite.system.ledger.audit_report import IN_STATE, AuditReport, Balance
 from arealite.system.ledger.ledger import connect, decode_header
+from arealite.system.ledger.payloads import unlike
 
-IN_STATE = {
-    "trained": ("trained", "durable"),
-    "filtered": ("filtered",),
-    "buffered": ("complete", "batched"),
-    "in_flight": ("offered", "leased"),
-}
-"""The states of groups, as the balance counts them."""
+CLOSED = ("durable", "filtered")
+"""States that only a roll-back ends."""
 TRAINED = f"""
 (SELECT g.step, t.* FROM trajectories t JOIN groups g USING (group_id)
  WHERE g.state IN {IN_STATE["trained"]})"""
-TOKEN_BYTES = 17
-"""Of a token in a payload: its id, mask, logprob, version and reward."""
-SEGMENT_BYTES = len(encode_segments([Segment(b"", b"", b"", b"", b"", 1.0)])) + 5 * 3
-"""What a segment has beside its tokens, at most: a long array's length takes 3 bytes more."""
 SHOWN = 5
 """Ids named in a line of problems."""
 
-SAID = "(SELECT step, value AS trajectory_id FROM steps, json_each(trained))"
+SAID = """(SELECT step, value AS trajectory_id
+ FROM steps, json_each(IIF(json_valid(trained), trained, '[]')))"""
 CHECKS = {
     "lost": {
-        "holes in the dataset's order, before": """
-            SELECT 'g' || seq FROM
-              (SELECT seq, LAG(seq, 1, -1) OVER (ORDER BY seq) AS before FROM groups)
+        "groups missing from the dataset's order": """
+            SELECT 'g' || (before + 1) FROM
+              (SELECT seq, LAG(seq, 1, :seq - 1) OVER (ORDER BY seq) AS before FROM groups
+               WHERE seq >= :seq
+               UNION ALL SELECT rows, (SELECT MAX(seq) FROM main.groups) FROM heads
+               WHERE name = 'groups')
             WHERE seq > before + 1""",
+        "trajectories missing after": """
+            SELECT before FROM
+              (SELECT n, LAG(n, 1, :row) OVER win AS last,
+                 LAG(trajectory_id, 1, 'the beginning') OVER win AS before
+               FROM trajectories WHERE n > :row WINDOW win AS (ORDER BY n)
+               UNION ALL SELECT rows + 1, t.rowid, trajectory_id FROM heads, main.trajectories t
+               WHERE name = 'trajectories'
+               AND t.rowid = (SELECT MAX(rowid) FROM main.trajectories))
+            WHERE n > last + 1""",
         "trajectories without a group": """
             SELECT trajectory_id FROM trajectories
             WHERE group_id NOT IN (SELECT group_id FROM groups)""",
@@ -55,21 +68,19 @@ CHECKS = {
                 GROUP BY member HAVING COUNT(*) >= :attempts)
               ) < (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'group_size')""",
         "steps reported or trained only": f"""
-            SELECT step FROM (
+            SELECT step + 1 FROM (
               SELECT step FROM steps
               UNION ALL SELECT DISTINCT step FROM groups WHERE state IN {IN_STATE["trained"]})
             GROUP BY step HAVING COUNT(*) = 1""",
         "steps without a report, which a later one has": """
-            SELECT DISTINCT step FROM groups
+            SELECT DISTINCT step + 1 FROM groups
             WHERE state = 'batched' AND step < (SELECT MAX(step) FROM steps) ORDER BY step""",
     },
     "repeated": {
         "steps whose trained ids are not the batch's": f"""
-            SELECT DISTINCT step FROM
+            SELECT DISTINCT step + 1 FROM
               (SELECT * FROM {SAID} UNION ALL SELECT step, trajectory_id FROM {TRAINED})
             GROUP BY step, trajectory_id HAVING COUNT(*) != 2""",
-        "trained twice": f"""
-            SELECT trajectory_id FROM {SAID} GROUP BY trajectory_id HAVING COUNT(*) > 1""",
         "kept twice": """
             SELECT group_id || '/' || member || '/' || seat FROM trajectories
             GROUP BY group_id, member, seat HAVING COUNT(*) > 1""",
@@ -77,8 +88,6 @@ CHECKS = {
     "broken": {
         "trained with tokens older than max_staleness={max_staleness:g}": f"""
             SELECT trajectory_id FROM {TRAINED} WHERE step - oldest > :max_staleness""",
-        "trained with a payload unlike its header": f"""
-            SELECT trajectory_id FROM {TRAINED} WHERE is_unlike(header, tokens, LENGTH(payload))""",
         "with turns left over of an ended episode": """
             SELECT DISTINCT u.group_id || '/' || u.member FROM turns u LEFT JOIN groups g
             USING (group_id) LEFT JOIN trajectories t USING (group_id, member)
@@ -86,86 +95,18 @@ CHECKS = {
     },
 }
 """By the report's field: what may not be, and the query that finds it."""
-
-
-@dataclass(frozen=True)
-class Balance:
-    """offered = trained + filtered + buffered + in_flight, in groups or in tokens received."""
-
-    offered: int
-    trained: int
-    filtered: int
-    buffered: int
-    in_flight: int
-
-    @property
-    def is_even(self) -> bool:
-        """Whether both sides are equal."""
-        return self.offered == self.trained + self.filtered + self.buffered + self.in_flight
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    """What the ledger holds, and what is wrong with it."""
-
-    groups: Balance
-    tokens: Balance
-    filtered_by_reason: dict[str, int]
-    failures_by_class: dict[str, int]
-    steps: int
-    checkpoints: int
-    trained_trajectories: int
-    mixed_version_trajectories: int
-    """Trained ones whose tokens are of more than one policy version."""
-    interrupted: int
-    """Generations of trained trajectories that a weight update cut."""
-    weight_versions: int
-    """Policy versions seen as oldest or newest of any trajectory."""
-    max_staleness: int
-    """Of a trained token: its step less its version."""
-    lost: list[str] = field(default_factory=list[str])
-    """What is missing although the ledger says it is there."""
-    repeated: list[str] = field(default_factory=list[str])
-    """What was used twice."""
-    broken: list[str] = field(default_factory=list[str])
-    """Other promises: trained tokens too old, payloads unlike their headers, turns left over."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether both balances are even and no promise is broken."""
-        problems = self.lost or self.repeated or self.broken
-        return self.groups.is_even and self.tokens.is_even and not problems
-
-    def table(self) -> str:
-        """Write the report for a reader."""
-        lines = [f"{'':<28}{'groups':>12}{'tokens':>16}"]
-        for name, groups in vars(self.groups).items():
-            tokens = getattr(self.tokens, name)
-            lines.append(f"{name.replace('_', ' '):<28}{groups:>12}{tokens:>16}")
-        counts = {f"filtered: {k}": n for k, n in sorted(self.filtered_by_reason.items())}
-        counts |= {f"failed episodes: {k}": n for k, n in sorted(self.failures_by_class.items())}
-        counts |= {k.replace("_", " "): v for k, v in vars(self).items() if isinstance(v, int)}
-        lines += [f"{name:<28}{number:>12}" for name, number in counts.items()]
-        for name in ("lost", "repeated", "broken"):
-            problems: list[str] = getattr(self, name)
-            lines.append(f"{name:<28}{len(problems):>12}")
-            lines += [f"  {problem}" for problem in problems]
-        verdict = "balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE"
-        return "\n".join([*lines, verdict])
-
-
-def audit(ledger_path: Path) -> AuditReport:
-    """Read a ledger, which may be in use, and check it.
-
-    Raises:
-        UserError: the file is not a ledger.
-    """
-    try:
-        with closing(connect(ledger_path, read_only=True)) as db:
-            db.execute("BEGIN")  # one snapshot for all that follows
-            return _audit(db, Promises.of(RunPaths(ledger_path.parent)))
-    except sqlite3.Error as error:
-        raise UserError(f"{ledger_path} cannot be read as a ledger: {error}.") from error
+ROWS = {
+    "groups": f"SELECT IFNULL(state, '') IN {CLOSED}, IFNULL(state, ''), sum, {{columns}} "
+    "FROM groups",
+    "steps": "SELECT step < {durable}, '', sum, {columns} FROM steps",
+    "failures": f"SELECT IFNULL(state, '') IN {CLOSED}, class, f.sum, {{columns}} "
+    "FROM failures f LEFT JOIN groups g USING (group_id)",
+    "trajectories": f"SELECT IFNULL(state, '') IN {CLOSED}, IFNULL(state, ''), t.sum, {{columns}}, "
+    "step, n, payload_sum, payload FROM trajectories t LEFT JOIN groups g USING (group_id)",
+}
+"""By table: whether a row is closed, as what it is counted, its checksum, and what that is of."""
+Seen = Callable[[int, int], None]
+Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -190,51 +131,219 @@ class Promises:
         return cls(oldest, min(partial, default=0))
 
 
-def _audit(db: sqlite3.Connection, promises: Promises) -> AuditReport:
-    def one(sql: str) -> int:
-        return int(db.execute(sql).fetchone()[0] or 0)
+class Mark(msgspec.Struct, frozen=True):
+    """How far a ledger was audited, and was right."""
 
-    def balance(sql: str) -> Balance:
-        held = dict(db.execute(f"{sql} GROUP BY state"))
-        sums = {k: sum(held.get(state, 0) for state in v) for k, v in IN_STATE.items()}
-        return Balance(sum(held.values()), **sums)
+    row: int = 0
+    """Number of the last trajectory."""
+    seq: int = 0
+    """Groups before are counted, but for those of `open`."""
+    step: int = 0
+    """Steps before are counted: a checkpoint holds them."""
+    open: list[int] = []
+    """By seq: groups that were not durable or filtered yet."""
+    tally: dict[str, int] = {}
+    """What is counted so far."""
 
-    db.create_function("is_unlike", 3, _is_unlike)
-    given = vars(promises)
-    problems = {
-        field: [
-            f"{len(names)} {what.format(**given)}: "
-            f"{', '.join(names[:SHOWN])}{' …' if names[SHOWN:] else ''}"
-            for what, sql in checks.items()
-            if (names := [str(name) for (name,) in db.execute(sql, given)])
-        ]
-        for field, checks in CHECKS.items()
-    }
-    failed = "SELECT reason, COUNT(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
-    versions = "SELECT oldest FROM trajectories UNION SELECT newest FROM trajectories"
-    return AuditReport(
-        groups=balance("SELECT state, COUNT(*) FROM groups"),
-        tokens=balance(
-            "SELECT state, SUM(tokens) FROM trajectories LEFT JOIN groups USING (group_id)"
-        ),
-        filtered_by_reason=dict(db.execute(failed)),
-        failures_by_class=dict(db.execute("SELECT class, COUNT(*) FROM failures GROUP BY class")),
-        steps=one("SELECT COUNT(*) FROM steps"),
-        checkpoints=one("SELECT COUNT(*) FROM checkpoints"),
-        trained_trajectories=one(f"SELECT COUNT(*) FROM {TRAINED}"),
-        mixed_version_trajectories=one(f"SELECT COUNT(*) FROM {TRAINED} WHERE oldest != newest"),
-        interrupted=one(f"SELECT SUM(interruptions) FROM {TRAINED}"),
-        weight_versions=one(f"SELECT COUNT(*) FROM ({versions})"),
-        max_staleness=one(f"SELECT MAX(step - oldest) FROM {TRAINED}"),
-        **problems,
+
+def audit(path: Path, *, new_only: bool = False, on_row: Seen | None = None) -> AuditReport:
+    """Read a ledger, which may be in use, and check it.
+
+    `new_only` leaves out what was audited before, up to the mark that the ledger keeps. `on_row`
+    hears from time to time of a trajectory's number and of the last one's.
+
+    Raises:
+        UserError: the file is not a ledger, or is damaged.
+    """
+    paths = RunPaths(path.parent)
+    # Listed before the snapshot, which so has every step of each.
+    saved = [int(folder.name[5:]) for folder in paths.checkpoints.glob("step-*[0-9]")]
+    try:
+        with closing(connect(path, read_only=True)) as db:
+            db.text_factory = partial(str, encoding="utf-8", errors="replace")  # of a changed row
+            db.execute("BEGIN")  # one snapshot for all that follows
+            return Audit(db, new_only).run(Promises.of(paths), max(saved, default=0), on_row)
+    except sqlite3.Error as error:
+        raise UserError(
+            f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} Put a copy of "
+            "it back, or begin another trial with the newest checkpoint, exported."
+        ) from error
+
+
+class Audit:
+    """An audit of one snapshot. Its queries see what is newer than the mark as if it were all."""
+
+    def __init__(self, db: sqlite3.Connection, new_only: bool) -> None:
+        self.db, self.is_whole, self.mark = db, not new_only, Mark()
+        held = dict(db.execute("SELECT key, value FROM meta"))
+        self.has_sums = held.get("schema") == schema.SCHEMA_VERSION
+        if new_only:
+            with suppress(msgspec.MsgspecError):  # none yet
+                self.mark = msgspec.json.decode(held.get("audited", ""), type=Mark)
+        self.dropped = int(held.get("dropped", 0))
+        self.found = Counter[str](), Counter(self.mark.tally)
+        """What there is that is open, and what only a roll-back changes."""
+        self.problems = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
+        """By the report's field, then by what is wrong: ids."""
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Put views of what is newer than the mark before the tables."""
+        mark, seqs = self.mark, ", ".join(map(str, self.mark.open))
+        newer = {
+            "groups": f"seq >= {mark.seq} OR seq IN ({seqs})",
+            "steps": f"step >= {mark.step}",
+            "failures": "group_id IN (SELECT group_id FROM groups)",
+            "trajectories": f"rowid > {mark.row} OR group_id IN "
+            f"(SELECT group_id FROM main.groups WHERE seq IN ({seqs}))",
+        }
+        for table, where in newer.items():
+            lacks = ", NULL AS payload_sum, rowid AS n" if table == "trajectories" else ""
+            lacks = "" if self.has_sums else f", NULL AS sum{lacks}"
+            sql = f"CREATE TEMP VIEW {table} AS SELECT *{lacks} FROM main.{table} WHERE "
+            self.db.execute(sql + (where if mark.row else "true"))
+        if not self.has_sums:
+            self.db.execute("CREATE TEMP TABLE heads (name, rows, sum)")
+
+    def run(self, promises: Promises, saved: int, on_row: Seen | None) -> AuditReport:
+        """Check everything; `saved` is the step of the newest checkpoint beside the ledger."""
+        one = "SELECT IFNULL(MAX(rowid), 0), (SELECT IFNULL(MAX(step), 0) FROM checkpoints), "
+        one += "(SELECT IFNULL(MAX(seq) + 1, 0) FROM main.groups) FROM main.trajectories"
+        last, durable, seq = self.db.execute(one).fetchone()
+        for table, query in ROWS.items():
+            columns = schema.COVERED[table]
+            size = columns.count(",") + 1
+            for each in self.db.execute(query.format(columns=columns, durable=durable)):
+                (is_closed, state, found), row, rest = (
+                    each[:3],
+                    each[3 : 3 + size],
+                    each[3 + size :],
+                )
+                self._count(table, is_closed, state, found, row)
+                if table == "trajectories":
+                    self._check(state, row, *rest)
+                    if on_row and rest[1] % 64 == 0:
+                        on_row(rest[1], last)
+        given = vars(promises) | {"seq": self.mark.seq, "row": self.mark.row}
+        for kind, checks in CHECKS.items():
+            for what, sql in checks.items():
+                if names := [str(name) for (name,) in self.db.execute(sql, given)]:
+                    self.problems[kind][what.format(**given)] = names
+        tally = {name: number & schema.SUMS for name, number in self.found[True].items()}
+        self.now = self.found[False] + self.found[True]
+        self._check_file(saved)
+        still = self.db.execute(f"SELECT seq FROM groups WHERE state NOT IN {CLOSED}")
+        mark = Mark(last, seq, durable, [seq for (seq,) in still], tally)
+        return self._report(msgspec.json.encode(mark).decode())
+
+    def _count(self, table: str, is_closed: bool, state: str, found: int, row: Row) -> None:
+        """Count a row, and hold it against its checksum."""
+        tally = self.found[is_closed]
+        tally[f"{table} {state}"] += 1
+        if table == "groups" and state == "filtered":
+            tally[f"reason {row[6]}"] += 1
+        if self.has_sums:
+            tally[f"sum {table}"] += found or 0
+            if schema.checksum(*row) != found:
+                name = str(row[0] + 1 if table == "steps" else row[0])
+                self.problems["broken"][f"{table} changed by another hand"].append(name)
+
+    def _check(self, state: str, row: Row, step: int | None, n: int, *kept: Any) -> None:
+        """Hold a trajectory's columns and payload against its header, and count that."""
+        (found, payload), name, is_closed = kept, str(row[0]), state in CLOSED
+        tally, what = self.found[is_closed], ""
+        try:
+            h = decode_header(row[10])
+            said = (h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens)
+            said += (h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
+            if said != row[:10]:
+                what = "trajectories with columns unlike their header"
+            elif payload is None:
+                if not (is_closed and (step or 0) < self.dropped):
+                    what = "payloads gone that were not dropped"
+            elif self.has_sums and schema.checksum(name, payload) != found:
+                what = "payloads changed by another hand"
+            elif different := unlike(h, payload):
+                what = f"payloads unlike their header ({different})"
+            tally[f"tokens {state}"] += row[5]
+            tally["newest"] = max(tally["newest"], h.newest_version + 1)
+            if step is not None and state in IN_STATE["trained"]:
+                tally["trained"] += 1
+                tally["mixed"] += h.oldest_version != h.newest_version
+                tally["interrupted"] += h.interruptions
+                tally["staleness"] = max(tally["staleness"], step - h.oldest_version)
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            what = f"trajectories that cannot be read ({error})"
+        if what:
+            self.problems["broken"][what].append(name)
+
+    def _check_file(self, saved: int) -> None:
+        """Hold the tables against their heads and the newest checkpoint, and read every page."""
+        for table, rows, total in self.db.execute("SELECT name, rows, sum FROM heads"):
+            here, found = sum(self._named(f"{table} ").values()), self.now[f"sum {table}"]
+            if (here, found & schema.SUMS) != (rows, total):
+                kind = "lost" if here < rows else "repeated" if here > rows else "broken"
+                what = f"{table} do not add up: {rows} were written, {here} are here"
+                self.problems[kind][what] = []
+        (steps,) = self.db.execute("SELECT IFNULL(MAX(step) + 1, 0) FROM main.steps").fetchone()
+        if steps < saved:
+            what = f"the newest transactions: a checkpoint has {saved} steps, the ledger {steps}"
+            self.problems["lost"][what + " (was ledger.sqlite-wal deleted?)"] = []
+        if self.is_whole:
+            for (line,) in self.db.execute(f"PRAGMA main.integrity_check({SHOWN})"):
+                if line != "ok":
+                    self.problems["broken"][f"the file is damaged: {line}"] = []
+
+    def _named(self, prefix: str) -> dict[str, int]:
+        return {k.removeprefix(prefix): n for k, n in self.now.items() if k.startswith(prefix)}
+
+    def _report(self, mark: str) -> AuditReport:
+        now, (checkpoints,) = self.now, *self.db.execute("SELECT COUNT(*) FROM checkpoints")
+        found = {k: [_line(*each) for each in v.items()] for k, v in self.problems.items()}
+        return AuditReport(
+            groups=Balance.of(self._named("groups ")),
+            tokens=Balance.of(self._named("tokens ")),
+            filtered_by_reason=self._named("reason "),
+            failures_by_class=self._named("failures "),
+            steps=now["steps "],
+            checkpoints=checkpoints,
+            trained_trajectories=now["trained"],
+            mixed_version_trajectories=now["mixed"],
+            interrupted=now["interrupted"],
+            weight_versions=max(each["newest"] for each in self.found),
+            max_staleness=max(each["staleness"] for each in self.found),
+            notes=[*self._notes()],
+            mark=mark,
+            **found,
+        )
+
+    def _notes(self) -> Iterator[str]:
+        if self.dropped:
+            yield f"payloads of steps 1 to {self.dropped} were dropped (datapipe.keep_payloads)"
+        if not self.has_sums:
+            yield "no checksums: an older AReaLite wrote this ledger; payloads fit their headers"
+        if self.mark.step:
+            yield f"steps 1 to {self.mark.step} were audited during the run, and not again now"
+
+
+def _line(what: str, names: list[str]) -> str:
+    shown = f"{', '.join(names[:SHOWN])}{' …' if names[SHOWN:] else ''}"
+    return f"{len(names)} {what}: {shown}" if names else what
+
+
+def _unreadable(path: Path) -> str:
+    """Say from where on the tables of a damaged file cannot be read."""
+    found, keys = (
+        list[str](),
+        {"groups": "group_id", "trajectories": "trajectory_id", "steps": "step"},
     )
-
-
-def _is_unlike(blob: bytes, tokens: int, size: int) -> bool:
-    """Say whether a payload of `size` bytes cannot hold the tokens of its header."""
-    header = decode_header(blob)
-    spare, most = (
-        size - TOKEN_BYTES * header.num_tokens,
-        SEGMENT_BYTES * len(header.segment_lengths),
-    )
-    return tokens != header.num_tokens or not 0 < spare <= most
+    with suppress(sqlite3.Error), closing(connect(path, read_only=True)) as db:
+        db.execute("PRAGMA writable_schema = ON")  # reads what there is of a file cut off
+        for table, key in keys.items():
+            last = "the beginning"
+            try:
+                for row in db.execute(f"SELECT {key}, * FROM {table} ORDER BY rowid"):
+                    last = row[0]
+            except sqlite3.Error:
+                found.append(f"{table} after {last}")
+    return f" Unreadable: {', '.join(found)}." if found else ""

@@ -31,6 +31,7 @@ from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
+from arealite.system.ledger import schema
 from arealite.system.ledger.group import Group
 
 logger = log.get(__name__)
@@ -43,42 +44,8 @@ READERS_MS, MAX_READERS_MS = 200, 2000
 """How long a commit waits for them then: at first; longer the larger they have made the log."""
 BUSY_MS = 10_000
 """How long a connection waits for a lock."""
-SCHEMA_VERSION = "3"
-SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
--- one row a group ever offered for training; seq is its place in the order of the dataset; leases =
--- JSON list of those that something is expected of: (lease id, worker id, members, version)
-CREATE TABLE groups (
-  seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
-  state TEXT, reason TEXT, step INTEGER, place INTEGER, leases TEXT);
-CREATE INDEX groups_by_step ON groups (step) WHERE step NOTNULL;
--- header and payload as they came (msgpack); the other columns repeat the header for queries
-CREATE TABLE trajectories (
-  trajectory_id TEXT UNIQUE, group_id TEXT, member INTEGER, seat TEXT, reward REAL,
-  tokens INTEGER, trained_tokens INTEGER, oldest INTEGER, newest INTEGER, interruptions INTEGER,
-  header BLOB, payload BLOB);
-CREATE INDEX trajectories_by_group ON trajectories (group_id);
-CREATE TABLE failures (
-  group_id TEXT, member INTEGER, lease_id TEXT, class TEXT, detail TEXT,
-  PRIMARY KEY (group_id, member, lease_id)) WITHOUT ROWID;
--- turns of episodes under way: header and payload as they came; gone with the episode's end
-CREATE TABLE turns (
-  group_id TEXT, member INTEGER, seat TEXT, idx INTEGER, header BLOB, payload BLOB,
-  PRIMARY KEY (group_id, member, seat, idx)) WITHOUT ROWID;
--- one row a step the trainer reported; trained = JSON list of the trajectory ids it says it used
-CREATE TABLE steps (
-  step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT, ranks INTEGER, fingerprint TEXT);
-CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
-CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
-"""
-
 ROWS = 32
 """Of one statement."""
-PUT_GROUPS = (
-    "INSERT INTO groups VALUES {} ON CONFLICT (seq) DO UPDATE SET state = excluded.state, reason = "
-    "excluded.reason, step = excluded.step, place = excluded.place, leases = excluded.leases"
-)
-PUT_TRAJECTORIES = "INSERT OR IGNORE INTO trajectories VALUES {}"
 _encode = msgspec.msgpack.Encoder().encode
 decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
 decode_turn = msgspec.msgpack.Decoder(TurnHeader).decode
@@ -112,12 +79,18 @@ class Ledger:
             ) from error
 
     def _prepare(self, fingerprint: dict[str, str]) -> None:
-        expected = {"schema": SCHEMA_VERSION, **fingerprint}
+        expected = {"schema": schema.SCHEMA_VERSION, **fingerprint}
         db = self.connection
         if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            db.executescript("BEGIN IMMEDIATE;" + SCHEMA)
+            db.executescript("BEGIN IMMEDIATE;" + schema.SCHEMA)
             db.executemany("INSERT INTO meta VALUES (?, ?)", expected.items())
+            db.executemany(
+                "INSERT INTO heads VALUES (?, 0, 0)", [(table,) for table in schema.COVERED]
+            )
             db.execute("COMMIT")
+        db.create_function("checksum", -1, schema.checksum, deterministic=True)
+        for table in schema.COVERED:
+            db.executescript(schema.triggers(table))
         held = dict(db.execute("SELECT key, value FROM meta").fetchall())
         for key, value in expected.items():
             if held.get(key) != value:
@@ -167,7 +140,8 @@ class Ledger:
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Keep a trajectory; the second one of an id is ignored."""
         h = header
-        about = (h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens)
+        reward = h.reward + 0.0  # as SQLite keeps it: a float, and never -0.0
+        about = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
         versions = (h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
         self._trajectories.append((*about, *versions, _encode(h), payload))
 
@@ -186,40 +160,62 @@ class Ledger:
 
     def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
         """Keep a failed attempt at an episode; the second one of a lease is ignored."""
-        sql = "INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?)"
-        self._put(sql, group_id, member, lease_id, failure.failure_class, failure.detail)
+        row = (group_id, member, lease_id, failure.failure_class, failure.detail)
+        self._queue += _many(schema.PUT_FAILURE, [row])
 
     def train(self, report: StepReport) -> None:
         """Note that the optimizer has applied a batch."""
         trained, metrics = json.dumps(report.trained), json.dumps(report.metrics)
         columns = (report.step, trained, metrics, report.ranks, report.fingerprint)
-        self._put("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?, ?)", *columns)
-        sql = "UPDATE groups SET state = 'trained' WHERE step = ? AND state = 'batched'"
-        self._put(sql, report.step)
+        self._queue += _many(schema.PUT_STEP, [columns])
+        self._change("step = ? AND state = 'batched'", report.step, state="'trained'")
 
     def checkpoint(self, step: int, path: str) -> None:
         """Note that a checkpoint holds all steps before `step`."""
         self._put("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", step, path)
-        self._put("UPDATE groups SET state = 'durable' WHERE state = 'trained' AND step < ?", step)
+        self._change("state = 'trained' AND step < ?", step, state="'durable'")
+
+    def drop_payloads(self, checkpoints: int) -> bool:
+        """Drop the payloads of the oldest step that has them and is older than so many newest
+        checkpoints; return whether there is one.
+
+        One step at a time: none of its own is needed any more, and others wait for the
+        transaction. SQLite uses the room again. Call it while nobody else uses the connection.
+        """
+        step = dropped_before(self.connection)
+        sql = "SELECT step FROM checkpoints ORDER BY step DESC LIMIT 1 OFFSET ?"
+        oldest = self.connection.execute(sql, (checkpoints - 1,)).fetchone()
+        if oldest is None or step >= oldest[0]:
+            return False
+        self._put(schema.DROP, step)
+        self.set_meta("dropped", str(step + 1))
+        return True
 
     def roll_back(self, step: int) -> None:
         """Undo batches from `step` on; their groups are complete again and keep step and place.
 
         A later version is confirmed no more.
         """
-        self._put(
-            "UPDATE groups SET state = 'complete' "
-            "WHERE step >= ? AND state IN ('batched', 'trained', 'durable')",
-            step,
-        )
+        where = "step >= ? AND state IN ('batched', 'trained', 'durable')"
+        self._change(where, step, state="'complete'")
         self._put("DELETE FROM steps WHERE step >= ?", step)
         self._put("DELETE FROM checkpoints WHERE step > ?", step)
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
         self._put("DELETE FROM meta WHERE key = 'version' AND CAST(value AS INTEGER) > ?", step)
+        # What was audited of steps that are no more has to be audited again.
+        self._put(
+            "DELETE FROM meta WHERE key = 'audited' AND json_extract(value, '$.step') > ?", step
+        )
 
     def forget_plans(self) -> None:
         """Free rolled-back groups of their step (the batch size was changed)."""
-        self._put("UPDATE groups SET step = NULL, place = NULL WHERE state = 'complete'")
+        self._change("state = 'complete' AND step NOTNULL", step="NULL", place="NULL")
+
+    def _change(self, where: str, *values: Any, **columns: str) -> None:
+        """Set columns of groups to what SQL expressions say, and their checksums with them."""
+        new = ", ".join(columns.get(name, name) for name in schema.COVERED["groups"].split(", "))
+        changes = ", ".join(f"{name} = {value}" for name, value in columns.items())
+        self._put(f"UPDATE groups SET {changes}, sum = checksum({new}) WHERE {where}", *values)
 
     def add_eval(self, eval_id: int, metrics: dict[str, float]) -> None:
         """Keep an evaluation's scores."""
@@ -231,7 +227,11 @@ class Ledger:
         groups, self._groups = self._groups, {}
         trajectories, self._trajectories = self._trajectories, []
         rows = [_row(group) for group in groups.values()]
-        return [*_many(PUT_GROUPS, rows), *_many(PUT_TRAJECTORIES, trajectories), *queue]
+        return [
+            *_many(schema.PUT_GROUPS, rows),
+            *_many(schema.PUT_TRAJECTORIES, trajectories),
+            *queue,
+        ]
 
     def execute(self, statements: Iterable[Statement]) -> None:
         """Make writes durable in one transaction.
@@ -283,7 +283,7 @@ class Ledger:
 
 def _row(group: Group) -> tuple[Any, ...]:
     leases = [(key, group.owners[key], x.members, x.version) for key, x in group.leases.items()]
-    about = (group.seq, group.group_id, group.task.task_id, group.row, group.epoch)
+    about = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
     return (*about, group.state, group.reason, group.step, group.place, json.dumps(leases))
 
 
@@ -306,7 +306,10 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         cached_statements=128,
     )  # fmt: skip
     if not read_only:  # NORMAL: safe against kill; a commit costs no fsync
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"):
+        for pragma in (
+            *("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"),
+            "secure_delete=OFF",  # some builds write zeros over all that is deleted
+        ):
             db.execute(f"PRAGMA {pragma}")
     return db
 
@@ -327,8 +330,12 @@ def reading(path: Path) -> Generator[sqlite3.Connection]:
         raise UserError(f"{path} cannot be read as a ledger: {error}. Restore it.") from error
 
 
-def read_payloads(path: Path, trajectory_ids: Sequence[str]) -> list[bytes]:
+def read_payloads(
+    path: Path, trajectory_ids: Sequence[str], *, dropped: bytes | None = None
+) -> list[bytes]:
     """Return the payloads of trajectories, in this order, through a connection of its own.
+
+    `dropped` takes the place of one that was dropped.
 
     Raises:
         InvariantError: one is not in the ledger.
@@ -336,9 +343,9 @@ def read_payloads(path: Path, trajectory_ids: Sequence[str]) -> list[bytes]:
     payloads: list[bytes] = []
     with closing(connect(path, read_only=True)) as db:
         for key in trajectory_ids:
-            sql = "SELECT payload FROM trajectories WHERE trajectory_id = ?"
-            row = db.execute(sql, (key,)).fetchone()
-            if row is None:
+            sql = "SELECT IFNULL(payload, ?) FROM trajectories WHERE trajectory_id = ?"
+            row = db.execute(sql, (dropped, key)).fetchone()
+            if row is None or row[0] is None:
                 raise InvariantError(f"trajectory {key} is in a batch but not in the ledger {path}")
             payloads.append(row[0])
     return payloads
@@ -352,3 +359,9 @@ def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]
     turns = [(decode_turn(header), payload) for header, payload in rows]
     kept = [(turn, payload) for turn, payload in turns if turn.member in lease.members]
     return [turn for turn, _ in kept], [payload for _, payload in kept]
+
+
+def dropped_before(db: sqlite3.Connection) -> int:
+    """Return the first step whose payloads were not dropped (`datapipe.keep_payloads`)."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'dropped'").fetchone()
+    return int(row[0]) if row else 0

@@ -1,0 +1,62 @@
+"""What the datapipe does for its ledger after a checkpoint: audits what is new, drops what is old.
+
+So the end of a run audits only what came after its last checkpoint, and a payload is dropped only
+after it was found right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+
+from arealite.base import log
+from arealite.base.errors import UserError
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.writer import LedgerWriter
+
+logger = log.get(__name__)
+
+
+class Over(Exception):
+    """The run is over: its end audits the rest."""
+
+
+class Upkeep:
+    """Audits and prunes one ledger, one thing at a time."""
+
+    def __init__(self, writer: LedgerWriter, over: asyncio.Event, *, keep_payloads: str) -> None:
+        self.writer, self.ledger, self.over = writer, writer.ledger, over
+        self.kept = 0 if keep_payloads == "all" else int(keep_payloads)
+        self._is_busy = False
+
+    async def run(self) -> None:
+        """Audit what the ledger has had since the last time. Waits for: a thread that reads it."""
+        if self._is_busy or self.over.is_set():
+            return
+        self._is_busy = True
+        with suppress(Over):
+            try:
+                found = await asyncio.to_thread(
+                    partial(audit, self.ledger.path, new_only=True, on_row=self._go_on)
+                )
+            except UserError as error:
+                logger.error("ledger damaged", error=str(error))
+                return
+            finally:
+                self._is_busy = False
+            if not found.ok:
+                problems = [*found.lost, *found.repeated, *found.broken]
+                logger.error("ledger out of balance", problems=problems)
+                return
+            self.ledger.set_meta("audited", found.mark)
+            self.writer.after_commit(self._drop)
+
+    def _go_on(self, *_: int) -> None:
+        if self.over.is_set():
+            raise Over
+
+    def _drop(self) -> None:
+        """Drop payloads, a step a transaction."""
+        if self.kept and self.ledger.drop_payloads(self.kept):
+            self.writer.after_commit(self._drop)

@@ -1,0 +1,59 @@
+"""Holds a payload against its header: lengths, versions and rewards are computed from the tokens.
+
+Without numpy, because the datapipe does it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import msgspec
+
+from arealite.api.trajectory import TrajectoryHeader, decode_segments
+
+TOKEN_BYTES = 17
+"""Of a token in a payload: its id, mask, logprob, version and reward."""
+ROUNDING = 1e-5
+"""By how much of its size a sum of float32 rewards may differ from the header's float64."""
+
+
+def unlike(header: TrajectoryHeader, payload: bytes) -> str:
+    """Return what a payload says otherwise than its header, or ""."""
+    lengths, versions, rewards, sampled = list[int](), set[int](), list[float](), 0
+    try:
+        for s in decode_segments(payload):
+            size, mask, ones = len(s.loss_mask), s.loss_mask, s.loss_mask.count(1)
+            if (
+                not len(s.tokens)
+                == len(s.logprobs)
+                == len(s.versions)
+                == len(s.rewards)
+                == 4 * size
+            ):
+                return "arrays of other lengths"
+            if ones + mask.count(0) != size:
+                return "mask"
+            # A number that is not finite has all bits of its exponent.
+            high = s.logprobs[3::4]
+            if high.count(0x7F) + high.count(0xFF) and not all(
+                map(math.isfinite, array("f", s.logprobs))
+            ):
+                return "logprobs"
+            lengths.append(size)
+            sampled += ones
+            versions |= set(array("i", s.versions))
+            zeros = 4 * size - len(s.rewards.lstrip(b"\0"))
+            rewards += filter(None, array("f", s.rewards[zeros - zeros % 4 :]))
+    except msgspec.MsgspecError as error:
+        return f"unreadable: {error}"
+    versions.discard(-1)
+    rounding = ROUNDING * sum(map(abs, rewards))
+    if lengths != header.segment_lengths or sampled != header.trained_tokens:
+        return "length"
+    if (min(versions, default=-1), max(versions, default=-1)) != (
+        header.oldest_version,
+        header.newest_version,
+    ):
+        return "versions"
+    return "" if abs(sum(rewards) - header.reward) <= rounding < math.inf else "reward"

@@ -1,0 +1,110 @@
+"""The tables of a ledger, and the checksums that its rows carry.
+
+Every row that counts has a checksum of its columns, a payload one of its own, and `heads` the sum
+of each table's checksums and the number of its rows. All are written in the transaction that
+changes the rows. So the audit sees what was changed, deleted, moved or doubled, if not by whom.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+SCHEMA_VERSION = "4"
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+-- one row a group ever offered for training; seq is its place in the order of the dataset; leases =
+-- JSON list of those that something is expected of: (lease id, worker id, members, version)
+CREATE TABLE groups (
+  seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
+  state TEXT, reason TEXT, step INTEGER, place INTEGER, leases TEXT, sum INTEGER);
+CREATE INDEX groups_by_step ON groups (step) WHERE step NOTNULL;
+-- header and payload as they came (msgpack); the other columns repeat the header for queries; the
+-- payload is NULL once it was dropped; n counts rows without a hole
+CREATE TABLE trajectories (
+  n INTEGER PRIMARY KEY, trajectory_id TEXT UNIQUE, group_id TEXT, member INTEGER, seat TEXT,
+  reward REAL, tokens INTEGER, trained_tokens INTEGER, oldest INTEGER, newest INTEGER,
+  interruptions INTEGER, header BLOB, sum INTEGER, payload_sum INTEGER, payload BLOB);
+CREATE INDEX trajectories_by_group ON trajectories (group_id);
+CREATE TABLE failures (
+  group_id TEXT, member INTEGER, lease_id TEXT, class TEXT, detail TEXT, sum INTEGER,
+  PRIMARY KEY (group_id, member, lease_id)) WITHOUT ROWID;
+-- turns of episodes under way: header and payload as they came; gone with the episode's end
+CREATE TABLE turns (
+  group_id TEXT, member INTEGER, seat TEXT, idx INTEGER, header BLOB, payload BLOB,
+  PRIMARY KEY (group_id, member, seat, idx)) WITHOUT ROWID;
+-- one row a step the trainer reported; trained = JSON list of the trajectory ids it says it used
+CREATE TABLE steps (
+  step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT, ranks INTEGER, fingerprint TEXT,
+  sum INTEGER);
+CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
+CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
+-- by table: its rows, and the sum of their checksums modulo 2^62
+CREATE TABLE heads (name TEXT PRIMARY KEY, rows INTEGER, sum INTEGER) WITHOUT ROWID;
+"""
+COVERED = {
+    "groups": "group_id, seq, task_id, row, epoch, state, reason, step, place",
+    "trajectories": "trajectory_id, group_id, member, seat, reward, tokens, trained_tokens, "
+    "oldest, newest, interruptions, header",
+    "steps": "step, trained, metrics, ranks, fingerprint",
+    "failures": "group_id, member, lease_id, class, detail",
+}
+"""By table: the columns that a row's checksum is of."""
+SUMS = (1 << 62) - 1
+"""The largest checksum: SQLite adds two of them without overflow."""
+DROP = """
+UPDATE trajectories SET payload = NULL WHERE group_id IN (
+  SELECT group_id FROM groups WHERE step = ?1 OR state = 'filtered'
+  AND seq > (SELECT IFNULL(MAX(seq), -1) FROM groups WHERE step = ?1 - 1)
+  AND seq <= (SELECT MAX(seq) FROM groups WHERE step = ?1))"""
+"""Payloads of a step, and of the groups filtered since the step before."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def checksum(*values: Any) -> int:
+    """Return 62 bits of the SHA-256 of a row's values.
+
+    Against corruption and careless edits; whoever writes the file can make it anew, as there is no
+    key in it. A key would go in front of the message here, and nowhere else.
+    """
+    return int.from_bytes(sha256(_encode(values)).digest()[:8], "little") & SUMS
+
+
+def _insert(table: str, how: str = "INSERT", *, also: str = "", sums: str = "") -> str:
+    """Return a statement that inserts rows of COVERED and `also` columns with their checksums."""
+    covered = COVERED[table]
+    values = ", ".join(f"column{n + 1}" for n in range(covered.count(",") + 1))
+    return (
+        f"{how} INTO {table} ({covered}, {also}sum) "
+        f"SELECT *, {sums}checksum({values}) FROM (VALUES {{}}) WHERE true"
+    )
+
+
+PUT_GROUPS = (
+    _insert("groups", also="leases, ") + " ON CONFLICT (seq) DO UPDATE SET state = excluded.state, "
+    "reason = excluded.reason, step = excluded.step, place = excluded.place, "
+    "leases = excluded.leases, sum = excluded.sum"
+)
+PUT_TRAJECTORIES = _insert(
+    "trajectories",
+    "INSERT OR IGNORE",
+    also="payload, payload_sum, ",
+    sums="checksum(column1, column12), ",
+)
+PUT_STEP = _insert("steps", "INSERT OR IGNORE")
+PUT_FAILURE = _insert("failures", "INSERT OR IGNORE")
+
+
+def triggers(table: str) -> str:
+    """Return what keeps a table's head right; only of this connection, so another's edit shows."""
+    change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {SUMS} "
+    change += f"WHERE name = '{table}';"
+    added, gone = change.format("+", "+", "NEW"), change.format("-", "-", "OLD")
+    events = {"INSERT": added, "DELETE": gone, "UPDATE OF sum": gone + added}
+    return "".join(
+        f"CREATE TEMP TRIGGER {table}_{event[:6]} AFTER {event} ON main.{table} BEGIN {body} END;"
+        for event, body in events.items()
+    )
