@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from arealite.base import config as base_config
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.cli.replay import Segment, segments
-from arealite.system.ledger.ledger import Ledger
+from arealite.system.ledger.ledger import Ledger, connect
 
 Make = Callable[..., RunPaths]
 
@@ -94,4 +95,14 @@ def test_a_run_without_steps(make: Make, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_without_fingerprints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(make(1, 1, fingerprint="").root)]) == 2
-    assert "step 0 of" in capsys.readouterr().err
+    assert "step 1 of" in capsys.readouterr().err
+
+
+def test_a_run_without_its_first_payloads(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = make(1, 1, 1)
+    with closing(connect(paths.ledger)) as db:
+        db.execute("INSERT INTO meta VALUES ('dropped', '2')")
+    assert cli.main(["replay", str(paths.root)]) == 2
+    shown = capsys.readouterr().err
+    assert "payloads of steps 1 to 2 were dropped (datapipe.keep_payloads)" in shown
+    assert shown.count("\n") == 1

@@ -179,3 +179,33 @@ def test_each_start_leaves_its_config_by_its_first_step(used: ExperimentConfig) 
     assert asdict(again) == asdict(configs.load(ExperimentConfig, paths.config, []))
     assert again.resume == "auto"
     assert json.loads((paths.checkpoints / "step-000004" / "manifest.json").read_text())
+
+
+def test_a_ledger_of_another_format_is_refused_in_a_line(used: ExperimentConfig) -> None:
+    db = connect(run_paths(used).ledger)
+    db.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
+    db.close()
+    with pytest.raises(UserError, match=r"by another AReaLite \(format 3, now 4\)") as error:
+        check(used)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "must", "step-000004", "step-000006"])
+def test_a_checkpoint_that_has_its_payloads_is_gone_on_from(
+    used: ExperimentConfig, wanted: str
+) -> None:
+    drop(used, before=4)
+    check(used, resume=wanted)
+
+
+def test_a_checkpoint_whose_payloads_are_gone_is_refused(used: ExperimentConfig) -> None:
+    drop(used, before=4)
+    says = r"resume=step-000002: payloads of steps 1 to 4 .*from step-000004 on"
+    with pytest.raises(UserError, match=says):
+        check(used, resume="step-000002")
+
+
+def drop(config: ExperimentConfig, *, before: int) -> None:
+    db = connect(run_paths(config).ledger)
+    db.execute("INSERT INTO meta VALUES ('dropped', ?)", (str(before),))
+    db.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import zlib
+from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +19,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.datapipe import DatapipeConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.links.worker_link import WorkerLink
 from tests.waiting import settle
@@ -85,9 +87,26 @@ def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
     return Episode(lease.lease_id, lease.group_id, member, [], Failure(name, "by the test"))
 
 
-def payload(trajectory_id: str, size: int = 150) -> bytes:
-    """Bytes that tell whose they are; by default as many as the audit expects of 8 tokens."""
-    return (trajectory_id.encode() + b"|") * (size // (len(trajectory_id) + 1) + 1)
+def payload(header: TrajectoryHeader) -> bytes:
+    """A payload as its header describes it; its tokens tell whose it is."""
+    segments = list[Segment]()
+    left, versions = header.trained_tokens, (header.oldest_version, header.newest_version)
+    for length in header.segment_lengths:
+        sampled = min(length, left)
+        left -= sampled
+        prompt = length - sampled
+        seed = zlib.crc32(f"{header.trajectory_id}/{len(segments)}".encode()) >> 1
+        ages = [-1] * prompt + [versions[n % 2] for n in range(sampled)]
+        arrays = array("i", [seed ^ n for n in range(length)]), bytes(prompt) + b"\1" * sampled
+        logprobs, rewards = (
+            array("f", [0.0] * prompt + [-1.0] * sampled),
+            array("f", bytes(4 * length)),
+        )
+        if not segments:
+            rewards[-1] = header.reward
+        told = (arrays[0].tobytes(), arrays[1], logprobs.tobytes(), array("i", ages).tobytes())
+        segments.append(Segment(*told, rewards.tobytes(), 1.0))
+    return encode_segments(segments)
 
 
 class FakeWorker:
@@ -102,13 +121,11 @@ class FakeWorker:
         context: zmq.Context[Any] | None = None,
         script: Callable[[Lease, int], Episode | None] | None = None,
         seed: int = 0,
-        payload_bytes: int = 150,
     ) -> None:
         self.link = WorkerLink(resolve, worker_id=worker_id, capacity=capacity, context=context)
         self.script = script or (lambda lease, member: episode(lease, member, reward=member % 2))
         self.leases: list[Lease] = []
         self.random = random.Random(seed)
-        self.payload_bytes = payload_bytes
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -118,9 +135,7 @@ class FakeWorker:
                 for member in self.random.sample(lease.members, len(lease.members)):
                     done = self.script(lease, member)
                     if done is not None:
-                        frames = [
-                            payload(h.trajectory_id, self.payload_bytes) for h in done.headers
-                        ]
+                        frames = [payload(h) for h in done.headers]
                         self.link.submit(done, frames)
                     await asyncio.sleep(0)
             self.link.drain()

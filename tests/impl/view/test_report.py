@@ -214,7 +214,7 @@ def test_a_ledger_that_is_none_is_the_users_to_mend(paths: RunPaths) -> None:
 
 def test_the_balance_and_the_failures(paths: RunPaths) -> None:
     db = connect(paths.ledger)
-    db.execute("INSERT INTO failures VALUES ('g2', 1, 'l', 'crash', 'KeyError: x')")
+    db.execute("INSERT INTO failures VALUES ('g2', 1, 'l', 'crash', 'KeyError: x', 0)")
     db.close()
     about = report_run.describe(paths)
     assert about["told"]["reward/mean"].startswith("reward of the batch's trajectories")
@@ -309,3 +309,15 @@ def test_token_stats_of_a_large_run_are_found_by_step(tmp_path: Path) -> None:
     advantages = (planes[2, 0] + 256 * planes[2, 1]).astype("<u2").view("<f2")
     assert np.isfinite(advantages).all()
     assert len(set(advantages.tolist())) == 16
+
+
+def test_a_report_says_which_payloads_were_dropped(paths: RunPaths) -> None:
+    db = connect(paths.ledger)
+    db.execute("UPDATE trajectories SET payload = NULL WHERE group_id = 'g0'")
+    db.execute("INSERT INTO meta VALUES ('dropped', '4')")
+    db.close()
+    write_report(paths, paths.report, most=100)
+    blocks = page_data(paths.report)
+    note = "payloads of steps 0 to 3 were dropped (datapipe.keep_payloads)"
+    assert json.loads(blocks["about"])["ledger"]["notes"] == [note]
+    assert json.loads(blocks["end"])["unreadable"] == 0, "they are no damage"

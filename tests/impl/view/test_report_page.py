@@ -130,7 +130,7 @@ def texts(page: Any, selector: str) -> list[str]:
 
 def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
     db = connect(paths.ledger)
-    db.execute("INSERT INTO failures VALUES ('g0', 1, 'l', 'crash', ?)", (HOSTILE,))
+    db.execute("INSERT INTO failures VALUES ('g0', 1, 'l', 'crash', ?, 0)", (HOSTILE,))
     db.close()
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:

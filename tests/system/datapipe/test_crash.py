@@ -15,20 +15,16 @@ import pytest
 
 from arealite.api.rollout_messages import Progress, TurnHeader
 from arealite.api.trainer_messages import StepReport
-from arealite.api.trajectory import Segment, encode_segments
 from arealite.system.datapipe.group_book import GroupBook
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger, Statement
 from tests.system.ledger.test_ledger import open_book, picture
-from tests.system.scenes import episode, experiment, failed
+from tests.system.scenes import episode, experiment, failed, payload
 
 TOKENS = 60_000
 """Of a trajectory: its payload is larger than SQLite's cache holds for two of them, so that pages
 of an unfinished transaction are in the file when the kill comes."""
-PAYLOAD = encode_segments(
-    [Segment(bytes(4 * TOKENS), bytes(TOKENS), *[bytes(4 * TOKENS)] * 3, 1.0)]
-)
 
 
 class History:
@@ -84,7 +80,7 @@ class History:
             else:
                 for member in lease.members:
                     made = episode(lease, member, tokens=TOKENS)
-                    self.book.add(made, [PAYLOAD])
+                    self.book.add(made, [payload(made.headers[0])])
         self.commit()
 
     def train(self) -> None:

@@ -51,7 +51,7 @@ def train(
         assert answer is not None
         batch, payloads = answer
         ids = [h.trajectory_id for h in batch.headers]
-        assert [payload(ids[i]) for i in batch.mine] == payloads
+        assert [payload(batch.headers[i]) for i in batch.mine] == payloads
         assert all(step - h.oldest_version <= 2 for h in batch.headers)
         seen.append(ids)
         on_step(step)

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Episode, Lease, Progress, TurnHeader
 from arealite.api.trainer_messages import StepReport
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
-from tests.system.scenes import failed
+from tests.system.scenes import failed, payload
 from tools.staleness_table import Trial
 
 PATIENCE = 1500
@@ -113,7 +113,7 @@ class Chaos(Trial):
             is_failed = draw < 0.5
             made = failed(run.lease, run.member) if is_failed else self.episode(run)
             for _ in range(1 + (draw < 0.6)):  # also twice
-                self.book.add(made, [] if is_failed else [pack(made.headers[0])])
+                self.book.add(made, [] if is_failed else [payload(made.headers[0])])
 
     def tell(self, run: Running) -> None:
         turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
@@ -194,13 +194,6 @@ class Chaos(Trial):
         self.ledger.commit()
         self.ledger.close()
         self.open()
-
-
-def pack(header: TrajectoryHeader) -> bytes:
-    """A payload that is as long as its header says."""
-    (tokens,) = header.segment_lengths
-    four, one = bytes(4 * tokens), bytes(tokens)
-    return encode_segments([Segment(four, one, four, four, four, 1.0)])
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
             elif number != 6:
                 newest = 1 if number == 1 and member == 0 else None
                 made = episode(lease, member, newest=newest)
-                book.add(made, [payload(made.headers[0].trajectory_id)])
+                book.add(made, [payload(made.headers[0])])
     for step in range(2):
         groups = book.compose()
         assert groups
@@ -65,26 +65,27 @@ def test_a_right_ledger(path: Path) -> None:
     ("harm", "line"),
     [
         ("UPDATE steps SET trained = '[]' WHERE step = 1",
-         "1 steps whose trained ids are not the batch's: 1"),
-        ("UPDATE steps SET trained = (SELECT trained FROM steps WHERE step = 0)", "trained twice"),
+         "1 steps whose trained ids are not the batch's: 2"),
+        ("UPDATE steps SET trained = (SELECT trained FROM steps WHERE step = 0)",
+         "1 steps whose trained ids are not the batch's: 2"),
         ("DELETE FROM trajectories WHERE trajectory_id = 'g0/1/agent'", "missing members: g0"),
-        ("DELETE FROM groups WHERE seq = 2", "1 holes in the dataset's order, before: g3"),
-        ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 0"),
+        ("DELETE FROM groups WHERE seq = 2", "1 groups missing from the dataset's order: g2"),
+        ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 1"),
         ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
         ("UPDATE groups SET state = 'batched' WHERE step = 0",
-         "1 steps without a report, which a later one has: 0"),
+         "1 steps without a report, which a later one has: 1"),
         ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
-         "2 trained with a payload unlike its header: g1/0/agent, g1/1/agent"),
+         "2 payloads changed by another hand: g1/0/agent, g1/1/agent"),
         ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
-         "1 trained with a payload unlike its header: g1/0/agent"),
+         "1 payloads changed by another hand: g1/0/agent"),
         ("UPDATE trajectories SET tokens = 9 WHERE trajectory_id = 'g2/1/agent'",
-         "payload unlike its header: g2/1/agent"),
+         "1 trajectories with columns unlike their header: g2/1/agent"),
         ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
          "1 with turns left over of an ended episode: g0/1"),
         ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episode: g5/0"),
-        ("INSERT INTO trajectories SELECT 'g0/1/x', group_id, member, seat, reward, tokens, "
-         "trained_tokens, oldest, newest, interruptions, header, payload FROM trajectories "
-         "WHERE trajectory_id = 'g0/1/agent'", "kept twice: g0/1/agent"),
+        ("INSERT INTO trajectories SELECT NULL, 'g0/1/x', group_id, member, seat, reward, tokens, "
+         "trained_tokens, oldest, newest, interruptions, header, sum, payload_sum, payload FROM "
+         "trajectories WHERE trajectory_id = 'g0/1/agent'", "kept twice: g0/1/agent"),
     ],
 )  # fmt: skip
 def test_harm_is_seen(path: Path, harm: str, line: str) -> None:

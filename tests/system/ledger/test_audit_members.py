@@ -29,7 +29,7 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     second = book.lease(group, worker_id="w", credit=1)
     for lease, member in ((first, 1), (second, 0)):
         made = episode(lease, member)
-        book.add(made, [payload(made.headers[0].trajectory_id)])
+        book.add(made, [payload(made.headers[0])])
     assert group.state == "complete"
     ledger.commit()
     ledger.close()

@@ -118,7 +118,7 @@ class Random:
             version = self.some(lease.version, max(self.version, lease.version))
             made = episode(lease, member, reward=reward, version=version)
             for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
-                self.book.add(made, [payload(made.headers[0].trajectory_id)])
+                self.book.add(made, [payload(made.headers[0])])
 
     def fail(self) -> None:
         lease, member = self.pick()
@@ -168,7 +168,7 @@ class Random:
                 for lease in list(group.leases.values()):
                     for member in lease.members:
                         made = episode(lease, member, reward=float(member))
-                        self.book.add(made, [payload(made.headers[0].trajectory_id)])
+                        self.book.add(made, [payload(made.headers[0])])
             self.compose()
             self.train()
         assert self.book.next_step >= begin + 3
@@ -211,9 +211,11 @@ def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
         group = book.next_offer()
         assert group
         lease = book.lease(group, worker_id="w", credit=2)
-        book.add(episode(lease, 0), [b"x" * 5000])
+        made = episode(lease, 0)
+        book.add(made, [payload(made.headers[0])])
         book.ledger.commit()
-        book.add(episode(lease, 1), [b"y"])  # queued, never committed
+        made = episode(lease, 1)
+        book.add(made, [payload(made.headers[0])])  # queued, not committed yet
         copy = tmp_path / f"copy{number}"
         shutil.copytree(tmp_path / "live", copy)
         seen = open_book(copy, ppo)

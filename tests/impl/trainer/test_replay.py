@@ -1,0 +1,59 @@
+"""What a replay takes from a ledger is held against what the run noted, rewards too."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import decode_segments, encode_segments
+from arealite.impl.trainer.replay import Differs, LedgerLink
+from tests.system.ledger.small_run import Shape, make_run
+from tests.system.scenes import experiment
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Callable[[], LedgerLink]:
+    ledger = make_run(tmp_path, Shape(steps=2))
+    world: Any = SimpleNamespace(rank=0, size=1)
+    config = experiment(tmp_path, num_groups=3)
+    return lambda: LedgerLink(ledger, config, world, stop=2, on_step=lambda step: None)
+
+
+def test_a_changed_reward_in_a_payload_differs_at_its_step(
+    link: Callable[[], LedgerLink], tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
+        sql = "SELECT trajectory_id, payload FROM trajectories JOIN groups USING (group_id) "
+        key, payload = db.execute(sql + "WHERE step = 1 AND member = 0").fetchone()
+        (segment,) = decode_segments(payload)
+        rewards = np.frombuffer(segment.rewards, "<f4") + 1.0
+        changed = encode_segments([msgspec.structs.replace(segment, rewards=rewards.tobytes())])
+        db.execute("UPDATE trajectories SET payload = ? WHERE trajectory_id = ?", (changed, key))
+    replayed = link()
+    assert replayed.next_batch(0) is not None
+    with pytest.raises(Differs, match=f"step 1: payload and header of {key} differ: reward"):
+        replayed.next_batch(1)
+    replayed.close()
+
+
+@pytest.mark.parametrize(("reward", "differs"), [(0.5, False), (0.75, True)])
+def test_the_mean_reward_of_a_step_is_compared(
+    link: Callable[[], LedgerLink], reward: float, differs: bool
+) -> None:
+    replayed = link()
+    report = StepReport(1, [], {"reward/mean": reward}, 1, "1")
+    if differs:
+        with pytest.raises(Differs, match=r"step 1 .*mean reward is 0\.75 here, 0\.5 in the run"):
+            replayed.report(report)
+    else:
+        replayed.report(report)
+    replayed.close()

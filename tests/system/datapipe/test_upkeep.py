@@ -1,0 +1,314 @@
+"""After a checkpoint the ledger is audited as far as it is new, and old payloads are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from arealite.api.config import run_paths
+from arealite.base.errors import InvariantError
+from arealite.system.datapipe.upkeep import Upkeep
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import connect, read_payloads
+from arealite.system.ledger.writer import LedgerWriter
+from arealite.system.links.trainer_link import TrainerLink
+from tests.system.datapipe.test_datapipe import train
+from tests.system.ledger.small_run import Shape, SmallRun
+from tests.system.scenes import FakeWorker, experiment, in_thread, piped
+
+
+def read(ledger: Path, sql: str) -> list[tuple]:
+    with closing(connect(ledger, read_only=True)) as db:
+        return db.execute(sql).fetchall()
+
+
+def mark(ledger: Path) -> dict[str, object]:
+    import json
+
+    rows = read(ledger, "SELECT value FROM meta WHERE key = 'audited'")
+    return json.loads(rows[0][0]) if rows else {}
+
+
+async def keep_house(run: SmallRun, kept: str = "all", over: asyncio.Event | None = None) -> None:
+    """What a datapipe does after a checkpoint, to its end."""
+    writer = LedgerWriter(run.ledger, interval_s=0.0)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(writer.run())
+        await Upkeep(writer, over or asyncio.Event(), keep_payloads=kept).run()
+        done = asyncio.Event()
+
+        def look() -> None:  # after what a callback queues in its turn
+            if writer._callbacks or writer.ledger._queue:
+                writer.after_commit(look)
+            else:
+                done.set()
+
+        writer.after_commit(look)
+        await done.wait()
+        writer.close()
+
+
+def grown(folder: Path, steps: int) -> SmallRun:
+    run = SmallRun(folder, Shape())
+    for _ in range(steps):
+        run.train()
+    return run
+
+
+async def test_an_audit_of_what_is_new_counts_what_a_whole_one_does(tmp_path: Path) -> None:
+    run = grown(tmp_path, 0)
+    path = run.paths.ledger
+    for step in range(10):
+        run.train()
+        if step % 2:
+            await keep_house(run)
+            assert mark(path)["step"] == step + 1
+        whole, new = audit(path), audit(path, new_only=True)
+        assert whole.ok, whole.table()
+        assert new.ok, new.table()
+        shown = [line for line in new.table().splitlines() if "audited during" not in line]
+        assert shown == whole.table().splitlines()
+    run.ledger.close()
+
+
+async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path: Path) -> None:
+    run = grown(tmp_path, 6)
+    await keep_house(run)
+    run.train()
+    run.ledger.close()
+    seen: list[int] = []
+    with closing(sqlite3.connect(run.paths.ledger)) as db, db:
+        for n in (1, 2, 3):
+            db.execute("UPDATE trajectories SET payload = x'00' WHERE n = ?", (n,))
+    report = audit(run.paths.ledger, new_only=True, on_row=lambda n, last: seen.append(n))
+    assert report.ok, report.table()
+    assert "steps 1 to 6 were audited during the run, and not again now" in report.notes
+    assert "3 payloads changed by another hand" in audit(run.paths.ledger).table()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "UPDATE trajectories SET payload = x'00' WHERE n = (SELECT MAX(n) FROM trajectories)",
+        "DELETE FROM trajectories WHERE n = (SELECT MAX(n) FROM trajectories)",
+        "DELETE FROM groups WHERE seq = (SELECT MAX(seq) FROM groups)",
+        "UPDATE groups SET state = 'filtered', reason = 'x' WHERE step = 6 AND place = 0",
+        "DELETE FROM steps WHERE step = 6",
+        "DELETE FROM groups WHERE seq = 0",
+        "DELETE FROM trajectories WHERE n = 1",
+    ],
+)
+async def test_harm_to_what_is_new_and_to_numbers_of_rows_is_seen_at_the_end(
+    tmp_path: Path, harm: str
+) -> None:
+    run = grown(tmp_path, 6)
+    await keep_house(run)
+    run.train()
+    run.ledger.close()
+    assert audit(run.paths.ledger, new_only=True).ok
+    with closing(sqlite3.connect(run.paths.ledger)) as db, db:
+        db.execute(harm)
+    is_old = "seq = 0" in harm or "n = 1" in harm
+    assert audit(run.paths.ledger, new_only=True).ok is is_old
+    assert not audit(run.paths.ledger).ok
+
+
+async def test_the_mark_stays_where_an_audit_fails_and_payloads_too(tmp_path: Path) -> None:
+    run = grown(tmp_path, 4)
+    await keep_house(run, "1")
+    before, held = mark(run.paths.ledger), read(run.paths.ledger, KEPT)
+    run.train()
+    run.train()
+    with closing(sqlite3.connect(run.paths.ledger)) as db, db:
+        db.execute("UPDATE trajectories SET reward = 9 WHERE n = (SELECT MAX(n) FROM trajectories)")
+    with capture_logs() as logs:
+        await keep_house(run, "1")
+    assert mark(run.paths.ledger) == before
+    assert set(held) <= set(read(run.paths.ledger, KEPT))
+    (log,) = [log for log in logs if log["event"] == "ledger out of balance"]
+    assert "trajectories changed by another hand" in log["problems"][0]
+    run.ledger.close()
+
+
+KEPT = "SELECT trajectory_id FROM trajectories WHERE payload NOTNULL"
+
+
+async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
+    run = grown(tmp_path, 6)
+    await keep_house(run)
+    run.book.roll_back(6)
+    assert mark(run.paths.ledger)["step"] == 6, "what is durable stays audited"
+    run.book.roll_back(4)
+    assert mark(run.paths.ledger) == {}
+    assert audit(run.paths.ledger, new_only=True).ok
+    run.step = 4
+    for _ in range(4):
+        run.train()
+    await keep_house(run)
+    assert mark(run.paths.ledger)["step"] == 8
+    whole = audit(run.paths.ledger)
+    assert whole.ok, whole.table()
+    assert audit(run.paths.ledger, new_only=True).tokens == whole.tokens
+    run.ledger.close()
+
+
+async def test_an_audit_is_given_up_when_the_run_ends(tmp_path: Path) -> None:
+    run = grown(tmp_path, 30)  # more trajectories than it looks after
+    over = asyncio.Event()
+    over.set()
+    await keep_house(run, over=over)
+    assert mark(run.paths.ledger) == {}
+    upkeep = Upkeep(LedgerWriter(run.ledger, interval_s=0.0), asyncio.Event(), keep_payloads="all")
+    upkeep._go_on = lambda *_: (over.set(), Upkeep._go_on(upkeep))[0]  # type: ignore[method-assign]
+    upkeep.over = asyncio.Event()
+    await upkeep.run()
+    run.ledger.close()
+
+
+# ---------------------------------------------------------------- payloads that go
+
+
+def steps_with_payloads(ledger: Path) -> list[int]:
+    sql = f"SELECT DISTINCT step FROM groups WHERE step NOTNULL AND group_id IN ({GROUPS})"
+    return sorted(step for (step,) in read(ledger, sql))
+
+
+GROUPS = "SELECT group_id FROM trajectories WHERE payload NOTNULL"
+
+
+@pytest.mark.parametrize(("kept", "first"), [("all", 0), ("1", 8), ("2", 6), ("3", 4), ("9", 0)])
+async def test_payloads_older_than_the_newest_checkpoints_are_dropped(
+    tmp_path: Path, kept: str, first: int
+) -> None:
+    run = grown(tmp_path, 9)
+    path = run.paths.ledger
+    await keep_house(run, kept)
+    assert steps_with_payloads(path) == list(range(first, 9))
+    filtered = f"SELECT seq FROM groups WHERE state = 'filtered' AND group_id IN ({GROUPS})"
+    newest = f"SELECT MAX(seq) FROM groups WHERE step < {first}"
+    assert all(seq > (read(path, newest)[0][0] or -1) for (seq,) in read(path, filtered))
+    report = audit(path)
+    assert report.ok, report.table()
+    note = f"payloads of steps 1 to {first} were dropped (datapipe.keep_payloads)"
+    assert report.notes == ([note] if first else [])
+    assert report.tokens == audit(path, new_only=True).tokens
+    run.ledger.close()
+
+
+async def test_a_run_goes_on_from_each_checkpoint_that_has_its_payloads(tmp_path: Path) -> None:
+    run = grown(tmp_path, 9)
+    await keep_house(run, "2")
+    run.book.roll_back(6)
+    rolled = {h.trajectory_id for g in run.book.groups.values() for h in g.headers if g.step}
+    assert rolled
+    read_payloads(run.paths.ledger, sorted(rolled))
+    run.step = 6
+    for _ in range(4):
+        run.train()
+    await keep_house(run, "2")
+    assert audit(run.paths.ledger).ok
+    gone = read(run.paths.ledger, "SELECT trajectory_id FROM trajectories WHERE payload IS NULL")
+    with pytest.raises(InvariantError, match="is in a batch but not in the ledger"):
+        read_payloads(run.paths.ledger, [gone[0][0]])
+    run.ledger.close()
+
+
+async def test_room_of_dropped_payloads_is_used_again(tmp_path: Path) -> None:
+    sizes = dict[str, list[int]]()
+    for kept in ("all", "1"):
+        run = SmallRun(tmp_path / kept, Shape(tokens=2000))
+        for step in range(40):
+            run.train()
+            if step % 2:
+                await keep_house(run, kept)
+            run.ledger.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            sizes.setdefault(kept, []).append(run.paths.ledger.stat().st_size)
+        run.ledger.close()
+    growth = {kept: size[-1] - size[19] for kept, size in sizes.items()}
+    assert growth["1"] < 0.1 * growth["all"], "headers stay, payloads take the same room"
+
+
+PRUNE = """
+import asyncio, itertools, os, sys
+from pathlib import Path
+from arealite.system.ledger.ledger import Ledger
+from tests.system.datapipe.test_upkeep import SmallRun, Shape, keep_house
+count, last, execute = itertools.count(), int(sys.argv[2]), Ledger.execute
+
+def deadly(ledger, statements):
+    def until():
+        for statement in statements:
+            if next(count) == last:
+                os._exit(9)
+            yield statement
+    execute(ledger, until())
+
+run = SmallRun(Path(sys.argv[1]), Shape())
+Ledger.execute = deadly
+asyncio.run(keep_house(run, "1"))
+print(next(count))
+"""
+
+
+@pytest.mark.processes
+async def test_a_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: Path) -> None:
+    """Killed before each of the statements in turn; the next one goes on and ends as ever."""
+    run = grown(tmp_path / "run", 7)
+    run.ledger.close()
+    dropped, died = set[int](), 0
+    for last in range(0, 20, 2):
+        folder = tmp_path / f"copy{last}"
+        shutil.copytree(tmp_path / "run", folder)
+        root = Path(__file__).parents[3]
+        command = [sys.executable, "-c", PRUNE, str(folder), str(last)]
+        env = {**os.environ, "PYTHONPATH": str(root)}
+        process = await asyncio.create_subprocess_exec(*command, cwd=root, env=env)
+        code = await process.wait()
+        assert code in (0, 9)
+        died += code == 9
+        path = folder / "ledger.sqlite"
+        report = audit(path)
+        assert report.ok, report.table()
+        dropped.add(min(steps_with_payloads(path)))
+        again = SmallRun(folder, Shape())
+        again.train()  # the eighth, with a checkpoint
+        await keep_house(again, "1")
+        assert steps_with_payloads(path) == []
+        assert read(path, "SELECT value FROM meta WHERE key = 'dropped'") == [("8",)]
+        assert audit(path).ok
+        again.ledger.close()
+    assert died >= 5
+    assert len(dropped) >= 3, "killed between two steps that go"
+
+
+async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path) -> None:
+    config = experiment(tmp_path, num_groups=2, pipe={"keep_payloads": "1"})
+    path = run_paths(config).ledger
+    async with piped(config) as pipe:
+        worker = FakeWorker(lambda: pipe.address)
+        running = asyncio.create_task(worker.run())
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+
+        def body() -> None:
+            train(link, steps=4, finish=False)
+            link.checkpointed(4, "/step-000004")
+
+        await in_thread(body)
+        async with asyncio.timeout(60):
+            while read(path, "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'") == []:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await in_thread(lambda: link.finish("over"))
+        await running
+        link.close()
+    assert mark(path)["step"] == 4
+    assert not set(steps_with_payloads(path)) & {0, 1, 2, 3}
+    report = audit(path)
+    assert report.ok, report.table()

@@ -1,0 +1,118 @@
+"""A small run's ledger, written by the datapipe's own book and ledger."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from arealite.api.rollout_messages import Lease
+from arealite.api.trainer_messages import StepReport
+from arealite.api.trajectory import TrajectoryHeader
+from arealite.base import config as base_config
+from arealite.base.names import RunPaths
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.ledger.ledger import Ledger
+from tests.system.scenes import episode, experiment, failed, payload, tasks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a run is; a checkpoint every second step."""
+
+    steps: int = 6
+    groups: int = 3
+    tokens: int = 60
+    every: int = 2
+
+
+class SmallRun:
+    """A book that trains step after step; every fifth group is filtered."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self.shape, self.dice = shape, random.Random(7)
+        self.paths = RunPaths(folder)
+        config = experiment(
+            folder, num_groups=shape.groups, max_attempts=1, filter_zero_variance=True
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        base_config.save(replace(config), self.paths.config)
+        self.ledger = Ledger(self.paths.ledger, fingerprint={"group_size": "2"})
+        ppo = config.trainer.ppo
+        self.book = GroupBook(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+        self.book.version = self.step = self.book.next_step
+
+    def play(self, lease: Lease) -> None:
+        """Finish a lease: rewards that differ, or equal ones for a group that is filtered."""
+        seq = int(lease.group_id[1:])
+        for member in lease.members:
+            if seq == 2 and not self.book.groups[lease.group_id].failures:
+                self.book.add(failed(lease, member), [])
+                return
+            reward = 0.5 if seq % 5 == 3 else float(member)
+            newest = min(self.step, lease.version + member)
+            made = episode(lease, member, reward=reward, tokens=self.shape.tokens, newest=newest)
+            self.book.add(made, [payload(made.headers[0])])
+
+    def train(self) -> None:
+        """Fill the next batch, leave one group in flight, and train it."""
+        self.book.version = max(0, self.step - 1)  # one update behind
+        while (groups := self.book.compose()) is None:
+            group = self.book.next_offer()
+            assert group is not None
+            self.play(self.book.lease(group, worker_id="w", credit=2))
+            self.ledger.commit()
+        headers: list[TrajectoryHeader] = [h for group in groups for h in group.headers]
+        self.ledger.commit()
+        self.book.mark_trained(self.step)
+        ids = [header.trajectory_id for header in headers]
+        self.ledger.train(StepReport(self.step, ids, {"reward/mean": 0.5}, 1, f"{self.step:x}"))
+        self.step += 1
+        self.ledger.set_meta("version", str(self.step))
+        if self.step % self.shape.every == 0:
+            self.checkpoint()
+        self.ledger.commit()
+
+    def checkpoint(self) -> None:
+        self.book.mark_durable(self.step)
+        self.ledger.checkpoint(self.step, f"/step-{self.step:06d}")
+
+    def buffer(self) -> None:
+        """Two groups more than are trained, and one that is in flight."""
+        for number in range(3):
+            group = self.book.next_offer()
+            assert group is not None
+            lease = self.book.lease(group, worker_id="w", credit=2)
+            if number < 2:
+                self.play(lease)
+        self.ledger.commit()
+
+
+def make_run(
+    folder: Path,
+    shape: Shape,
+    *,
+    leave_log: bool = False,
+    on_step: Callable[[SmallRun], None] | None = None,
+) -> Path:
+    """Write a run's ledger; `leave_log`: as a kill leaves it, with its newest part in the log."""
+    run = SmallRun(folder, shape)
+    for step in range(shape.steps):
+        if leave_log and step == shape.steps // 2:
+            run.ledger.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            run.ledger.connection.execute("PRAGMA wal_autocheckpoint = 0")
+        run.train()
+        if on_step:
+            on_step(run)
+    run.book.version = run.step
+    run.buffer()
+    if leave_log:
+        kept = folder.with_name(f"{folder.name}.kept")
+        shutil.copytree(folder, kept)
+    run.ledger.close()
+    if leave_log:
+        shutil.rmtree(folder)
+        kept.rename(folder)
+    return RunPaths(folder).ledger

@@ -1,0 +1,73 @@
+"""A ledger that 0.1.0 wrote, before there were checksums: it is read, and no run goes on in it."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from arealite.base.errors import UserError
+from arealite.base.names import RunPaths
+from arealite.cli import main as cli
+from arealite.impl.view.report import write_report
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import Ledger
+
+NOTE = "no checksums: an older AReaLite wrote this ledger"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> RunPaths:
+    """`small_run` of 4 steps of 2 groups, written by 0.1.0 and dumped by sqlite3."""
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    with closing(sqlite3.connect(paths.ledger)) as db:
+        db.executescript(Path(__file__).with_name("ledger_0_1_0.sql").read_text())
+    return paths
+
+
+def test_its_audit_says_what_cannot_be_checked(
+    old: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", str(old.root)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "balanced: nothing lost, nothing repeated"
+    assert shown[-2].startswith(NOTE)
+    assert audit(old.ledger, new_only=True).groups == audit(old.ledger).groups
+
+
+@pytest.mark.parametrize(
+    ("harm", "line"),
+    [
+        ("UPDATE trajectories SET oldest = newest", "columns unlike their header"),
+        ("UPDATE trajectories SET payload = (SELECT payload FROM trajectories t ORDER BY "
+         "newest DESC LIMIT 1) WHERE group_id = 'g0'", "payloads unlike their header (versions)"),
+        ("UPDATE trajectories SET payload = substr(payload, 1, 90) WHERE group_id = 'g0'",
+         "payloads unlike their header"),
+        ("DELETE FROM trajectories WHERE trajectory_id = 'g0/0/agent'", "missing members: g0"),
+        ("DELETE FROM groups WHERE group_id = 'g1'", "missing from the dataset's order: g1"),
+        ("DELETE FROM steps WHERE step = 1", "steps reported or trained only: 2"),
+    ],
+)  # fmt: skip
+def test_what_can_be_recomputed_is(old: RunPaths, harm: str, line: str) -> None:
+    with closing(sqlite3.connect(old.ledger)) as db, db:
+        db.execute(harm)
+    report = audit(old.ledger)
+    assert not report.ok
+    assert line in report.table()
+
+
+def test_its_report_is_written(old: RunPaths) -> None:
+    made = write_report(old, old.report, most=100)
+    assert made["shown"] == made["trajectories"] > 0
+
+
+def test_a_run_in_it_is_refused_in_a_line(old: RunPaths, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.sqlite"
+    shutil.copy(old.ledger, copy)
+    with pytest.raises(UserError, match="was begun with schema=3, now it is 4") as error:
+        Ledger(copy, fingerprint={"group_size": "2"})
+    assert "\n" not in str(error.value)
