@@ -6,7 +6,6 @@ Defaults stand here and nowhere else; the YAML files hold only what differs.
 from __future__ import annotations
 
 import getpass
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,8 +15,8 @@ from arealite.api.fields import opt, sub
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
-from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
+from arealite.base.places import check_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +140,8 @@ def run_paths(config: ExperimentConfig) -> RunPaths:
     return RunPaths(root / config.experiment_name / config.trial_name)
 
 
-def check_name(key: str, name: str) -> None:
-    """Refuse what cannot be a folder's name."""
-    if not re.fullmatch(r"\w[\w.-]{0,199}", name):
-        raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
-
-
 def name_dir(config: ExperimentConfig | ServerConfig) -> Path:
-    """Return the trial's folder in the name registry.
-
-    Raises:
-        UserError: a name of the trial, or cluster.user, cannot be a folder's.
-    """
+    """Return the trial's folder in the name registry; UserError: a name cannot be a folder's."""
     check_name("experiment_name", config.experiment_name)
     check_name("trial_name", config.trial_name)
     check_name("cluster.user", config.cluster.user or "root")

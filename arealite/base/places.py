@@ -15,6 +15,12 @@ from pathlib import Path
 from arealite.base.errors import UserError
 
 
+def check_name(key: str, name: str) -> None:
+    """Refuse what cannot be a folder's name."""
+    if not re.fullmatch(r"\w[\w.-]{0,199}", name):
+        raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
+
+
 def check_folder(folder: Path, what: str, key: str) -> int:
     """Check that a folder can be made and written, leave nothing there, and return the free bytes.
 

@@ -37,12 +37,12 @@ from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
 from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.check_model import check_tensor_names, check_tokens
-from arealite.cli.check_rows import check_rows
+from arealite.cli.check_rows import check_first_rows, check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.dataset import identity
-from arealite.system.data.tasks import first_rows, load_split, shares
+from arealite.system.data.tasks import load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
 
@@ -225,16 +225,6 @@ def check_data(config: ExperimentConfig) -> None:
             "(trainer.ppo.collector.envs.NAME.train=…), not dataset.train, dataset.eval and "
             "collector.seats."
         )
-
-
-def check_first_rows(config: ExperimentConfig) -> None:
-    """Check that each environment can read the first rows of its files."""
-    for where, part, task in first_rows(config):
-        try:
-            envs.get(part.env.type).check_row(task)
-        except Exception as error:  # whatever anyone's environment raises
-            why = f"environment {part.env.type} cannot read it: {type(error).__name__}: {error}"
-            raise UserError(f"{where}: {why}. Correct or remove the row.") from error
 
 
 def check_parts(config: ExperimentConfig) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
+from arealite.api.env import envs
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.cli.fold import fold
 from arealite.system.data.chats import Row, identity_of_rows, make_encoder, read_dataset
+from arealite.system.data.tasks import first_rows
 
 
 def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str]:
@@ -45,3 +47,13 @@ def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str
         about = f"{len(empty)} rows have nothing to learn and are left out; the first: {empty[0]}"
         print(fold(about))
     return identity_of_rows(config, train)
+
+
+def check_first_rows(config: ExperimentConfig) -> None:
+    """Check that each environment can read the first rows of its files."""
+    for where, part, task in first_rows(config):
+        try:
+            envs.get(part.env.type).check_row(task)
+        except Exception as error:  # whatever anyone's environment raises
+            why = f"environment {part.env.type} cannot read it: {type(error).__name__}: {error}"
+            raise UserError(f"{where}: {why}. Correct or remove the row.") from error

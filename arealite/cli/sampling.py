@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.config import check_name, name_dir
+from arealite.api.config import name_dir
 from arealite.api.llm import SamplingConfig, clients
 from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import UserError
+from arealite.base.places import check_name
 from arealite.cli import check, configs, options
 from arealite.cli.role import with_externals
 from arealite.impl.launcher.beside import own_servers
