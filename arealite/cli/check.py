@@ -268,21 +268,19 @@ def check_scaling(config: ExperimentConfig) -> None:
 def check_addresses(config: ExperimentConfig) -> None:
     """Check that those roles can listen that run on this machine for sure."""
     where, publisher = config.launcher.type, config.trainer.ppo.publisher
-    if where == "slurm" or config.trainer.is_offline:
+    if config.trainer.is_offline or where == "slurm":
         return
     if config.cluster.host != "auto":
         check_address(config.cluster.host, at="cluster")
     if where == "local" and publisher.type == "distributed":
-        port = publisher.distributed.port
-        check_address(config.cluster.host, port, at="trainer.ppo.publisher.distributed")
+        at, port = "trainer.ppo.publisher.distributed", publisher.distributed.port
+        check_address(config.cluster.host, port, at=at)
     if where == "local" and config.launcher.llm_servers:
         server = own_server(config).llm_server
         servers.check(server.type)
         if server.port and config.launcher.llm_servers > 1:
-            raise UserError(
-                f"launcher.server_args: llm_server.port={server.port} is one port for "
-                f"{config.launcher.llm_servers} servers. Leave it out: each takes a free one."
-            )
+            what = f"is one port for {config.launcher.llm_servers} servers"
+            raise UserError(f"llm_server.port={server.port} {what}. Leave it out of server_args.")
         check_address(server.host, server.port, at="llm_server")
 
 
