@@ -39,7 +39,7 @@ help:
 	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap and Chromium; installs them"
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
-	@echo "make test-clusters  runs under torchrun, and on a real Slurm, Ray and etcd where those are installed"
+	@echo "make test-clusters  runs under torchrun, and on a real Slurm and Ray where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU; test-sglang-short: a part of two minutes"
 	@echo "make test-learning  each algorithm learns the demo's task"
 	@echo "make test-peers   losses and gradients against TRL's, in a virtual environment of its own: $(PEERS_VENV)"

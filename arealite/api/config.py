@@ -26,10 +26,6 @@ class ClusterConfig:
     name_root: str = opt(
         "~/.cache/arealite/names", "folder of the name registry, seen by every host"
     )
-    name_store: Literal["file", "etcd"] = opt(
-        "file", "where names are kept: below name_root, or in the etcd"
-    )
-    etcd: str = opt("127.0.0.1:2379", "host:port[,host:port] of an etcd of version 3.4 or newer")
     run_root: str = opt("runs", "folder of all runs, seen by every host")
     user: str | None = opt(None, "whose names; null takes the login name")
     heartbeat_s: float = opt(1.0, "how often a role renews its name", above=0)

@@ -36,8 +36,19 @@ overflows float32, and every timer takes it as seconds."""
 _hints = lru_cache(maxsize=512)(get_type_hints)
 
 
-def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts: Parts) -> C:
+def load(
+    schema: type[C],
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    parts: Parts,
+    *,
+    is_saved: bool = False,
+) -> C:
     """Merge `files`, then `overrides` ("a.b=1"), into the defaults of `schema`; return it frozen.
+
+    Args:
+        is_saved: `files` are those of a run that another version may have written: keys of theirs
+            that `schema` does not have are left out.
 
     Raises:
         UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type or
@@ -45,10 +56,10 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
     """
     grown = extend(schema, parts)
     node = OmegaConf.merge(_defaults(grown))  # a copy
-    for source, layer in [
-        *((str(f), read(f)) for f in files),
-        ("command line", dotlist(overrides)),
-    ]:
+    layers = [(str(file), read(file)) for file in files]
+    for _, layer in layers if is_saved else []:
+        drop_unknown(layer, grown)
+    for source, layer in [*layers, ("command line", dotlist(overrides))]:
         try:
             node = OmegaConf.unsafe_merge(node, layer)
         except OmegaConfBaseException as error:
@@ -59,6 +70,21 @@ def load(schema: type[C], files: Sequence[Path], overrides: Sequence[str], parts
         raise UserError(explain(error, grown)) from error
     check_ranges(config)
     return config
+
+
+def drop_unknown(layer: Any, schema: Any) -> None:
+    """Remove from `layer` each key that the config class `schema` does not have."""
+    if not (isinstance(layer, DictConfig) and dataclasses.is_dataclass(schema)):
+        return
+    hints = _hints(schema)
+    for key in [*layer]:
+        if key not in hints:
+            del layer[key]
+        elif (inner := element(hints[key])) and isinstance(layer[key], DictConfig):
+            for part in layer[key].values():
+                drop_unknown(part, inner)
+        else:
+            drop_unknown(layer[key], hints[key])
 
 
 @lru_cache(maxsize=4)

@@ -48,8 +48,17 @@ TABLES: dict[type, Registry[Any]] = {
 """Each part's config class, with its table."""
 
 
-def load(schema: type[C], files: Path | Sequence[Path], overrides: Sequence[str]) -> C:
+def load(
+    schema: type[C],
+    files: Path | Sequence[Path],
+    overrides: Sequence[str],
+    *,
+    is_saved: bool = False,
+) -> C:
     """Import plugins, then load the files and the overrides, later ones winning, as `schema`.
+
+    Args:
+        is_saved: see base.config.load.
 
     Raises:
         UserError: see base.config.load; or a plugin cannot be imported.
@@ -59,7 +68,7 @@ def load(schema: type[C], files: Path | Sequence[Path], overrides: Sequence[str]
     files = [files] if isinstance(files, Path) else files
     import_plugins(_imports(files, overrides))
     check_derived()
-    return base_config.load(schema, files, overrides, parts())
+    return base_config.load(schema, files, overrides, parts(), is_saved=is_saved)
 
 
 def check_derived() -> None:

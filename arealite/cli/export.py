@@ -55,7 +55,7 @@ def find(paths: RunPaths, step: int | None) -> Path:
 def write(config_file: Path, source: Path, out: Path) -> None:
     """Load a checkpoint into the run's own engine, and export it."""
     whole = [f"trainer.{part}.engine.fsdp.shard_size=0" for part in ("ppo", "offline")]
-    config = configs.load(ExperimentConfig, config_file, whole)
+    config = configs.load(ExperimentConfig, config_file, whole, is_saved=True)
     from arealite.api.trainer import trainers
     from arealite.impl.trainer.parts import make_engine
     from arealite.impl.trainer.world import World

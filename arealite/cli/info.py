@@ -26,10 +26,6 @@ from arealite.cli import configs, options
 from arealite.cli.fold import fold
 
 Line = tuple[str, str]
-TOOLS = (
-    ("etcd", "etcd", "apt-get install etcd-server"),
-    ("slurm", "sinfo", "apt-get install slurm-wlm"),
-)
 ANSWER_S = 5.0
 LANDLOCK_CREATE_RULESET = 444
 """System call; with flag 1 it returns the version of Landlock's interface."""
@@ -74,10 +70,9 @@ def versions(sglang_python: str | None) -> Iterator[Line]:
     else:
         more = ", or name its Python with llm_server.sglang.python=PATH"
         yield "sglang", package("sglang") or f"missing: pip install sglang{more}"
-    for name, command, fix in TOOLS:
-        there = f"there, but `{command} --version` fails"
-        why = there if shutil.which(command) else f"missing: {fix}"
-        yield name, said([command, "--version"]).partition("\n")[0] or why
+    there = shutil.which("sinfo")
+    why = "there, but `sinfo --version` fails" if there else "missing: apt-get install slurm-wlm"
+    yield "slurm", said(["sinfo", "--version"]).partition("\n")[0] or why
 
 
 def devices() -> Iterator[Line]:

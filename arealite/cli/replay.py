@@ -109,7 +109,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
 
 def load(file: Path) -> ExperimentConfig:
     """Load a run's config, and see that its model is there."""
-    config = configs.load(ExperimentConfig, file, [])
+    config = configs.load(ExperimentConfig, file, [], is_saved=True)
     if not (Path(config.model.path).expanduser() / "config.json").is_file():
         raise UserError(f"model.path={config.model.path} of {file} is gone: put it back.")
     return config

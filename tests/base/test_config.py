@@ -178,6 +178,28 @@ def test_save_then_load_gives_the_same_tree(tmp_path: Path):
     assert base_config.load(ExperimentConfig, [file], [], {}) == config
 
 
+def test_unknown_keys_are_left_out_of_a_saved_config_only(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    seats = "seats: {a: {type: my_agent, gone: 1, my_agent: {count: 4, gone: 1}}}"
+    kwargs = "env: {gymnasium: {kwargs: {any: {name: 1}}}}"
+    file.write_text(
+        "gone: 1\ncluster: {name_store: etcd, user: u}\nmodel: {path: m, gone: {a: 1}}\n"
+        f"trainer: {{ppo: {{collector: {{{seats}, {kwargs}}}}}}}\n"
+    )
+    config = base_config.load(ExperimentConfig, [file], ["seed=5"], PARTS, is_saved=True)
+    assert (config.seed, config.model.path, config.cluster.user) == (5, "m", "u")
+    collector = config.trainer.ppo.collector
+    assert collector.seats["a"].my_agent.count == 4  # type: ignore[attr-defined]
+    assert collector.env.gymnasium.kwargs == {"any": {"name": 1}}
+    with pytest.raises(UserError, match="unknown key 'gone'"):
+        load(files=(file,))
+    with pytest.raises(UserError, match="unknown key 'gone'"):
+        base_config.load(ExperimentConfig, [file], ["gone=1"], PARTS, is_saved=True)
+    file.write_text("cluster: null\ntrainer: {ppo: {collector: {seats: {a: null}}}}\n")
+    with pytest.raises(UserError):
+        base_config.load(ExperimentConfig, [file], [], PARTS, is_saved=True)
+
+
 def test_bad_files(tmp_path: Path):
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1")

@@ -72,6 +72,13 @@ def test_a_reward_model_keeps_its_head(tmp_path: Path) -> None:
     assert "score.weight" in load_file(paths.root / "export-step-000004" / "model.safetensors")
 
 
+def test_run_of_a_version_with_other_options_is_exported(tmp_path: Path) -> None:
+    paths = make_run(tmp_path)
+    paths.config.write_text(f"{paths.config.read_text()}unheard_of: 1\n")
+    assert cli.main(["export", str(paths.root)]) == 0
+    assert values(paths.root / "export-step-000004") == {4.0}
+
+
 def test_what_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(tmp_path)]) == 2
     assert f"no good checkpoint in {tmp_path / 'checkpoints'}" in capsys.readouterr().err

@@ -51,7 +51,6 @@ def test_what_is_missing_has_a_command(
     assert shown["arealite"] == __version__
     assert shown["transformers"] == there("transformers")
     assert shown["sglang"].startswith("missing: pip install sglang, or name its Python")
-    assert shown["etcd"] == "missing: apt-get install etcd-server"
     assert shown["slurm"] == "missing: apt-get install slurm-wlm"
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"
     assert shown["lora"] == "missing peft: pip install -e '.[lora]'"
@@ -65,7 +64,6 @@ def test_tools_speak_for_themselves(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(info, "ANSWER_S", 120.0)
     said = {
-        "etcd": "echo 'etcd Version: 3.5.1'; echo 'Git SHA: x'",
         "sinfo": "echo no configuration >&2; exit 1",
         "nvidia-smi": "echo 'NVIDIA H100, 81559 MiB, 570.1'; echo 'NVIDIA H100, 81559 MiB, 570.1'",
         "python-with-sglang": "echo 0.5.9",
@@ -75,7 +73,6 @@ def test_tools_speak_for_themselves(
         (tmp_path / name).chmod(0o755)
     python = tmp_path / "python-with-sglang"
     shown = table(capsys, f"llm_server.sglang.python={python}")
-    assert shown["etcd"] == "etcd Version: 3.5.1"
     assert shown["slurm"] == "there, but `sinfo --version` fails"
     assert shown["GPU 1"].startswith("NVIDIA H100, 81559 MiB, 570.1")
     assert shown["sglang"] == f"0.5.9 ({python})"

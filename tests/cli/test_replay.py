@@ -71,6 +71,16 @@ def test_a_run_started_again_as_it_was_is_not_cut(make: Make) -> None:
     assert segments(paths, None) == [Segment(paths.configs / "000000.yaml", 1, 3)]
 
 
+def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
+    paths = make(1)
+    file = paths.configs / "000000.yaml"
+    text = file.read_text()
+    older = text.replace("cluster:\n", "cluster:\n  name_store: etcd\n  etcd: h1:2379\n")
+    assert older != text
+    file.write_text(older)
+    assert segments(paths, None) == [Segment(file, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [

@@ -112,7 +112,7 @@ class SGLangClient(LLMClient):
         )
         await self._directory.start(self._control)
         what = (
-            f"an llm server in {self._directory.registry.where} (start one with "
+            f"an llm server in {self._directory.registry.root} (start one with "
             "arealite/launch_llm_server.py, under the same experiment and trial names)"
         )
         async with deadline(what, owner="llm client", seconds=self._server_wait_s):

@@ -228,7 +228,7 @@ class ServersPublisher(WeightPublisher):
         said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
         return RoleError(
             f"no server took version {version} in {self.config.timeout_s:g} s. "
-            + (said or f"None is registered in {self.registry.where}; start one.")
+            + (said or f"None is registered in {self.registry.root}; start one.")
         )
 
     async def _bring(self, server: Server, *, ask: bool = False) -> None:

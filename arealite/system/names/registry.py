@@ -1,7 +1,6 @@
 """Tells a trial's processes where the others are: one small JSON file a name, kept by heartbeats.
 
-Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share;
-`name_etcd` is for those who have an etcd.
+Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
 from arealite.base import log
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.deadlines import deadline
@@ -57,28 +56,20 @@ class NameRegistry:
     def __init__(self, root: Path, *, ttl_s: float = 5.0) -> None:
         self.root = root
         self.ttl_s = ttl_s
-        self.where = str(root)
-        """For people."""
         self._looks = dict[Path, _Look]()
 
     @classmethod
     def of(
         cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
     ) -> NameRegistry:
-        """Return the registry of a config's trial, in the store that the config names."""
-        cluster, root = config.cluster, name_dir(config)
-        ttl_s = cluster.ttl_s if ttl_s is None else ttl_s
-        if cluster.name_store == "file":
-            return cls(root, ttl_s=ttl_s)
-        from arealite.system.names.etcd import EtcdRegistry  # which is made of this class
-
-        return EtcdRegistry("/".join(root.parts[-3:]), cluster.etcd, ttl_s=ttl_s)
+        """Return the registry of a config's trial."""
+        return cls(name_dir(config), ttl_s=config.cluster.ttl_s if ttl_s is None else ttl_s)
 
     def check(self) -> None:
-        """Refuse a store that is not there, before anything starts; a folder can be made.
+        """Check that the folder of names can be made and written, before anything starts.
 
         Raises:
-            UserError: it does not answer, or the folder cannot be written.
+            UserError: it cannot.
         """
         check_folder(self.root, "folder of names", "cluster.name_root")
 
@@ -87,7 +78,6 @@ class NameRegistry:
 
         Raises:
             UserError: the folder cannot be written.
-            RoleError: the etcd is away.
         """
         folder, name = self.root / role, ""
         try:
@@ -140,7 +130,7 @@ class NameRegistry:
         return now - changed
 
     def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
-        """Return what lives under this name in any trial of the store, with that trial's root."""
+        """Return what lives under this name in any trial of name_root, with that trial's root."""
         found = self.root.parents[2].glob(f"*/*/*/{role}/{entry_id}.json")
         roots = [file.parents[1] for file in found]
         live = [(root, NameRegistry(root, ttl_s=self.ttl_s).list(role)) for root in roots]
@@ -158,24 +148,24 @@ class NameRegistry:
         """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value.
 
         Raises:
-            UserError: the folder cannot be written; a store that is away is waited for.
+            UserError: the folder cannot be written.
         """
         over = asyncio.Event()
 
-        async def put(*tolerated: type[Exception]) -> None:
-            try:
-                await asyncio.to_thread(self.put, role, entry_id, value())
-            except tolerated as error:  # a full disk may be emptied; its age tells others
-                logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
+        async def put() -> None:
+            await asyncio.to_thread(self.put, role, entry_id, value())
 
         async def beat() -> None:
             while True:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), heartbeat_s)
                     return
-                await put(UserError, RoleError)
+                try:
+                    await put()
+                except UserError as error:  # a full disk may be emptied; its age tells others
+                    logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
 
-        first = asyncio.ensure_future(put(RoleError))
+        first = asyncio.ensure_future(put())
         beating = asyncio.create_task(beat(), name=f"heartbeat of {role}/{entry_id}")
         try:
             await asyncio.shield(first)
@@ -189,9 +179,9 @@ class NameRegistry:
         """Wait until at least `count` live names of a role exist, and return them.
 
         Raises:
-            DeadlineError: they did not appear in time; names the role, the store and the owner.
+            DeadlineError: they did not appear in time; names the role, the folder and the owner.
         """
-        what = f"{count} live '{role}' in {self.where}"
+        what = f"{count} live '{role}' in {self.root}"
         async with deadline(what, owner=owner, on=role, seconds=seconds):
             while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(POLL_S)

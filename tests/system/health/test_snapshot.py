@@ -189,7 +189,9 @@ def test_a_run_that_is_moved_away_is_shown_as_it_was(run: Run):
 
 def test_a_config_of_another_version_is_enough(run: Run):
     text = run.paths.config.read_text()
-    older = [each for each in text.splitlines() if "name_store" not in each and "etcd" not in each]
+    older = [
+        each for each in text.splitlines() if "heartbeat_s" not in each and "ttl_s" not in each
+    ]
     run.paths.config.write_text("\n".join([*older, "unheard_of: 1"]))
     assert Watch(run.paths).read().total_steps == 3
 
