@@ -128,7 +128,8 @@ def test_another_config_or_model_is_refused(evaluate: Command) -> None:
         assert says in evaluate.out
         assert "choose another name=" in evaluate.out
     weights = evaluate.model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes() + b" ")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert evaluate() == 2
     assert "with weights=" in evaluate.out
     assert len(Answering.asked) == asked
