@@ -73,14 +73,18 @@ def checksum(*values: Any) -> int:
     return int.from_bytes(sha256(_encode(values)).digest()[:8], "little") & SUMS
 
 
-def _insert(table: str, how: str = "INSERT", *, also: str = "", sums: str = "") -> str:
-    """Return a statement that inserts rows of COVERED and `also` columns with their checksums."""
-    covered = COVERED[table]
-    values = ", ".join(f"column{n + 1}" for n in range(covered.count(",") + 1))
-    return (
-        f"{how} INTO {table} ({covered}, {also}sum) "
-        f"SELECT *, {sums}checksum({values}) FROM (VALUES {{}}) WHERE true"
-    )
+def summed(*row: Any) -> tuple[Any, ...]:
+    """Return a row of COVERED columns with its checksum."""
+    return (*row, checksum(*row))
+
+
+def with_payload(*row: Any) -> tuple[Any, ...]:
+    """Return a trajectory's columns and payload with the checksums of both."""
+    return (*row, checksum(row[0], row[-1]), checksum(*row[:-1]))
+
+
+def _insert(table: str, how: str = "INSERT", *, also: str = "") -> str:
+    return f"{how} INTO {table} ({COVERED[table]}, {also}sum) VALUES {{}}"
 
 
 PUT_GROUPS = (
@@ -88,12 +92,7 @@ PUT_GROUPS = (
     "reason = excluded.reason, step = excluded.step, place = excluded.place, "
     "leases = excluded.leases, sum = excluded.sum"
 )
-PUT_TRAJECTORIES = _insert(
-    "trajectories",
-    "INSERT OR IGNORE",
-    also="payload, payload_sum, ",
-    sums="checksum(column1, column12), ",
-)
+PUT_TRAJECTORIES = _insert("trajectories", "INSERT OR IGNORE", also="payload, payload_sum, ")
 PUT_STEP = _insert("steps", "INSERT OR IGNORE")
 PUT_FAILURE = _insert("failures", "INSERT OR IGNORE")
 
