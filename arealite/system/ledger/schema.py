@@ -64,13 +64,15 @@ UPDATE trajectories SET payload = NULL WHERE group_id IN (
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def checksum(*values: Any) -> int:
-    """Return 62 bits of the SHA-256 of a row's values.
+def checksum(*values: Any, payload: Any = b"") -> int:
+    """Return 62 bits of the SHA-256 of a row's values, and of a payload after them.
 
     Against corruption and careless edits; whoever writes the file can make it anew, as there is no
     key in it. A key would go in front of the message here, and nowhere else.
     """
-    return int.from_bytes(sha256(_encode(values)).digest()[:8], "little") & SUMS
+    digest = sha256(_encode(values))
+    digest.update(payload)
+    return int.from_bytes(digest.digest()[:8], "little") & SUMS
 
 
 def summed(*row: Any) -> tuple[Any, ...]:
@@ -80,7 +82,7 @@ def summed(*row: Any) -> tuple[Any, ...]:
 
 def with_payload(*row: Any) -> tuple[Any, ...]:
     """Return a trajectory's columns and payload with the checksums of both."""
-    return (*row, checksum(row[0], row[-1]), checksum(*row[:-1]))
+    return (*row, checksum(row[0], payload=row[-1]), checksum(*row[:-1]))
 
 
 def _insert(table: str, how: str = "INSERT", *, also: str = "") -> str:
