@@ -5,20 +5,26 @@
 # cannot be written) and 130 (stopped by a person), nor after SIGTERM or SIGINT to this script.
 # RELAUNCHES: how often it is run again at most (10). PAUSE_S: seconds between two runs (5).
 left=${RELAUNCHES:-10}
-trap 'left=0; kill -TERM "$child"' TERM # the command ends by itself: a checkpoint, then the audit
-trap 'left=0' INT                       # a terminal sends Ctrl-C to the command, too
+child= # the command's process, while there is one
+early= # whether a signal came while there was none
+# After SIGTERM the command ends by itself: it writes a checkpoint and audits its ledger.
+trap 'left=0; if [ -n "$child" ]; then kill -TERM "$child"; else early=1; fi' TERM
+trap 'left=0; [ -n "$child" ] || early=1' INT # a terminal sends Ctrl-C to the command, too
 while :; do
     "$@" &
     child=$!
+    [ -z "$early" ] || kill -TERM "$child"
     wait "$child"
     code=$?
     while kill -0 "$child" 2>/dev/null; do # a signal to this script ended the wait, not the command
         wait "$child"
         code=$?
     done
+    child=
     case $code in 0 | 2 | 3 | 130) exit "$code" ;; esac
     [ "$left" -gt 0 ] || exit "$code"
     left=$((left - 1))
     echo "relaunch.sh: exit code $code; run again in ${PAUSE_S:-5} s, $left more times at most" >&2
     sleep "${PAUSE_S:-5}"
+    [ -z "$early" ] || exit "$code"
 done

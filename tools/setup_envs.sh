@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Debian's packages for sandboxes and the browser: installed where root runs this, else named.
 #
-#     tools/setup_envs.sh LOG        what apt-get prints goes to LOG, which is shown if it fails
-#     tools/setup_envs.sh --list     the programs they bring
+#     tools/setup_envs.sh LOG
+#     tools/setup_envs.sh --list
+#
+# What apt-get prints goes to LOG, which is shown if apt-get fails. `--list` names the programs.
 set -euo pipefail
 declare -A package=([bwrap]=bubblewrap [chromium-headless-shell]=chromium-headless-shell)
 [ "$1" = --list ] && echo "${!package[@]}" && exit
