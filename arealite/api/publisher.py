@@ -95,7 +95,6 @@ publishers: Registry[WeightPublisher] = Registry(
     {
         "disk": "arealite.impl.publisher.disk:DiskPublisher",
         "distributed": "arealite.impl.publisher.distributed:DistributedPublisher",
-        "tensor": "arealite.impl.publisher.tensor:TensorPublisher",
         "shared": "arealite.impl.publisher.shared:SharedPublisher",
     },
 )

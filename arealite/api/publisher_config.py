@@ -41,8 +41,8 @@ class PublisherConfig:
 
     type: str = opt(
         "disk",
-        "disk, distributed (a process group), tensor (in the request's body) or shared (the "
-        "trainer's own process generates, from the parameters it trains)",
+        "disk, distributed (a process group) or shared (the trainer's own process generates, from "
+        "the parameters it trains)",
     )
     pause_mode: Literal["retract", "in_place", "abort"] = opt(
         "retract", "recompute prefixes, keep the old KV, or abort and resubmit"

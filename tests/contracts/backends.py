@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import pickle
 import subprocess
 import sys
 import uuid
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from arealite.impl.weights.buckets import Layout, pack
 
@@ -164,13 +162,6 @@ class Backend:
         if self.has("/end_weight_update"):
             status, answer = await self.post("/end_weight_update")
             assert status == 200 and answer["success"], answer
-
-    def payload(self, folder: str) -> str:
-        """Return a model's tensors in the form that this server takes in a body."""
-        weights = load_file(f"{folder}/model.safetensors")
-        takes = self.fields("UpdateWeightsFromTensorReqInput").get("load_format", {}).get("enum")
-        raw = save(weights) if takes == ["safetensors"] else pickle.dumps(list(weights.items()))
-        return base64.b64encode(raw).decode()
 
     def versions(self, answer: dict[str, Any]) -> list[str]:
         """Return the versions of an answer's tokens, in order, each once."""

@@ -22,11 +22,7 @@ async def test_description_tells_what_a_probe_asks(server: Backend) -> None:
     modes = server.fields("PauseGenerationReqInput")["mode"]["enum"]
     assert {"abort", "retract", "in_place"} <= set(modes)
     assert "load_format" in server.fields("UpdateWeightsFromDistributedReqInput")
-    for path in (
-        "init_weights_update_group",
-        "update_weights_from_tensor",
-        "update_weight_version",
-    ):
+    for path in ("init_weights_update_group", "update_weight_version"):
         assert server.has(f"/{path}")
     info = (await server.get("/server_info"))[1]
     assert (info["tp_size"], info["dp_size"]) == (1, 1)
@@ -36,13 +32,9 @@ async def test_description_tells_what_a_probe_asks(server: Backend) -> None:
 async def test_updates_outside_a_session_are_refused_at_once(server: Backend) -> None:
     needs(server, "/begin_weight_update")
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
-    for path, more in (
-        ("/update_weights_from_distributed", body),
-        ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
-    ):
-        status, answer = await server.post(path, **more)
-        assert status == 400 and not answer["success"]
-        assert answer["message"].endswith(OUTSIDE)
+    status, answer = await server.post("/update_weights_from_distributed", **body)
+    assert status == 400 and not answer["success"]
+    assert answer["message"].endswith(OUTSIDE)
     assert await server.version() == "default"
 
 
@@ -171,26 +163,6 @@ async def test_a_trainer_that_dies_in_the_middle_ends_in_a_refusal(server: Backe
     await server.end()
     assert (await server.post("/destroy_weights_update_group", group_name=name))[0] == 200
     server.check(await server.generate(2))
-
-
-async def test_weights_come_in_the_body(server: Backend) -> None:
-    needs(server, "/update_weights_from_tensor")
-    await server.begin()
-    status, answer = await server.post(
-        "/update_weights_from_tensor",
-        serialized_named_tensors=[server.payload(server.folders[1])],
-        weight_version="4",
-    )
-    assert status == 200 and answer["success"], answer
-    await server.end()
-    assert await server.version() == "4"
-    got = await server.generate(8, sampling={"temperature": 0})
-    checksum = await server.checksum()
-    await server.load(1)
-    greedy = await server.generate(8, sampling={"temperature": 0})
-    assert got["output_ids"] == greedy["output_ids"]
-    if checksum and not server.is_scripted:
-        assert await server.checksum() == checksum
 
 
 async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:

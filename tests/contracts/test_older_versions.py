@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
-import pytest
 
 from tests.contracts.backends import Backend, retractions
 from tests.fakes.sglang import FakeSGLang
@@ -36,16 +35,6 @@ async def test_without_spans_and_sessions_it_is_an_old_one() -> None:
         assert "num_retractions" not in answer["meta_info"] and retractions(answer) == 0
 
     await use(FakeSGLang(sessions=False, spans=False, checksum=None, buckets=False), old)
-
-
-@pytest.mark.parametrize("takes", ["pickle", "safetensors", None])
-async def test_it_takes_tensors_in_a_form_or_not_at_all(takes: str | None) -> None:
-    async def check(server: Backend) -> None:
-        assert server.has("/update_weights_from_tensor") == (takes is not None)
-        told = server.fields("UpdateWeightsFromTensorReqInput")["load_format"].get("enum")
-        assert told == (["safetensors"] if takes == "safetensors" else None)
-
-    await use(FakeSGLang(tensor=takes), check)
 
 
 async def test_it_can_lie_about_its_weights_and_fail_anywhere() -> None:

@@ -101,7 +101,7 @@ def trained(site: Site, run_root: Path, *options: str, steps: int) -> Finished:
     return done
 
 
-def test_resume_goes_back_on_purpose_and_begins_anew_synchronously_with_weights_in_requests(
+def test_resume_goes_back_on_purpose_and_begins_anew_synchronously(
     site: Site, first: First, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     first.copy(tmp_path)
@@ -109,7 +109,7 @@ def test_resume_goes_back_on_purpose_and_begins_anew_synchronously_with_weights_
     assert "was begun with seed=1, now it is 2" in capsys.readouterr().err
     back = trained(site, tmp_path, "resume=step-000003", steps=4)
     assert "newer checkpoints are now in" in back.shown
-    other = ["trainer.type=ppo", "trainer.ppo.max_staleness=0", "trainer.ppo.publisher.type=tensor"]
+    other = ["trainer.type=ppo", "trainer.ppo.max_staleness=0"]
     anew = trained(site, tmp_path, "resume=never", "seed=2", *other, steps=2)
     assert "the run that was here is now in" in anew.shown
     ages = [line["staleness/max"] for line in anew.metrics() if "staleness/max" in line]

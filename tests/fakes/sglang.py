@@ -74,8 +74,6 @@ class FakeSGLang:
         self.pause_modes = ("abort", "retract", "in_place")
         self.buckets = True
         """False: a distributed update takes no flattened_bucket."""
-        self.tensor: str | None = "pickle"
-        """What a tensor update takes: pickle, safetensors, None (there is none)."""
         self.checksum: str | None = ""
         """"": of the weights; another text: this lie; None: there is none."""
         self.version = "default"

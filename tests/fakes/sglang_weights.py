@@ -1,4 +1,4 @@
-"""The fake's weight routes: sessions, groups, tensors, checksums, in scripted form.
+"""The fake's weight routes: sessions, groups, checksums, in scripted form.
 
 No torch group is joined and no byte is received: a distributed update is answered at once.
 """
@@ -6,8 +6,6 @@ No torch group is joined and no byte is received: a distributed update is answer
 from __future__ import annotations
 
 import asyncio
-import base64
-import pickle
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
@@ -57,7 +55,6 @@ class WeightRoutes:
         table: dict[str, tuple[Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], Any]] = {
             "/update_weights_from_disk": (self._from_disk, always),
             "/update_weights_from_distributed": (self._from_distributed, always),
-            "/update_weights_from_tensor": (self._from_tensor, lambda: fake.tensor is not None),
             "/begin_weight_update": (self._begin, sessions),
             "/end_weight_update": (self._end, sessions),
             "/init_weights_update_group": (self._init, always),
@@ -84,13 +81,11 @@ class WeightRoutes:
     def openapi(self, others: list[str]) -> dict[str, Any]:
         """Describe what the version that is played can do."""
         paths = others + [path for path, exists in self._exists.items() if exists()]
-        formats = {"enum": ["safetensors"]} if self.fake.tensor == "safetensors" else {}
         text = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         schemas = {
             "PauseGenerationReqInput": {"mode": {"enum": list(self.fake.pause_modes)}},
             "UpdateWeightsFromDistributedReqInput": {"names": {}}
             | ({"load_format": text} if self.fake.buckets else {}),
-            "UpdateWeightsFromTensorReqInput": {"load_format": formats or text},
         }
         return {
             "paths": {path: {"post": {}} for path in paths},
@@ -115,14 +110,6 @@ class WeightRoutes:
             raise Refused(UNKNOWN.format(name, self.groups))
         text = await self._change(body, self._part(sorted(body["names"])))
         return {"message": "Succeeded to update parameter online." + text}
-
-    async def _from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._need_session("update_weights_from_tensor")
-        sent = [base64.b64decode(part) for part in body["serialized_named_tensors"]]
-        if self.fake.tensor == "pickle":  # two pickles of one tensor differ
-            sent = [(name, t.tolist()) for part in sent for name, t in pickle.loads(part)]
-        text = await self._change(body, self._part(sent))
-        return {"message": "Success" + text}
 
     def _part(self, part: list[Any]) -> str:
         """Return what the weights are with one more part of this session's: not of its history."""

@@ -25,13 +25,12 @@ from arealite.impl.publisher.control import Server
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.impl.publisher.tensor import TensorPublisher
 from arealite.system.names.registry import NameRegistry
 from tests.sglang.shared import SharedServer, call, shared_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.sglang
-WAYS = [DiskPublisher, TensorPublisher, DistributedPublisher]
+WAYS = [DiskPublisher, DistributedPublisher]
 EACH = pytest.mark.parametrize("way", WAYS)
 PROMPT = [5, 6, 7]
 LONG = 480
@@ -236,7 +235,7 @@ os.kill(os.getpid(), 9)
     killed = subprocess.run([sys.executable, "-c", dead, server.address], timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert server.get("/ready")[0] == 503, "it is paused"
-    press.make(TensorPublisher)
+    press.make(DistributedPublisher)
     assert press.publish(1, 1).servers == 1
     assert server.get("/ready")[0] == 200
     assert version(server) == "1" and len(greedy(server)) == 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Capabilities:
     relabel: bool
     """Its version can be changed without its weights."""
     distributed: bool
-    tensor: Literal["pickle", "safetensors"] | None
-    """How tensors stand in a request's body; None: they cannot."""
     tp: int
     dp: int
     dtype: str
@@ -49,8 +47,6 @@ class Capabilities:
                 return None
             return list(found.get("enum") or ([found["const"]] if "const" in found else []))
 
-        formats = enum("UpdateWeightsFromTensorReqInput", "load_format")
-        tensor = "safetensors" if formats == ["safetensors"] else "pickle"
         return cls(
             version=str(info.get("version", "unknown")),
             pause_modes=frozenset(enum("PauseGenerationReqInput", "mode") or ["abort"]),
@@ -61,7 +57,6 @@ class Capabilities:
             relabel="/update_weight_version" in paths,
             distributed="/init_weights_update_group" in paths
             and "/update_weights_from_distributed" in paths,
-            tensor=tensor if "/update_weights_from_tensor" in paths else None,
             tp=int(info.get("tp_size") or 1),
             dp=int(info.get("dp_size") or 1),
             dtype=str(info.get("dtype", "unknown")),

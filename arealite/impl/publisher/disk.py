@@ -50,18 +50,14 @@ class DiskPublisher(ServersPublisher):
             self._staging = None
 
     async def bring(self, server: Server, version: int) -> None:
-        folder = self._folder
+        body: dict[str, Any] = {"model_path": str(self._folder), "load_format": "auto"}
 
         async def load(server: Server, flush: bool) -> None:
-            await self.load(server, folder, version, flush=flush)
+            path = "/update_weights_from_disk"
+            await server.update(path, body, version=version, flush=flush)
 
         mode, seconds = self.config.pause_mode, self.config.timeout_s
         await server.bring(version, load, mode=mode, seconds=seconds)
-
-    async def load(self, server: Server, folder: Path, version: int, *, flush: bool) -> None:
-        """Have a paused server take the version in `folder`."""
-        body: dict[str, Any] = {"model_path": str(folder), "load_format": "auto"}
-        await server.update("/update_weights_from_disk", body, version=version, flush=flush)
 
     def parent(self) -> Path:
         """Return where versions are staged."""

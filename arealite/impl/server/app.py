@@ -24,8 +24,8 @@ from arealite.impl.server.updates import UpdateRoutes
 
 logger = log.get(__name__)
 
-MAX_BODY = 2**30
-"""A bucket of weights in base64, not a prompt, is the longest."""
+MAX_BODY = 2**26
+"""Bytes: a prompt of millions of tokens fits; aiohttp's own limit of 1 MiB is too low."""
 
 
 class App:

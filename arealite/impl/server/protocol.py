@@ -76,13 +76,6 @@ class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
     """"flattened_bucket": one broadcast of all bytes."""
 
 
-class UpdateWeightsFromTensorReqInput(Update, frozen=True, kw_only=True):
-    """POST /update_weights_from_tensor: safetensors in base64, where SGLang takes a pickle."""
-
-    serialized_named_tensors: list[bytes]
-    load_format: Literal["safetensors"] = "safetensors"
-
-
 class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
     """POST /init_weights_update_group."""
 
@@ -118,11 +111,7 @@ def openapi(paths: Iterable[tuple[str, str]]) -> dict[str, Any]:
     described: dict[str, dict[str, Any]] = {}
     for method, path in paths:
         described.setdefault(path, {})[method.lower()] = {}
-    bodies = [
-        PauseGenerationReqInput,
-        UpdateWeightsFromDistributedReqInput,
-        UpdateWeightsFromTensorReqInput,
-    ]
+    bodies = [PauseGenerationReqInput, UpdateWeightsFromDistributedReqInput]
     _, schemas = msgspec.json.schema_components(bodies)
     return {"openapi": "3.1.0", "paths": described, "components": {"schemas": schemas}}
 

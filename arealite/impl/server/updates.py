@@ -1,4 +1,4 @@
-"""The routes that bring new weights: a folder, a process group, or tensors in the body.
+"""The routes that bring new weights: a folder or a process group.
 
 In SGLang's protocol, so that a publisher cannot tell the servers apart; but every name and shape is
 checked before the first byte is written, and bytes are awaited while generation goes on.
@@ -21,7 +21,6 @@ from arealite.impl.server.replies import as_json
 from arealite.impl.server.weights import (
     check_layout,
     checksums,
-    read_tensors,
     stage_tensors,
     stage_weights,
 )
@@ -32,6 +31,9 @@ logger = log.get(__name__)
 NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or "
     "queued. Retract or finish them, then call /flush_cache."
+)
+OUTSIDE = (
+    "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 )
 NAME_TAKEN = "The specified group name has already been created, please use a different group name."
 
@@ -53,7 +55,6 @@ class UpdateRoutes:
         handlers = {
             "/update_weights_from_disk": self._from_disk,
             "/update_weights_from_distributed": self._from_distributed,
-            "/update_weights_from_tensor": self._from_tensor,
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
             "/init_weights_update_group": self._init_group,
@@ -80,7 +81,8 @@ class UpdateRoutes:
 
     async def _from_distributed(self, raw: bytes) -> dict[str, Any]:
         body = protocol.parse(raw, protocol.UpdateWeightsFromDistributedReqInput)
-        self._need_session("update_weights_from_distributed")
+        if not self._open:
+            raise Refusal(OUTSIDE)
         layout = Layout(body.names, body.dtypes, body.shapes)
         member = self._groups.get(body.group_name)
         if member is None:
@@ -97,13 +99,6 @@ class UpdateRoutes:
         told = await self._update(body, lambda: stage_tensors(self.tensors, named))
         return _done("Succeeded to update parameter online." + told)
 
-    async def _from_tensor(self, raw: bytes) -> dict[str, Any]:
-        body = protocol.parse(raw, protocol.UpdateWeightsFromTensorReqInput)
-        self._need_session("update_weights_from_tensor")
-        named = await asyncio.to_thread(read_tensors, body.serialized_named_tensors)
-        told = await self._update(body, lambda: stage_tensors(self.tensors, named))
-        return _done("Success" + told)
-
     async def _update(self, body: Update, stage: Callable[[], Callable[[], None]]) -> str:
         """Change the weights when nothing runs; return what is to be told of the version."""
         if body.abort_all_requests:
@@ -118,10 +113,6 @@ class UpdateRoutes:
             return ""
         self.model.version = version
         return f" Weight version updated to {version}."
-
-    def _need_session(self, what: str) -> None:
-        if not self._open:
-            raise Refusal(f"{what} must run between begin_weight_update() and end_weight_update()")
 
     async def _begin(self, raw: bytes) -> dict[str, Any]:
         await asyncio.wrap_future(self.engine.when_still(lambda: None))

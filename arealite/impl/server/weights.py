@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_bytes
 
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_layers, read_model
@@ -75,16 +74,6 @@ def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
             raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
         _target(targets, name, shape, kind)
-
-
-def read_tensors(payloads: list[bytes]) -> list[tuple[str, torch.Tensor]]:
-    """Decode safetensors, one payload as there is one rank; Refusal: they are no such thing."""
-    if len(payloads) != 1:
-        raise Refusal(f"Failed to update weights: {len(payloads)} payloads for 1 rank.")
-    try:
-        return list(load_bytes(payloads[0]).items())
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise Refusal(f"Failed to update weights: no safetensors: {error}") from error
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str]:

@@ -12,7 +12,6 @@ PATHS = [
     "/update_weight_version",
     "/init_weights_update_group",
     "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
 ]
 TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
@@ -21,7 +20,6 @@ def spec(paths: list[str], **fields: Any) -> dict[str, Any]:
     schemas = {
         "PauseGenerationReqInput": {"mode": {"enum": ["abort", "retract"]}},
         "UpdateWeightsFromDistributedReqInput": {"names": {}, "load_format": TEXT},
-        "UpdateWeightsFromTensorReqInput": {"load_format": TEXT},
     } | fields
     described = {name: {"properties": properties} for name, properties in schemas.items()}
     return {"paths": {path: {} for path in paths}, "components": {"schemas": described}}
@@ -33,7 +31,7 @@ INFO = {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "dtype": "bfloat16"}
 def test_a_new_server() -> None:
     can = Capabilities.read(spec(PATHS), INFO, {"weight_versions": []})
     assert (can.spans, can.sessions, can.buckets, can.checksum) == (True, True, True, True)
-    assert (can.relabel, can.distributed, can.tensor) == (True, True, "pickle")
+    assert (can.relabel, can.distributed) == (True, True)
     assert (can.tp, can.dp, can.dtype) == (2, 1, "bfloat16")
     assert can.pause_mode("retract") == "retract"
     assert can.pause_mode("in_place") == "abort", "a mode it does not know"
@@ -48,13 +46,7 @@ def test_an_old_server() -> None:
     old = spec(["/generate"], UpdateWeightsFromDistributedReqInput={"names": {}})
     can = Capabilities.read(old, {}, {})
     assert not any((can.sessions, can.buckets, can.checksum, can.relabel, can.distributed))
-    assert (can.tensor, can.tp, can.dp) == (None, 1, 1)
-
-
-def test_our_own_server_takes_no_pickle() -> None:
-    for formats in ({"enum": ["safetensors"]}, {"const": "safetensors"}):
-        own = spec(PATHS, UpdateWeightsFromTensorReqInput={"load_format": formats})
-        assert Capabilities.read(own, INFO, {}).tensor == "safetensors"
+    assert (can.tp, can.dp) == (1, 1)
 
 
 def test_a_server_that_does_not_describe_itself_can_be_paused() -> None:

@@ -154,7 +154,7 @@ async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> 
 
 
 async def test_nobody_else_can_change_the_weights_or_end_a_turn(pair: Pair) -> None:
-    paths = ["pause_generation", "continue_generation", "update_weights_from_tensor", "flush_cache"]
+    paths = ["pause_generation", "continue_generation", "update_weights_from_disk", "flush_cache"]
     async with aiohttp.ClientSession() as session:
         for path in paths:
             async with session.post(f"{pair.url}/{path}", json={"mode": "abort"}) as answer:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import os
-import pickle
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import ClientSession
-from safetensors.torch import load_file, save
 
 from arealite.impl.server import group_member
 from arealite.impl.server.embedded import EmbeddedServer
@@ -160,75 +156,3 @@ async def test_a_server_ends_although_bytes_are_awaited(folders: list[Path]) -> 
                 await server.generate(2)
             await asyncio.wait((update,))
     assert update.exception() is not None
-
-
-async def test_half_precision_is_cast_to_the_models(server: Backend) -> None:
-    weights = load_file(Path(server.folders[1]) / "model.safetensors")
-    halves = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
-    await server.begin()
-    for tensors in (halves, {name: half.float() for name, half in halves.items()}):
-        payload = base64.b64encode(save(tensors)).decode()
-        status, answer = await server.post(
-            "/update_weights_from_tensor", serialized_named_tensors=[payload]
-        )
-        assert status == 200, answer
-        sums = await server.checksum()
-        if tensors is halves:
-            first = sums
-    assert first == sums
-
-
-class Touch:
-    """A pickle that leaves a trace where it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-async def test_a_pickle_is_never_loaded(server: Backend, tmp_path: Path) -> None:
-    trace = tmp_path / "loaded"
-    payload = base64.b64encode(pickle.dumps(Touch(trace))).decode()
-    await server.begin()
-    before = await server.checksum()
-    path = "/update_weights_from_tensor"
-    status, answer = await server.post(path, serialized_named_tensors=[payload])
-    assert status == 400 and "no safetensors" in answer["message"]
-    assert not trace.exists()
-    for payloads, text in (
-        ([], "0 payloads for 1 rank"),
-        (["AAAA"] * 2, "2 payloads"),
-        (["*"], "base64"),
-    ):
-        status, answer = await server.post(path, serialized_named_tensors=payloads)
-        assert status == 400 and text in answer["message"]
-    assert await server.checksum() == before
-
-
-async def test_tensors_that_do_not_fit_change_nothing(server: Backend) -> None:
-    weights = load_file(Path(server.folders[1]) / "model.safetensors")
-    before = await server.checksum()
-    await server.begin()
-    for name in ("model.norm.weight", "model.nonsense"):
-        payload = base64.b64encode(save(weights | {name: torch.zeros(3)})).decode()
-        status, answer = await server.post(
-            "/update_weights_from_tensor", serialized_named_tensors=[payload], weight_version="9"
-        )
-        assert status == 400 and f"Failed to update weights: '{name}'" in answer["message"]
-    assert await server.checksum() == before
-    assert await server.version() == "default"
-
-
-async def test_every_tensor_has_its_own_checksum(server: Backend) -> None:
-    async def each() -> dict[str, str]:
-        _, answer = await server.post("/weights_checker")
-        return answer["ranks"][0]["checksums"]
-
-    before = await each()
-    await server.begin()
-    payload = base64.b64encode(save({"model.norm.weight": torch.zeros(32)})).decode()
-    await server.post("/update_weights_from_tensor", serialized_named_tensors=[payload])
-    after = await each()
-    assert {name for name in before if before[name] != after[name]} == {"model.norm.weight"}

@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from arealite.base.errors import UserError
 from arealite.impl.server.protocol import Refusal
-from arealite.impl.server.weights import load_model, pick_device, stage_weights
+from arealite.impl.server.weights import (
+    checksums,
+    load_model,
+    pick_device,
+    stage_tensors,
+    stage_weights,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -104,6 +110,32 @@ def lose_a_tensor(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     drop(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_tensors_of_half_precision_are_cast_to_the_models(model: Any, folders: list[Path]) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    stage_tensors(model.state_dict(keep_vars=True), [*halves.items()])()
+    assert same({n: t.float() for n, t in halves.items()}, model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.nonsense"])
+def test_one_tensor_that_does_not_fit_leaves_the_model_untouched(
+    model: Any, folders: list[Path], name: str
+) -> None:
+    tensors = load_file(folders[1] / "model.safetensors") | {name: torch.zeros(3)}
+    before = snapshot(model)
+    with pytest.raises(Refusal, match=f"Failed to update weights: '{name}'"):
+        stage_tensors(model.state_dict(keep_vars=True), [*tensors.items()])
+    assert same(before, model.state_dict())
+
+
+def test_every_tensor_has_its_own_checksum(model: Any) -> None:
+    before, all_before = checksums(model.state_dict())
+    stage_tensors(model.state_dict(keep_vars=True), [("model.norm.weight", torch.zeros(32))])()
+    after, all_after = checksums(model.state_dict())
+    assert {name for name in before if before[name] != after[name]} == {"model.norm.weight"}
+    assert all_before != all_after
 
 
 @pytest.mark.parametrize(

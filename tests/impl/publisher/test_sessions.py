@@ -1,59 +1,52 @@
-"""Tensors in request bodies: pickles for SGLang, safetensors for our own server."""
+"""Weights that come in parts: their session, version and flush, and what half of them is.
+
+`distributed` sends parts; here they come without its process group.
+"""
 
 from __future__ import annotations
 
-import base64
-import pickle
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load
 
-from arealite.impl.publisher.tensor import TensorPublisher
+from arealite.impl.publisher.control import Server
+from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
 from tests.waiting import eventually
 
-PATH = "/update_weights_from_tensor"
+PATH = "/update_weights_from_distributed"
+GROUP = "g"
+
+
+class TwoParts(DiskPublisher):
+    """Tell a server of two parts of each version."""
+
+    async def bring(self, server: Server, version: int) -> None:
+        async def load(server: Server, flush: bool) -> None:
+            await server.begin()
+            for name, number in (("a.weight", None), ("b.weight", version)):
+                body = {"names": [name], "group_name": GROUP}
+                await server.update(PATH, body, version=number, flush=flush and number is not None)
+            await server.end()
+
+        mode, seconds = self.config.pause_mode, self.config.timeout_s
+        await server.bring(version, load, mode=mode, seconds=seconds)
 
 
 @pytest.fixture(autouse=True)
-def tensor_site(site: Site) -> None:
-    site.kind = TensorPublisher
+def site_of_parts(site: Site) -> None:
+    site.kind = TwoParts
 
 
 def bodies(server: FakeSGLang) -> list[dict[str, Any]]:
     return [body for path, body in server.calls if path == PATH]
 
 
-def decoded(body: dict[str, Any]) -> bytes:
-    (entry,) = body["serialized_named_tensors"]
-    return base64.b64decode(entry)
-
-
-async def test_sglang_gets_a_pickle_of_cpu_tensors(site: Site) -> None:
+async def test_version_and_flush_come_with_the_last_part(site: Site) -> None:
     async with servers(site, 1) as (server,):
-        report = await site.publish(3, 2.0)
-        (body,) = bodies(server)
-        named = pickle.loads(decoded(body))
-        assert [name for name, _ in named] == ["a.weight", "b.weight"]
-        assert torch.equal(named[0][1], torch.full((2, 3), 2.0))
-        assert (body["weight_version"], body["flush_cache"]) == ("3", True)
-        assert (server.version, server.paused, server.weights.session) == ("3", None, False)
-        assert (report.servers, report.num_bytes) == (1, 44)
-
-
-async def test_our_own_server_gets_safetensors(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        server.tensor = "safetensors"
-        await site.publish(1, 2.0)
-        assert load(decoded(bodies(server)[0]))["b.weight"].tolist() == [-2.0] * 5
-
-
-async def test_version_and_flush_come_with_the_last_bucket(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        await site.publish(1, bucket_mb=0)
+        server.weights.groups.append(GROUP)
+        await site.publish(1)
         told = [(body["weight_version"], body["flush_cache"]) for body in bodies(server)]
         assert told == [(None, False), ("1", True)]
         order = [path for path, _ in server.calls]
@@ -65,6 +58,7 @@ async def test_version_and_flush_come_with_the_last_bucket(site: Site) -> None:
 
 async def test_an_old_server_has_no_sessions(site: Site) -> None:
     async with servers(site, 1) as (server,):
+        server.weights.groups.append(GROUP)
         server.sessions = False
         await site.publish(1)
         assert server.version == "1"
@@ -73,6 +67,7 @@ async def test_an_old_server_has_no_sessions(site: Site) -> None:
 
 async def test_a_session_whose_end_was_not_heard_is_ended(site: Site) -> None:
     async with servers(site, 1) as (server,):
+        server.weights.groups.append(GROUP)
         await site.publish(1)
         server.weights.session = True
         await site.publish(2)
@@ -81,20 +76,16 @@ async def test_a_session_whose_end_was_not_heard_is_ended(site: Site) -> None:
 
 async def test_in_place_never_flushes(site: Site) -> None:
     async with servers(site, 1) as (server,):
+        server.weights.groups.append(GROUP)
         await site.publish(1, pause_mode="in_place")
-        assert bodies(server)[0]["flush_cache"] is False
-
-
-async def test_a_server_that_takes_no_tensors_is_refused_before_a_pause(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        server.tensor = None
-        await site.refused(1, site.quarantined, r"takes no tensors; use publisher\.type=disk")
-        assert "/pause_generation" not in [path for path, _ in server.calls]
+        assert [body["flush_cache"] for body in bodies(server)] == [False, False]
 
 
 async def test_half_an_update_generates_under_no_version(site: Site) -> None:
     async with servers(site, 2) as (good, bad):
-        await site.publish(1, bucket_mb=0)
+        for server in (good, bad):
+            server.weights.groups.append(GROUP)
+        await site.publish(1)
         bad.fail_next("500", count=1000, path=PATH)
         report = await site.publish(2)
         assert (good.version, report.servers) == ("2", 1)
