@@ -7,7 +7,7 @@
 # What apt-get prints goes to LOG, which is shown if apt-get fails. `--list` names the programs.
 set -euo pipefail
 declare -A package=([bwrap]=bubblewrap [chromium-headless-shell]=chromium-headless-shell)
-[ "$1" = --list ] && echo "${!package[@]}" && exit
+[ "$1" = "--list" ] && echo "${!package[@]}" && exit
 missing=()
 for program in "${!package[@]}"; do
     command -v "$program" >/dev/null || missing+=("${package[$program]}")

@@ -135,8 +135,5 @@ class TrainEngine(ABC):
 
 engines: Registry[TrainEngine] = Registry(
     "train_engine",
-    {
-        "fsdp": "arealite.impl.engine.fsdp:FSDPEngine",
-        "ddp": "arealite.impl.engine.fsdp:DDPEngine",
-    },
+    {"fsdp": "arealite.impl.engine.fsdp:FSDPEngine", "ddp": "arealite.impl.engine.fsdp:DDPEngine"},
 )

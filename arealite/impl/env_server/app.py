@@ -24,14 +24,7 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_address
 from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
-from arealite.impl.env_server.wire import (
-    CAPACITY,
-    MessageTooLarge,
-    Refused,
-    encode,
-    frame,
-    refusal,
-)
+from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, Refused, encode, frame, refusal
 from arealite.system.health.limits import END_S, Limit, Limits
 
 logger = log.get(__name__)

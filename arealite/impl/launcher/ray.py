@@ -55,12 +55,7 @@ class Host:
         with Path(log).open("ab") as output:
             begin = output.tell()
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=own,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                command, cwd=folder, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         return self.process.pid, begin
 

@@ -22,13 +22,7 @@ import zmq
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
 from arealite.api.task import Task
-from arealite.api.trainer_messages import (
-    BatchRequest,
-    Checkpointed,
-    Finish,
-    FromTrainer,
-    Refused,
-)
+from arealite.api.trainer_messages import BatchRequest, Checkpointed, Finish, FromTrainer, Refused
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.data.dataset import identity

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from functools import partial
 
 from arealite.base import log
 from arealite.base.errors import UserError
@@ -37,17 +36,15 @@ class Upkeep:
         self._is_busy = True
         with suppress(Over):
             try:
-                found = await asyncio.to_thread(
-                    partial(audit, self.ledger.path, new_only=True, on_row=self._go_on)
-                )
+                path = self.ledger.path
+                found = await asyncio.to_thread(audit, path, new_only=True, on_row=self._go_on)
             except UserError as error:
                 logger.error("ledger damaged", error=str(error))
                 return
             finally:
                 self._is_busy = False
             if not found.ok:
-                problems = [*found.lost, *found.repeated, *found.broken]
-                logger.error("ledger out of balance", problems=problems)
+                logger.error("ledger out of balance", problems=found.problems)
                 return
             self.ledger.set_meta("audited", found.mark)
             self.writer.after_commit(self._drop)

@@ -24,7 +24,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.ledger import schema
 from arealite.system.ledger.audit_report import IN_STATE, AuditReport, Balance
-from arealite.system.ledger.ledger import connect, decode_header
+from arealite.system.ledger.ledger import columns, connect, decode_header
 from arealite.system.ledger.payloads import unlike
 
 CLOSED = ("durable", "filtered")
@@ -211,19 +211,16 @@ class Audit:
         one += "(SELECT IFNULL(MAX(seq) + 1, 0) FROM main.groups) FROM main.trajectories"
         last, durable, seq = self.db.execute(one).fetchone()
         for table, query in ROWS.items():
-            columns = schema.COVERED[table]
-            size = columns.count(",") + 1
-            for each in self.db.execute(query.format(columns=columns, durable=durable)):
-                (is_closed, state, found), row, rest = (
-                    each[:3],
-                    each[3 : 3 + size],
-                    each[3 + size :],
-                )
+            covered = schema.COVERED[table]
+            size = covered.count(",") + 1
+            for each in self.db.execute(query.format(columns=covered, durable=durable)):
+                (is_closed, state, found), row = each[:3], each[3 : 3 + size]
                 self._count(table, is_closed, state, found, row)
                 if table == "trajectories":
-                    self._check(state, row, *rest)
-                    if on_row and rest[1] % 64 == 0:
-                        on_row(rest[1], last)
+                    step, n, *kept = each[3 + size :]
+                    self._check(state, row, step, *kept)
+                    if on_row and n % 64 == 0:
+                        on_row(n, last)
         given = vars(promises) | {"seq": self.mark.seq, "row": self.mark.row}
         for kind, checks in CHECKS.items():
             for what, sql in checks.items():
@@ -248,15 +245,13 @@ class Audit:
                 name = str(row[0] + 1 if table == "steps" else row[0])
                 self.problems["broken"][f"{table} changed by another hand"].append(name)
 
-    def _check(self, state: str, row: Row, step: int | None, n: int, *kept: Any) -> None:
+    def _check(self, state: str, row: Row, step: int | None, found: int, payload: Any) -> None:
         """Hold a trajectory's columns and payload against its header, and count that."""
-        (found, payload), name, is_closed = kept, str(row[0]), state in CLOSED
+        name, is_closed = str(row[0]), state in CLOSED
         tally, what = self.found[is_closed], ""
         try:
             h = decode_header(row[10])
-            said = (h.trajectory_id, h.group_id, h.member, h.seat, h.reward, h.num_tokens)
-            said += (h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
-            if said != row[:10]:
+            if columns(h) != row[:10]:
                 what = "trajectories with columns unlike their header"
             elif payload is None:
                 if not (is_closed and (step or 0) < self.dropped):
@@ -335,16 +330,13 @@ def _line(what: str, names: list[str]) -> str:
 
 def _unreadable(path: Path) -> str:
     """Say from where on the tables of a damaged file cannot be read."""
-    found, keys = (
-        list[str](),
-        {"groups": "group_id", "trajectories": "trajectory_id", "steps": "step"},
-    )
+    found = list[str]()
     with suppress(sqlite3.Error), closing(connect(path, read_only=True)) as db:
         db.execute("PRAGMA writable_schema = ON")  # reads what there is of a file cut off
-        for table, key in keys.items():
+        for table, columns in schema.COVERED.items():
             last = "the beginning"
             try:
-                for row in db.execute(f"SELECT {key}, * FROM {table} ORDER BY rowid"):
+                for row in db.execute(f"SELECT {columns}, * FROM {table}"):
                     last = row[0]
             except sqlite3.Error:
                 found.append(f"{table} after {last}")

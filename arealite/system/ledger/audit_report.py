@@ -67,10 +67,14 @@ class AuditReport:
     """How far this audit went, for the ledger to keep if all is right."""
 
     @property
+    def problems(self) -> list[str]:
+        """All that is wrong."""
+        return [*self.lost, *self.repeated, *self.broken]
+
+    @property
     def ok(self) -> bool:
         """Whether both balances are even and no promise is broken."""
-        problems = self.lost or self.repeated or self.broken
-        return self.groups.is_even and self.tokens.is_even and not problems
+        return self.groups.is_even and self.tokens.is_even and not self.problems
 
     def table(self) -> str:
         """Write the report for a reader."""

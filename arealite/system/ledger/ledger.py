@@ -139,11 +139,7 @@ class Ledger:
 
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Keep a trajectory; the second one of an id is ignored."""
-        h = header
-        reward = h.reward + 0.0  # as SQLite keeps it: a float, and never -0.0
-        about = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
-        versions = (h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
-        self._trajectories.append((*about, *versions, _encode(h), payload))
+        self._trajectories.append((*columns(header), _encode(header), payload))
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
         """Keep a turn of an unfinished episode; a longer version replaces a shorter one."""
@@ -281,6 +277,14 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self.connection.close()
+
+
+def columns(header: TrajectoryHeader) -> tuple[Any, ...]:
+    """Return what the table of trajectories repeats of a header."""
+    h = header
+    reward = h.reward + 0.0  # as SQLite keeps it: a float, and never -0.0
+    about = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
+    return (*about, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
 
 
 def _row(group: Group) -> tuple[Any, ...]:

@@ -24,21 +24,14 @@ def unlike(header: TrajectoryHeader, payload: bytes) -> str:
     try:
         for s in decode_segments(payload):
             size, mask, ones = len(s.loss_mask), s.loss_mask, s.loss_mask.count(1)
-            if (
-                not len(s.tokens)
-                == len(s.logprobs)
-                == len(s.versions)
-                == len(s.rewards)
-                == 4 * size
-            ):
+            if {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))} != {4 * size}:
                 return "arrays of other lengths"
             if ones + mask.count(0) != size:
                 return "mask"
             # A number that is not finite has all bits of its exponent.
             high = s.logprobs[3::4]
-            if high.count(0x7F) + high.count(0xFF) and not all(
-                map(math.isfinite, array("f", s.logprobs))
-            ):
+            suspects = high.count(0x7F) + high.count(0xFF)
+            if suspects and not all(map(math.isfinite, array("f", s.logprobs))):
                 return "logprobs"
             lengths.append(size)
             sampled += ones
@@ -51,9 +44,7 @@ def unlike(header: TrajectoryHeader, payload: bytes) -> str:
     rounding = ROUNDING * sum(map(abs, rewards))
     if lengths != header.segment_lengths or sampled != header.trained_tokens:
         return "length"
-    if (min(versions, default=-1), max(versions, default=-1)) != (
-        header.oldest_version,
-        header.newest_version,
-    ):
+    oldest, newest = min(versions, default=-1), max(versions, default=-1)
+    if (oldest, newest) != (header.oldest_version, header.newest_version):
         return "versions"
     return "" if abs(sum(rewards) - header.reward) <= rounding < math.inf else "reward"

@@ -15,14 +15,10 @@ import msgspec
 SCHEMA_VERSION = "4"
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
--- one row a group ever offered for training; seq is its place in the order of the dataset; leases =
--- JSON list of those that something is expected of: (lease id, worker id, members, version)
 CREATE TABLE groups (
   seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
   state TEXT, reason TEXT, step INTEGER, place INTEGER, leases TEXT, sum INTEGER);
 CREATE INDEX groups_by_step ON groups (step) WHERE step NOTNULL;
--- header and payload as they came (msgpack); the other columns repeat the header for queries; the
--- payload is NULL once it was dropped; n counts rows without a hole
 CREATE TABLE trajectories (
   n INTEGER PRIMARY KEY, trajectory_id TEXT UNIQUE, group_id TEXT, member INTEGER, seat TEXT,
   reward REAL, tokens INTEGER, trained_tokens INTEGER, oldest INTEGER, newest INTEGER,
@@ -31,18 +27,29 @@ CREATE INDEX trajectories_by_group ON trajectories (group_id);
 CREATE TABLE failures (
   group_id TEXT, member INTEGER, lease_id TEXT, class TEXT, detail TEXT, sum INTEGER,
   PRIMARY KEY (group_id, member, lease_id)) WITHOUT ROWID;
--- turns of episodes under way: header and payload as they came; gone with the episode's end
 CREATE TABLE turns (
   group_id TEXT, member INTEGER, seat TEXT, idx INTEGER, header BLOB, payload BLOB,
   PRIMARY KEY (group_id, member, seat, idx)) WITHOUT ROWID;
--- one row a step the trainer reported; trained = JSON list of the trajectory ids it says it used
 CREATE TABLE steps (
   step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT, ranks INTEGER, fingerprint TEXT,
   sum INTEGER);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
 CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
--- by table: its rows, and the sum of their checksums modulo 2^62
 CREATE TABLE heads (name TEXT PRIMARY KEY, rows INTEGER, sum INTEGER) WITHOUT ROWID;
+"""
+"""
+groups: one row a group ever offered for training; seq is its place in the order of the dataset;
+leases = JSON list of those that something is expected of: (lease id, worker id, members, version).
+
+trajectories: header and payload as they came (msgpack); the other columns repeat the header for
+queries; the payload is NULL once it was dropped; n counts rows without a hole.
+
+turns: of episodes under way, header and payload as they came; gone with the episode's end.
+
+steps: one row a step the trainer reported; trained = JSON list of the trajectory ids it says it
+used.
+
+heads: by table, its rows, and the sum of their checksums modulo 2^62.
 """
 COVERED = {
     "groups": "group_id, seq, task_id, row, epoch, state, reason, step, place",
@@ -85,18 +92,19 @@ def with_payload(*row: Any) -> tuple[Any, ...]:
     return (*row, checksum(row[0], payload=row[-1]), checksum(*row[:-1]))
 
 
-def _insert(table: str, how: str = "INSERT", *, also: str = "") -> str:
+def _insert(table: str, how: str = "INSERT OR IGNORE", *, also: str = "") -> str:
     return f"{how} INTO {table} ({COVERED[table]}, {also}sum) VALUES {{}}"
 
 
+CHANGING = "state", "reason", "step", "place", "leases", "sum"
+"""Columns of a group that do not stay as they were."""
 PUT_GROUPS = (
-    _insert("groups", also="leases, ") + " ON CONFLICT (seq) DO UPDATE SET state = excluded.state, "
-    "reason = excluded.reason, step = excluded.step, place = excluded.place, "
-    "leases = excluded.leases, sum = excluded.sum"
+    _insert("groups", "INSERT", also="leases, ")
+    + " ON CONFLICT (seq) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in CHANGING)
 )
-PUT_TRAJECTORIES = _insert("trajectories", "INSERT OR IGNORE", also="payload, payload_sum, ")
-PUT_STEP = _insert("steps", "INSERT OR IGNORE")
-PUT_FAILURE = _insert("failures", "INSERT OR IGNORE")
+PUT_TRAJECTORIES = _insert("trajectories", also="payload, payload_sum, ")
+PUT_STEP, PUT_FAILURE = _insert("steps"), _insert("failures")
 
 
 def triggers(table: str) -> str:
