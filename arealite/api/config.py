@@ -24,7 +24,7 @@ class ClusterConfig:
     """Where processes find each other and where a run keeps its files."""
 
     name_root: str = opt(
-        "~/.cache/arealite/names", "folder of the name registry, seen by every host"
+        "~/.cache/arealite/names", "folder of the name registry, seen by all hosts"
     )
     run_root: str = opt("runs", "folder of all runs, seen by every host")
     user: str | None = opt(None, "whose names; null takes the login name")
@@ -59,9 +59,7 @@ class DatasetConfig:
         "path of the training rows (of sft also a run's folder), or `generated` by the "
         "environment; required",
     )
-    eval: str | None = opt(
-        None, "path of the held-out rows, or `generated`; null trains without evaluation"
-    )
+    eval: str | None = opt(None, "path of the held-out rows, or `generated`; null: no evaluation")
     rows: int = opt(4096, "training rows to generate, or to draw for several parts", at_least=1)
     eval_rows: int = opt(256, "held-out rows to generate, or to draw", at_least=1)
     shuffle: bool = opt(True, "a new seeded order each epoch")

@@ -48,7 +48,7 @@ class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) over all ranks."""
 
     shard_size: int = opt(
-        0, "ranks that share one copy; fewer than all make HSDP, 0 takes all", at_least=0
+        0, "ranks that share a copy; fewer than all make HSDP; 0: all", at_least=0
     )
     max_tokens_per_microbatch: int = opt(
         8192, "computed tokens of a micro-batch; one longer row is allowed", at_least=1

@@ -41,9 +41,7 @@ class EnvServerConfig:
     imports: list[str] = sub(
         list, "modules or .py files to import first: they register your own parts"
     )
-    tasks: str = opt(
-        "generated", "path of the rows for a reset without a task, or `generated` by the env"
-    )
+    tasks: str = opt("generated", "path of the rows of a reset without a task, or `generated`")
     cluster: ClusterConfig = sub(ClusterConfig, "told to the environment")
     env: EnvConfig = sub(EnvConfig, "which environment")
     server: EnvServerOptions = sub(EnvServerOptions, "the server")

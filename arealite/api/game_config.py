@@ -44,9 +44,7 @@ class TicTacToeConfig:
     draw_reward: float = opt(0.25, "of both seats where neither wins")
     loss_reward: float = opt(-1.0, "of the seat that lets the other have three in a row")
     illegal_reward: float = opt(-1.0, "of a seat whose move cannot be made; it ends the game")
-    opening_moves: int = opt(
-        0, "a task begins with up to so many random moves", at_least=0, at_most=4
-    )
+    opening_moves: int = opt(0, "up to so many random moves come first", at_least=0, at_most=4)
     rules: str = opt("", "what each observation begins with; {seat} is x or o; '': the rules")
 
 

@@ -50,25 +50,17 @@ class LauncherConfig:
     max_workers: int = opt(
         0, "rollout processes at most, with collector.autoscale; 0: rollout_workers", at_least=0
     )
-    llm_servers: int = opt(
-        0, "language-model servers started with the run; 0: by launch_llm_server", at_least=0
-    )
+    llm_servers: int = opt(0, "servers started with the run; 0: by launch_llm_server", at_least=0)
     server_args: list[str] = sub(
         list, "overrides for those, as serve-llm takes them: [llm_server.type=sglang, …]"
     )
     trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU", at_least=1)
     drain_timeout_s: float = opt(
-        60.0, "after the first Ctrl-C: time to finish the step and checkpoint", above=0
+        60.0, "after the first Ctrl-C, for the step and a checkpoint", above=0
     )
-    max_restarts: int = opt(
-        5, "deaths of one role without a trained step between that are healed", at_least=0
-    )
-    silent_s: float = opt(
-        8.0, "a role that shows no sign of life for this long is killed and started again", above=0
-    )
-    blocked_s: float = opt(
-        60.0, "a role whose event loop is blocked for this long is killed and restarted", above=0
-    )
+    max_restarts: int = opt(5, "deaths of a role with no step between that are healed", at_least=0)
+    silent_s: float = opt(8.0, "a role without a sign of life for this long is restarted", above=0)
+    blocked_s: float = opt(60.0, "a role whose loop is blocked for this long is restarted", above=0)
     slurm: SlurmConfig = sub(SlurmConfig, "for `arealite launch slurm`")
     ray: RayConfig = sub(RayConfig, "for `arealite launch ray`")
 

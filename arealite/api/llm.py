@@ -21,9 +21,7 @@ class SamplingConfig:
     """How tokens are drawn. The defaults sample from the policy itself, as training needs."""
 
     temperature: float = opt(1.0, "0: greedy; the trainer divides logits by it, too", at_least=0)
-    top_p: float = opt(
-        1.0, "1 keeps the whole distribution; less makes training off-policy", above=0, at_most=1
-    )
+    top_p: float = opt(1.0, "1 keeps all; less makes training off-policy", above=0, at_most=1)
     top_k: int = opt(-1, "-1 keeps all; anything else makes training off-policy", at_least=-1)
     max_new_tokens: int = opt(256, "token budget of one generation", at_least=1)
     min_new_tokens: int = opt(0, "no stop token before this many tokens", at_least=0)

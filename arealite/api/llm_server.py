@@ -20,9 +20,7 @@ class EmbeddedServerConfig:
     max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
     num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
-    max_restarts: int = opt(
-        5, "deaths in a row, each before it served, that are healed", at_least=0
-    )
+    max_restarts: int = opt(5, "deaths in a row, before it served, that are healed", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class SGLangServerConfig:
     silence_s: float = opt(30.0, "a server silent for this long is killed and restarted", above=0)
     drain_timeout_s: float = opt(10.0, "at SIGTERM: time for requests to end", at_least=0)
     max_restarts: int = opt(
-        10, "starts in a row that do not last a minute; then it is given up", at_least=0
+        10, "starts in a row of under a minute; then it is given up", at_least=0
     )
 
 

@@ -16,9 +16,7 @@ class MathVerifyConfig:
     """Mathematical equality of a completion's answer and the ground truth."""
 
     workers: int = opt(1, "checker processes of one rollout worker", at_least=1)
-    timeout_s: float = opt(
-        2.0, "CPU seconds of a check: an answer that needs more has reward 0", above=0
-    )
+    timeout_s: float = opt(2.0, "CPU seconds of a check; an answer that needs more gets 0", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

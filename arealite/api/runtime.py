@@ -17,9 +17,7 @@ class EnvServersConfig:
     max_message_kb: int = opt(1024, "longest message, in both directions", at_least=1)
     answer_s: float = opt(300.0, "longest wait for the answer to a step", above=0)
     wait_s: float = opt(60.0, "how long an episode waits for a server with room", above=0)
-    silence_s: float = opt(
-        10.0, "a server that does not answer /health for this long is lost", above=0
-    )
+    silence_s: float = opt(10.0, "a server whose /health is silent for this long is lost", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,7 @@ class PPOConfig:
     batch_size: int = opt(512, "episodes; a multiple of collector.group_size", at_least=1)
     updates: int = opt(1, "optimizer updates a batch; must divide its number of groups", at_least=1)
     epochs: int = opt(1, "times these updates are made", at_least=1)
-    max_staleness: int = opt(
-        4, "eta: a token is trained at most this many versions after it was sampled", at_least=0
-    )
+    max_staleness: int = opt(4, "eta: trained tokens are at most so many versions old", at_least=0)
     staleness_policy: Literal["pace", "mask", "drop"] = opt(
         "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
     )
@@ -96,9 +94,7 @@ class PPOConfig:
 class TrainerConfig:
     """Which trainer runs, and its options."""
 
-    type: str = opt(
-        "async_ppo", "async_ppo; ppo (synchronous: max_staleness must be 0); sft, dpo or reward"
-    )
+    type: str = opt("async_ppo", "async_ppo; ppo (synchronous, max_staleness=0); sft, dpo, reward")
     ppo: PPOConfig = sub(PPOConfig, "options of async_ppo and ppo")
     offline: OfflineConfig = sub(OfflineConfig, "options of sft, dpo and reward alike")
     sft: SFTConfig = sub(SFTConfig, "options of sft alone")
