@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
-from arealite.api.agent import agents, load_tokenizer
+from arealite.api.agent import agents
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.engine import engines
 from arealite.api.env import Env, EnvFactory, envs
@@ -36,7 +35,7 @@ from arealite.base.model_folder import (
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
 from arealite.cli.check_algorithm import check_algorithm
-from arealite.cli.check_model import check_tensor_names, check_tokens
+from arealite.cli.check_model import check_prompts, check_tensor_names
 from arealite.cli.check_rows import check_first_rows, check_rows
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
@@ -47,7 +46,6 @@ from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
 
 MIN_FREE_BYTES = 64 << 20
-ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
 def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
@@ -363,42 +361,3 @@ def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: En
             f"the server at {server.value['address']}: {difference} Start it with "
             f"model.path={config.model.path}, or use another trial_name."
         )
-
-
-def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Sequence[int]) -> None:
-    """Check that every prompt and its answer fit the shortest context of a server."""
-    budget = config.trainer.ppo.collector.sampling.max_new_tokens
-    if not contexts:
-        return
-    context = min(contexts)
-    if budget >= context:
-        raise UserError(
-            f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
-            f"{context} tokens. Lower {ANSWER}."
-        )
-    if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
-        raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
-    check_tokens(config.model.path, tasks)
-    # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
-    long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
-    tokenizer = load_tokenizer(config.model.path) if long else None
-    for task in long:
-        length = _prompt_tokens(tokenizer, task.prompt)
-        if length + budget > context:
-            raise UserError(
-                f"row {task.task_id}: its prompt has {length} tokens, with max_new_tokens {budget} "
-                f"that is over the server's context of {context}. Remove the row, lower {ANSWER} "
-                "or raise llm_server.context_length."
-            )
-
-
-def _text_length(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    return sum(len(str(message["content"]).encode()) + 32 for message in prompt)
-
-
-def _prompt_tokens(tokenizer: Any, prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer.encode(prompt))
-    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"])

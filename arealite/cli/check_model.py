@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_json, read_shapes, vocab_size
@@ -16,6 +19,7 @@ from arealite.base.model_folder import read_json, read_shapes, vocab_size
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
 """Tensors that transformers fuses or renames as it loads them."""
 FIRST_ROWS = 1000
+ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
 def check_tensor_names(path: str) -> None:
@@ -27,6 +31,33 @@ def check_tensor_names(path: str) -> None:
             "others, and cannot publish it to servers. Use trainer.ppo.publisher.type=shared, or "
             "save the model anew with save_pretrained(folder, save_original_format=False)."
         )
+
+
+def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Sequence[int]) -> None:
+    """Check that every prompt and its answer fit the shortest context of a server."""
+    budget = config.trainer.ppo.collector.sampling.max_new_tokens
+    if not contexts:
+        return
+    context = min(contexts)
+    if budget >= context:
+        raise UserError(
+            f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
+            f"{context} tokens. Lower {ANSWER}."
+        )
+    if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
+        raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
+    check_tokens(config.model.path, tasks)
+    # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
+    long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
+    tokenizer = load_tokenizer(config.model.path) if long else None
+    for task in long:
+        length = _prompt_tokens(tokenizer, task.prompt)
+        if length + budget > context:
+            raise UserError(
+                f"row {task.task_id}: its prompt has {length} tokens, with max_new_tokens {budget} "
+                f"that is over the server's context of {context}. Remove the row, lower {ANSWER} "
+                "or raise llm_server.context_length."
+            )
 
 
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:
@@ -49,3 +80,15 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
                 f"row {row.task_id}: the tokenizer of model.path={path} makes {found} of its "
                 f"prompt; the model has {size} tokens. Remove the row, or use another tokenizer."
             )
+
+
+def _text_length(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(str(message["content"]).encode()) + 32 for message in prompt)
+
+
+def _prompt_tokens(tokenizer: Any, prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer.encode(prompt))
+    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"])
