@@ -23,9 +23,7 @@ from arealite.base.places import check_name
 class ClusterConfig:
     """Where processes find each other and where a run keeps its files."""
 
-    name_root: str = opt(
-        "~/.cache/arealite/names", "folder of the name registry, seen by all hosts"
-    )
+    name_root: str = opt("~/.cache/arealite/names", "folder of the name registry; all hosts see it")
     run_root: str = opt("runs", "folder of all runs, seen by every host")
     user: str | None = opt(None, "whose names; null takes the login name")
     heartbeat_s: float = opt(1.0, "how often a role renews its name", above=0)

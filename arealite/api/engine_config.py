@@ -47,9 +47,7 @@ class LoRAConfig:
 class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) over all ranks."""
 
-    shard_size: int = opt(
-        0, "ranks that share a copy; fewer than all make HSDP; 0: all", at_least=0
-    )
+    shard_size: int = opt(0, "ranks that share a copy; fewer than all: HSDP; 0: all", at_least=0)
     max_tokens_per_microbatch: int = opt(
         8192, "computed tokens of a micro-batch; one longer row is allowed", at_least=1
     )

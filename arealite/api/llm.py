@@ -26,9 +26,7 @@ class SamplingConfig:
     max_new_tokens: int = opt(256, "token budget of one generation", at_least=1)
     min_new_tokens: int = opt(0, "no stop token before this many tokens", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
-    stop_token_ids: list[int] = sub(
-        list, "token ids that end a generation, besides the model's EOS"
-    )
+    stop_token_ids: list[int] = sub(list, "token ids that end a generation besides the model's EOS")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,7 @@ class SGLangServerConfig:
     start_timeout_s: float = opt(600.0, "from its start until it answers, else it failed", above=0)
     silence_s: float = opt(30.0, "a server silent for this long is killed and restarted", above=0)
     drain_timeout_s: float = opt(10.0, "at SIGTERM: time for requests to end", at_least=0)
-    max_restarts: int = opt(
-        10, "starts in a row of under a minute; then it is given up", at_least=0
-    )
+    max_restarts: int = opt(10, "starts in a row under a minute; then it is given up", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

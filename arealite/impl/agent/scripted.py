@@ -29,9 +29,7 @@ class ScriptedAgent(Agent):
             UserError: it is to answer, and has no answers.
         """
         if config.policy == "answers" and not config.answers:
-            raise UserError(
-                "agent.type=scripted: set scripted.answers, or another scripted.policy."
-            )
+            raise UserError("agent.type=scripted: set scripted.answers or another scripted.policy.")
 
     async def act(self, observation: Any) -> Action:
         """Return the turn's answer, or a choice.

@@ -118,9 +118,7 @@ class CheckerPool:
         finally:
             self._free.put_nowait(checker)
         if answer == "waited":
-            raise RewardTimeout(
-                f"a reward check did nothing for {self.patience_s} s, {TRIES} times"
-            )
+            raise RewardTimeout(f"a check did nothing for {self.patience_s} s, {TRIES} times")
         if answer == "killed":
             raise CheckerCrash(f"the process of a reward check was killed {TRIES} times")
         if not isinstance(answer, bool):

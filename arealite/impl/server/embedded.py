@@ -148,9 +148,7 @@ class EmbeddedServer(LLMServer):
         own = exact_length(told) or told.get("max_position_embeddings") or 2**20
         wanted = self.config.llm_server.context_length
         if wanted is not None and wanted > own:
-            raise UserError(
-                f"llm_server.context_length={wanted} is more than the model's own {own}."
-            )
+            raise UserError(f"llm_server.context_length={wanted} is above the model's own {own}.")
         eos = model.generation_config.eos_token_id
         eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
         lock = threading.Lock()  # the engine looks for stop strings while answers are made

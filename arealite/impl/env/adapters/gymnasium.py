@@ -100,9 +100,7 @@ def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     if space is None or kind == "Text":
         return 0, ()
     if kind != "Discrete":
-        raise UserError(
-            f"env.gymnasium: an agent writes texts or numbers, and its action is {space}."
-        )
+        raise UserError(f"env.gymnasium: an agent writes texts or numbers, its action is {space}.")
     first, count = int(space.start), int(space.n)
     if names and len(names) != count:
         raise UserError(f"env.gymnasium.actions has {len(names)} names, the actions are {count}.")
