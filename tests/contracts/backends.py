@@ -32,6 +32,8 @@ class Backend:
     """Models of one shape; it starts with the first."""
     is_scripted: bool = False
     """No real weights: bytes that are sent to it arrive nowhere."""
+    is_streaming: bool = True
+    """Whether it streams; else `streaming` waits until it says that the request runs."""
     api: dict[str, Any] = field(default_factory=dict)
     spans: bool = True
     """Whether it tells the version of each token."""
@@ -79,7 +81,8 @@ class Backend:
     async def streaming(
         self, rid: str | None = None, new: int = LONG
     ) -> tuple[asyncio.Task, list[dict]]:
-        """Start a long streamed generation; return when its first tokens are there, and hold it.
+        """Start a long generation; return when its first tokens are there, and hold it. The list
+        gets what is streamed, or the answer.
 
         A rid must be fresh: SGLang aborts it once more 2 s after a stream has ended.
         """
@@ -88,7 +91,12 @@ class Backend:
         if self.hold is not None:
             self.hold()
 
+        before = 0 if self.is_streaming else await self.running()
+
         async def read() -> None:
+            if not self.is_streaming:
+                events.append(await self.generate(new, rid=rid))
+                return
             body = {
                 "input_ids": PROMPT,
                 "rid": rid or uuid.uuid4().hex,
@@ -104,7 +112,10 @@ class Backend:
 
         task = asyncio.ensure_future(read())
         async with asyncio.timeout(60):
-            await started.wait()
+            while not self.is_streaming and await self.running() == before:
+                pass
+            if self.is_streaming:
+                await started.wait()
         return task, events
 
     async def crowded(self) -> tuple[asyncio.Task, list[dict], asyncio.Future]:
@@ -112,7 +123,7 @@ class Backend:
         the third is for their answers."""
         if self.hold is not None:
             self.hold()
-        crowd = asyncio.ensure_future(self.generate(LONG, input_ids=[PROMPT] * 24))
+        crowd = asyncio.gather(*(self.generate(LONG) for _ in range(24)))
         async with asyncio.timeout(60):
             while self.hold is not None and await self.running() < 24:
                 pass

@@ -38,7 +38,7 @@ async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIte
         elif request.param == "embedded":
             instance = await stack.enter_async_context(embedded(folders[0]))
             url, brake = instance.address, Brake(instance.engine)
-            control = {"hold": brake.hold, "let_go": brake.let_go}
+            control = {"hold": brake.hold, "let_go": brake.let_go, "is_streaming": False}
         else:
             real: SharedServer = request.getfixturevalue("sglang_server")
             url, folders = real.address, real.folders

@@ -30,15 +30,6 @@ async def test_generate_answers_with_tokens_logprobs_and_versions(server: Backen
     assert isinstance(answer["text"], str)
 
 
-async def test_batch_and_n_answer_with_lists_in_order(server: Backend) -> None:
-    batch = await server.generate(3, input_ids=[[5, 6], [7, 8, 9]])
-    assert [a["meta_info"]["prompt_tokens"] for a in batch] == [2, 3]
-    copies = await server.generate(3, sampling={"n": 3})
-    assert len(copies) == 3
-    for answer in (*batch, *copies):
-        server.check(answer)
-
-
 async def test_no_new_tokens_is_an_empty_answer(server: Backend) -> None:
     answer = await server.generate(0)
     assert answer["output_ids"] == []

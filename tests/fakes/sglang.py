@@ -304,22 +304,16 @@ class FakeSGLang:
         latency = self.latency_s(body) if callable(self.latency_s) else self.latency_s
         if latency:
             await asyncio.sleep(latency)
-        batched = isinstance(body["input_ids"][0], list)
-        prompts = body["input_ids"] if batched else [body["input_ids"]]
-        copies = (body.get("sampling_params") or {}).get("n", 1)
-        jobs = [self._job(body, prompt) for prompt in prompts for _ in range(copies)]
+        job = self._job(body, body["input_ids"])
         if request[ABORT]:
-            for job in jobs:
-                job.abort_message = "Aborted"
+            job.abort_message = "Aborted"
         try:
             if body.get("stream"):
-                return await self._stream(request, jobs[0])
-            answers = await asyncio.gather(*(self._last(job) for job in jobs))
+                return await self._stream(request, job)
+            return _json(await self._last(job))
         finally:
-            for job in jobs:
-                self._jobs.pop(job.rid, None)
+            self._jobs.pop(job.rid, None)
             await self._notify()
-        return _json(list(answers) if batched or copies > 1 else answers[0])
 
     def _job(self, body: dict[str, Any], prompt: list[int]) -> Job:
         rid = body.get("rid") if isinstance(body.get("rid"), str) else None

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -17,9 +15,8 @@ import arealite
 from arealite.base import log
 from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
-from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import Refusal, ServedModel
-from arealite.impl.server.replies import as_error, as_json, encode
+from arealite.impl.server.replies import as_error, as_json
 from arealite.impl.server.updates import UpdateRoutes
 
 logger = log.get(__name__)
@@ -69,58 +66,19 @@ class App:
             app.on_cleanup.append(updates.close)
         return app
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = protocol.parse(await request.read(), protocol.GenerateBody)
+        generation = protocol.generation_of(body, self.model)
+        self.engine.submit([generation])
         try:
-            body = protocol.parse(raw, protocol.GenerateBody)
-            generations, is_list = protocol.generations_of(body, self.model)
-        except Refusal as refusal:
-            if b'"stream":true' not in raw.replace(b" ", b""):
-                raise
-            event = encode(_error_event(400, str(refusal)))
-            text = b"data: " + event + b"\n\ndata: [DONE]\n\n"
-            return web.Response(body=text, content_type="text/event-stream")
-        if body.stream:
-            return await self._stream(request, generations[0], logprobs=body.return_logprob)
-        with self._submitted(generations):
-            for generation in generations:
-                await generation.progress.wait()
-        for generation in generations:
-            if generation.error is not None:
-                return as_error(500, generation.error)
-        answers = [self._answer(g, logprobs=body.return_logprob) for g in generations]
-        return as_json(answers if is_list else answers[0])
-
-    async def _stream(
-        self, request: web.Request, generation: Generation, *, logprobs: bool
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        with self._submitted([generation]):
-            ended = False
-            while not ended:
-                await generation.progress.wait()
-                generation.progress.clear()
-                event: Any = self._answer(generation, logprobs=logprobs)
-                ended = event["meta_info"]["finish_reason"] is not None
-                if generation.error is not None:
-                    event, ended = _error_event(500, generation.error), True
-                await response.write(b"data: " + encode(event) + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
-        return response
-
-    @contextmanager
-    def _submitted(self, generations: Sequence[Generation]) -> Iterator[None]:
-        """Submit generations; a client that goes away takes them with it."""
-        self.engine.submit(generations)
-        try:
-            yield
-        except (asyncio.CancelledError, ConnectionError):
-            self.engine.abort(lambda generation: generation in generations)
+            await generation.done.wait()
+        except asyncio.CancelledError:  # the client closed its connection
+            self.engine.abort(lambda each: each is generation)
             raise
-
-    def _answer(self, generation: Generation, *, logprobs: bool) -> dict[str, Any]:
-        return protocol.answer(generation, version=self.engine.version, logprobs=logprobs)
+        if generation.error is not None:
+            return as_error(500, generation.error)
+        version, logprobs = self.engine.version, body.return_logprob
+        return as_json(protocol.answer(generation, version=version, logprobs=logprobs))
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = protocol.parse(await request.read(), protocol.AbortBody)
@@ -205,11 +163,6 @@ class App:
         routes = request.app.router.routes()
         told = protocol.openapi((r.method, r.resource.canonical) for r in routes if r.resource)
         return as_json(told)
-
-
-def _error_event(code: int, text: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if code == 400 else "internal_server_error"
-    return {"error": {"message": text, "type": kind, "code": code, "retryable": code != 400}}
 
 
 @web.middleware

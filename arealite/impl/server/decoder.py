@@ -57,11 +57,8 @@ class Decoder:
         """None: the batch's tensors must be made again."""
         self._longest = 0
 
-    def prefill(self, waiting: deque[Generation]) -> list[Generation]:
-        """Admit as many waiting requests as fit and sample their first token; equal prompts once.
-
-        Returns those that made progress.
-        """
+    def prefill(self, waiting: deque[Generation]) -> None:
+        """Admit all waiting requests that fit and sample their first token; equal prompts once."""
         prompts, generations, sources = self._admit(waiting)
         first, longest = len(self.running), max(map(len, prompts))
         self.running += generations
@@ -74,7 +71,7 @@ class Decoder:
         self._cache.copy_rows(moves, longest)
         index = {position: i for i, position in enumerate(positions)}
         last = [index[len(prompts[source]) - 1] for source in sources]
-        return self._sample(generations, logits[sources, last], self._settings_of(generations))
+        self._sample(generations, logits[sources, last], self._settings_of(generations))
 
     def _forward_prompts(
         self, prompts: Sequence[tuple[int, ...]], positions: Sequence[int]
@@ -94,8 +91,8 @@ class Decoder:
             logits_to_keep=torch.tensor(positions, device=self._device),
         ).logits
 
-    def decode(self) -> list[Generation]:
-        """Sample one token of every running request; return those that made progress."""
+    def decode(self) -> None:
+        """Sample one token of every running request."""
         settings = self._settings or self._rebuild()
         count = len(self.running)
         width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
@@ -110,7 +107,7 @@ class Decoder:
         ).logits
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
-        return self._sample(self.running, logits[:, -1], settings)
+        self._sample(self.running, logits[:, -1], settings)
 
     def _mask(self, positions_BL: torch.Tensor, width: int) -> Any:
         """Return what tokens at these positions may read of the first `width`, [B, 1, L, width];
@@ -189,14 +186,11 @@ class Decoder:
 
     def _sample(
         self, generations: list[Generation], logits_BV: torch.Tensor, settings: Settings
-    ) -> list[Generation]:
-        """Draw a token for each generation and append it; return those to be told about."""
+    ) -> None:
+        """Draw a token for each generation and append it."""
         if settings.may_ban:
             ban_stops(logits_BV, generations)
         self._tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
-        told: list[Generation] = []
         drawn = zip(generations, self._tokens_B.tolist(), logprobs_B.tolist(), strict=True)
         for generation, token, logprob in drawn:
-            if not generation.append(token, logprob) and generation.stream:
-                told.append(generation)
-        return told
+            generation.append(token, logprob)

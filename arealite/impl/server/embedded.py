@@ -187,4 +187,4 @@ class EmbeddedServer(LLMServer):
 
 def _notify(generations: list[Generation]) -> None:
     for generation in generations:
-        generation.progress.set()
+        generation.done.set()

@@ -1,8 +1,8 @@
 """The decode loop's thread: requests and commands come in, one token a request leaves each step.
 
 A thread of its own, so that HTTP answers while the model computes. Consumes submitted generations
-and commands; waits for either, on a condition; unblocked by every public method here. Results cross
-to the event loop in one call a step.
+and commands; waits for either, on a condition; unblocked by every public method here. Generations
+that ended cross to the event loop in one call a step.
 """
 
 from __future__ import annotations
@@ -154,10 +154,10 @@ class Engine:
         decoder = self.decoder
         try:
             if self.waiting and not self._updates and len(decoder.running) < decoder.max_rows:
-                self._outbox += decoder.prefill(self.waiting)
+                decoder.prefill(self.waiting)
                 self._let_go()
             if decoder.running:
-                self._outbox += decoder.decode()
+                decoder.decode()
                 self._let_go()
         except Exception as error:
             logger.exception("decode step failed", requests=len(decoder.running))

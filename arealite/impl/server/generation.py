@@ -1,6 +1,6 @@
 """One request on its way: what was asked, what was sampled so far, and why it ended.
 
-The decode loop writes it, the HTTP side reads it; the lists only grow, so snapshots by length hold.
+The decode loop writes it; the HTTP side reads it at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    n: int = 1
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
 
@@ -42,13 +41,12 @@ class Generation:
     """Token ids that end it."""
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] = str
-    stream: bool = False
-    progress: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set in the HTTP thread when tokens came (streams) and at the end."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set in the HTTP thread at the end."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """(weight version, start, end) over `output`, closed spans only."""
+    """(weight version, start, end) over `output`; all of it at the end."""
     retractions: int = 0
     cached_tokens: int = 0
     finish: dict[str, Any] | None = None
@@ -70,14 +68,6 @@ class Generation:
             self.spans[-1] = (version, self.spans[-1][1], end)
         else:
             self.spans.append((version, start, end))
-
-    def versions(self, current: str, length: int) -> list[dict[str, Any]]:
-        """Return `weight_versions` of the first `length` tokens; open ones are of `current`."""
-        spans = [span for span in list(self.spans) if span[1] < length]
-        start = spans[-1][2] if spans else 0
-        if start < length:
-            spans.append((current, start, length))
-        return [{"version": v, "start": s, "end": min(e, length)} for v, s, e in spans]
 
     def append(self, token: int, logprob: float) -> bool:
         """Take one sampled token; return whether the generation ended with it."""

@@ -24,9 +24,9 @@ class Refusal(Exception):
 class GenerateBody(msgspec.Struct, frozen=True):
     """POST /generate. Unknown fields are ignored, as SGLang does."""
 
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: SamplingParams | list[SamplingParams] | None = None
-    rid: str | list[str] | None = None
+    input_ids: list[int] | None = None
+    sampling_params: SamplingParams | None = None
+    rid: str | None = None
     return_logprob: bool = False
     logprob_start_len: int | None = None
     top_logprobs_num: int = 0
@@ -152,41 +152,20 @@ class ServedModel:
     not flush changes the engine's version only."""
 
 
-def generations_of(body: GenerateBody, model: ServedModel) -> tuple[list[Generation], bool]:
-    """Return a body's generations, and whether the answer is a list; refuse wrong requests."""
-    prompts, batched = _prompts(body.input_ids)
-    rids = body.rid if isinstance(body.rid, list) else [body.rid] * len(prompts)
-    params = body.sampling_params or SamplingParams()
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    if len(rids) != len(prompts) or len(each) != len(prompts):
-        raise Refusal("rid and sampling_params must have one item for each prompt.")
-    if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
-        raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
-    if isinstance(params, list) and not batched:
-        raise Refusal("sampling_params must be one object for a single prompt.")
-    generations: list[Generation] = []
-    for prompt, sampling, rid in zip(prompts, each, rids, strict=True):
-        _check_sampling(sampling)
-        for copy in range(sampling.n):
-            own = f"{rid}-{copy}" if rid and copy else rid or uuid.uuid4().hex
-            generations.append(_generation(prompt, sampling, rid=own, model=model))
-    if body.stream and len(generations) != 1:
-        raise Refusal("stream takes one prompt and n=1 on the embedded server.")
-    generations[0].stream = body.stream
-    return generations, batched or len(generations) > 1
-
-
-def _prompts(ids: list[int | list[int]] | None) -> tuple[list[list[int]], bool]:
-    if not ids:
+def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
+    """Return a body's generation; refuse a wrong request."""
+    if not body.input_ids:
         raise Refusal(
             "Either text, input_ids or input_embeds should be provided. "
             "The embedded server takes input_ids only."
         )
-    if all(isinstance(item, int) for item in ids):
-        return [ids], False  # type: ignore[list-item]
-    if all(isinstance(item, list) for item in ids):
-        return ids, True  # type: ignore[return-value]
-    raise Refusal("input_ids must be a list of integers or a list of such lists.")
+    if body.stream:
+        raise Refusal("The embedded server does not stream: its answer comes at the end.")
+    if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
+        raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
+    sampling = body.sampling_params or SamplingParams()
+    _check_sampling(sampling)
+    return _generation(body.input_ids, sampling, rid=body.rid or uuid.uuid4().hex, model=model)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -202,7 +181,6 @@ def _check_sampling(sampling: SamplingParams) -> None:
         f"min_new_tokens must be in [0, max_new_tokens({new})], got {least}.": (
             least >= 0 and (new is None or least <= new)
         ),
-        f"n must be in [1, 1024], got {sampling.n}.": 1 <= sampling.n <= 1024,
     }
     for text, holds in checks.items():
         if not holds:
@@ -213,8 +191,6 @@ def _generation(
     prompt: list[int], sampling: SamplingParams, *, rid: str, model: ServedModel
 ) -> Generation:
     length, context = len(prompt), model.context_length
-    if not prompt:
-        raise Refusal("The prompt is empty.")
     if length >= context:
         raise Refusal(
             f"The input ({length} tokens) is longer than the model's context length "
@@ -245,32 +221,29 @@ def _generation(
 
 
 def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, Any]:
-    """Make SGLang's answer of what a generation has so far; `version`: the engine's present one."""
-    finish = generation.finish  # read first: what follows is then at least as new
-    length = len(generation.logprobs)  # these are appended after the tokens
-    output = generation.output[:length]
-    spans = generation.versions(version, length)
+    """Make SGLang's answer of a generation that ended; `version`: the engine's present one."""
+    output, spans = generation.output, generation.spans
     meta: dict[str, Any] = {
         "id": generation.rid,
-        "finish_reason": finish,
+        "finish_reason": generation.finish,
         "prompt_tokens": len(generation.prompt),
-        "weight_version": spans[-1]["version"] if spans else version,
+        "weight_version": spans[-1][0] if spans else version,
+        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
         "num_retractions": generation.retractions,
-        "completion_tokens": length,
+        "completion_tokens": len(output),
         "cached_tokens": generation.cached_tokens,
     }
-    if finish is not None:
-        meta["weight_versions"] = spans
     if logprobs:
-        pairs = zip(generation.logprobs[:length], output, strict=True)
+        pairs = zip(generation.logprobs, output, strict=True)
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-        meta["output_token_logprobs_length"] = length
-    return {"text": _text(generation, output, finish), "output_ids": output, "meta_info": meta}
+        meta["output_token_logprobs_length"] = len(output)
+    return {"text": _text(generation), "output_ids": output, "meta_info": meta}
 
 
-def _text(generation: Generation, output: list[int], finish: dict[str, Any] | None) -> str:
+def _text(generation: Generation) -> str:
     """Decode the output; what ended it is cut off, unless `no_stop_trim`."""
-    matched = None if generation.sampling.no_stop_trim else (finish or {}).get("matched")
+    finish, output = generation.finish or {}, generation.output
+    matched = None if generation.sampling.no_stop_trim else finish.get("matched")
     text = generation.decode(output[:-1] if isinstance(matched, int) else output)
     return text.partition(matched)[0] if isinstance(matched, str) else text

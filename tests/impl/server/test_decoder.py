@@ -24,6 +24,7 @@ from arealite.impl.server.generation import Generation, SamplingParams
 from arealite.impl.server.weights import load_model, stage_weights
 from tests.fakes.embedded import Brake
 from tests.models import tiny_model
+from tests.waiting import until
 
 FAMILIES = {
     "qwen2": {},
@@ -285,25 +286,18 @@ class Running:
     """An engine on a model, with events instead of sleeps."""
 
     def __init__(self, model: Any, *, rows: int = 8) -> None:
-        self.progress = threading.Condition()
-        self.engine = Engine(Decoder(model, max_rows=rows, seed=0), deliver=self._deliver)
+        self.engine = Engine(Decoder(model, max_rows=rows, seed=0), deliver=lambda ended: None)
         self.brake = Brake(self.engine)
         self.engine.start()
 
-    def _deliver(self, generations: list[Generation]) -> None:
-        with self.progress:
-            self.progress.notify_all()
-
     def start(self, generation: Generation) -> None:
         """Submit; return when its first tokens are there, and it stands still."""
-        generation.stream = True
         self.brake.hold(free=3)
         self.engine.submit([generation])
         self.until(lambda: len(generation.output) > 2)
 
     def until(self, condition: Any) -> None:
-        with self.progress:
-            assert self.progress.wait_for(condition, timeout=60)
+        until(condition, what="the engine")
 
     def __enter__(self) -> Running:
         return self
@@ -332,8 +326,6 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
     old = copy.deepcopy(model)
     generations = [wish(p, 200) for p in prompts(6, 12)]
-    for generation in generations:
-        generation.stream = True
     with Running(model, rows=4) as running:
         running.brake.hold(free=6)
         running.engine.submit(generations)

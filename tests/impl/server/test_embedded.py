@@ -141,9 +141,10 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         (b"", "Either text, input_ids"),
         (b'{"x": ' + b"[" * 100_000, ""),
         ({"input_ids": "abc"}, "Expected"),
-        ({"input_ids": [1, [2]]}, "must be a list of integers"),
+        ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),
         ({"input_ids": [1.5]}, "Expected"),
-        ({"input_ids": [[]]}, "prompt is empty"),
+        ({"input_ids": []}, "takes input_ids only"),
+        ({"stream": True}, "does not stream"),
         ({"input_ids": [10**30]}, "input_ids must lie"),
         ({"sampling_params": {"foo": 1}}, "unknown field `foo`, expected one of"),
         ({"sampling_params": {"max_new_tokens": "3"}}, "Expected `int"),
@@ -151,10 +152,10 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"sampling_params": {"top_p": 0.0}}, "top_p must be in (0, 1]"),
         ({"sampling_params": {"top_k": 0}}, "top_k must be"),
         ({"sampling_params": {"min_new_tokens": 500}}, "min_new_tokens must be"),
-        ({"sampling_params": {"n": 0}}, "n must be"),
+        ({"sampling_params": {"n": 2}}, "unknown field `n`, expected one of"),
         ({"sampling_params": {"stop_token_ids": [99]}}, "stop_token_ids must lie"),
         ({"sampling_params": {"regex": "a+"}}, "unknown field `regex`, expected one of"),
-        ({"sampling_params": [{}, {}]}, "one item for each prompt"),
+        ({"sampling_params": [{}, {}]}, "Expected `object | null`, got `array`"),
         ({"top_logprobs_num": 3}, "logprobs of the sampled tokens only"),
         ({"return_logprob": True, "logprob_start_len": 0}, "logprobs of the sampled tokens only"),
         ({"input_ids": None, "text": "1"}, "takes input_ids only"),
@@ -169,13 +170,6 @@ async def test_nonsense_is_refused_with_a_reason(
         answer = msgspec.json.decode(await response.read())
     assert text in answer["error"]["message"]
     assert (await post(session, "/generate", **GOOD))[0] == 200
-
-
-async def test_refusals_of_streams_come_as_events(session: aiohttp.ClientSession) -> None:
-    async with session.post("/generate", json={"input_ids": [99], "stream": True}) as response:
-        assert response.status == 200
-        text = await response.text()
-    assert '"code":400' in text and text.endswith("data: [DONE]\n\n")
 
 
 async def test_unknown_top_level_fields_are_ignored(session: aiohttp.ClientSession) -> None:
