@@ -1,4 +1,4 @@
-"""Checks what an agent of the user's own returns."""
+"""Checks that an agent's `act` returns an Action."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from arealite.base.errors import UserError
 
 
 def checked(act: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Action]]:
-    """Return `act` with a UserError where it returns no Action."""
+    """Wrap `act` so that it raises UserError if it returns anything but an Action."""
 
     async def checked_act(observation: Any) -> Action:
         action = await act(observation)
@@ -18,7 +18,7 @@ def checked(act: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[A
             return action
         name = getattr(act, "__qualname__", "act")
         raise UserError(
-            f"{name} returned {action!r:.60}: an agent returns an Action, as Action(x)."
+            f"{name} returned {action!r:.60}: an agent returns an Action, for example Action(text)."
         )
 
     return checked_act

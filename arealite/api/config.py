@@ -133,7 +133,11 @@ def run_paths(config: ExperimentConfig) -> RunPaths:
 
 
 def name_dir(config: ExperimentConfig | ServerConfig) -> Path:
-    """Return the trial's folder in the name registry; UserError: a name cannot be a folder's."""
+    """Return the trial's folder in the name registry.
+
+    Raises:
+        UserError: an experiment, trial or user name cannot be the name of a folder.
+    """
     check_name("experiment_name", config.experiment_name)
     check_name("trial_name", config.trial_name)
     check_name("cluster.user", config.cluster.user or "root")

@@ -46,7 +46,7 @@ class DatapipeConfig:
     )
     keep_payloads: str = opt(
         "all",
-        "tokens that the ledger keeps: all, for replay and report of every step; or N: those of "
-        "steps that the N newest checkpoints do not have, so that the file stops growing",
+        "payloads (tokens) that the ledger keeps: all, for replay and report of every step; or a "
+        "number N, which drops those of steps older than the N newest checkpoints",
     )
     curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")

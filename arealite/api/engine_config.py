@@ -26,7 +26,7 @@ class OptimizerConfig:
     min_lr_ratio: float = opt(0.0, "end of the decay, as a share of lr", at_least=0)
     max_skipped_updates: int = opt(
         5,
-        "in a row, for gradients that are not finite, before the run is stopped; 0: no limit",
+        "updates skipped in a row, as gradients are not finite, that stop the run; 0: no limit",
         at_least=0,
     )
 

@@ -47,11 +47,12 @@ class Env(ABC):
 
     @staticmethod  # noqa: B027  (optional hook)
     def check_row(task: Task, /) -> object:
-        """Refuse a row of a file that `run` could not read; called before a run starts, for the
-        first rows.
+        """Raise an exception if `run` could not use this row of a file.
+
+        A run calls this for the first rows of each file, before any process starts.
 
         Raises:
-            Exception: any; it is told with the file and the line.
+            Exception: the row is unusable; its text is shown with the file and the line.
         """
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)

@@ -20,7 +20,9 @@ class EmbeddedServerConfig:
     max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
     num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
-    max_restarts: int = opt(5, "deaths in a row, before it served, that are healed", at_least=0)
+    max_restarts: int = opt(
+        5, "restarts in a row of a server that dies before it serves", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +41,14 @@ class SGLangServerConfig:
     )
     attention_backend: str | None = opt(None, "null leaves it to SGLang; torch_native on a CPU")
     extra_args: list[str] = sub(list, "more arguments of sglang.launch_server, as they are")
-    start_timeout_s: float = opt(600.0, "from its start until it answers, else it failed", above=0)
+    start_timeout_s: float = opt(
+        600.0, "longest time from a server's start to its first answer", above=0
+    )
     silence_s: float = opt(30.0, "a server silent for this long is killed and restarted", above=0)
     drain_timeout_s: float = opt(10.0, "at SIGTERM: time for requests to end", at_least=0)
-    max_restarts: int = opt(10, "starts in a row under a minute; then it is given up", at_least=0)
+    max_restarts: int = opt(
+        10, "starts in a row that do not last a minute; then it is given up", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

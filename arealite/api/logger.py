@@ -21,11 +21,12 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of step `step`, the first is 1, or of the model after it; names are
-        `group/name`."""
+        """Write metrics, named `group/name`: of step `step`, counted from 1, or of an evaluation
+        after it (0: before the first step)."""
 
     def rewind(self, step: int) -> None:  # noqa: B027  (optional hook)
-        """Forget what was written after step `step`, and evaluations at it: they are done again."""
+        """Forget metrics of later steps and evaluations at `step` or later: a resumed run repeats
+        them."""
 
     @abstractmethod
     def close(self) -> None:

@@ -13,7 +13,7 @@ from arealite.base.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerifyConfig:
-    """Mathematical equality of a completion's answer and the ground truth."""
+    """Compares a completion's answer with the ground truth mathematically."""
 
     workers: int = opt(1, "checker processes of one rollout worker", at_least=1)
     timeout_s: float = opt(2.0, "CPU seconds of a check; an answer that needs more gets 0", above=0)
@@ -28,7 +28,7 @@ class RewardConfig:
 
 
 class Score(float):
-    """A reward with parts by name, which are told beside it."""
+    """A reward with named parts, which are logged as metrics `reward/parts/NAME`."""
 
     def __new__(cls, value: float, **parts: float) -> Self:
         """Return the reward `value` with its parts."""
@@ -47,10 +47,10 @@ class Reward(ABC):
 
     @abstractmethod
     async def score(self, completion: str, ground_truth: str) -> float:
-        """Return the reward of `completion`; a `Score` where it has parts.
+        """Return the reward of `completion`: a number, or a `Score` with named parts.
 
         Raises:
-            EpisodeError: there is no verdict, and the completion is not to blame.
+            EpisodeError: the completion cannot be scored, for a reason that is not its own.
         """
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)

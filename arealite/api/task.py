@@ -28,10 +28,10 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def truth(self) -> str:
-        """The ground truth, of environments that need one.
+        """The ground truth, for environments that require one.
 
         Raises:
-            EpisodeError: the row has none.
+            EpisodeError: the row has no ground truth.
         """
         if self.ground_truth is None:
             raise EpisodeError(f"{self.task_id} has no ground_truth, which its environment needs")

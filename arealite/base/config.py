@@ -27,12 +27,12 @@ Parts = Mapping[type, Mapping[str, type]]
 """For each part's config dataclass (AgentConfig, …): name → config dataclass of the parts
 registered from outside."""
 READ_ERRORS = (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
-"""What OmegaConf raises for a file that it cannot read."""
+"""Exceptions of OmegaConf for an unreadable file."""
 HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 """What each bound of an option (api.fields.opt) asks of a number."""
 LIMIT = 10**9
-"""The largest size of a number whose option has no bound of its own. No product of a few of them
-overflows float32, and every timer takes it as seconds."""
+"""Largest absolute value of a number whose option sets no bound. A product of a few such numbers
+does not overflow float32, and every timer accepts this many seconds."""
 _hints = lru_cache(maxsize=512)(get_type_hints)
 
 
@@ -47,8 +47,8 @@ def load(
     """Merge `files`, then `overrides` ("a.b=1"), into the defaults of `schema`; return it frozen.
 
     Args:
-        is_saved: `files` are those of a run that another version may have written: keys of theirs
-            that `schema` does not have are left out.
+        is_saved: Another version may have written `files`: keys that `schema` does not have are
+            ignored.
 
     Raises:
         UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type or
@@ -98,8 +98,8 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     """Check every number of a config tree against the range beside its option.
 
     Raises:
-        UserError: one is out of it, is not finite, or is above LIMIT and its option does not say
-            how large it may be.
+        UserError: a number is out of its range, is not finite, or is above LIMIT although its
+            option sets no upper bound.
     """
     hints = _hints(config.__class__)
     for item in dataclasses.fields(config):

@@ -1,7 +1,7 @@
 """Reads what a Hugging Face folder says of its model, without loading it.
 
-Here because client, servers and checks ask the same. No torch is imported and no weight is read: a
-folder is refused in milliseconds.
+Shared by client, servers and checks. Imports no torch and reads no weight, so a bad folder is
+refused in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from arealite.base.errors import RoleError, UserError
 
 LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidden_size"}
-"""Which field of config.json is the length of which tensors."""
+"""By the end of a tensor's name: the field of config.json that its first dimension must equal."""
 
 
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
@@ -27,7 +27,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors of a model as transformers does: others may lie beside them."""
+    """List the safetensors files that transformers would load; the folder may hold others."""
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
     index: dict[str, str] = read_json(folder, "model.safetensors.index.json").get("weight_map", {})
@@ -51,10 +51,10 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of the model that `key` names; its files are whole, and fit it.
+    """Return the config.json of the model folder that option `key` names, after checks of its files.
 
     Raises:
-        UserError: they are not.
+        UserError: a file is missing, broken or does not match config.json.
     """
     folder = Path(path).expanduser()
     for name in "config.json", "*.safetensors":
@@ -69,7 +69,7 @@ def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{key}={path}: config.json is not valid JSON: {error}") from error
     except RoleError as error:
-        raise UserError(f"{key}={path}: {error}. Get the file anew, and whole.") from error
+        raise UserError(f"{key}={path}: {error}. Download the whole file again.") from error
     for name, shape in shapes.items() if "text_config" not in config else ():
         field = next((LENGTHS[end] for end in LENGTHS if name.endswith(end)), "")
         if config.get(field) not in (None, shape[0]):
@@ -81,8 +81,8 @@ def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
     size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
     if size and (top := max(ids())) >= size:
         raise UserError(
-            f"{key}={path}: its tokenizer has token {top}, its model only {size} tokens. Put the "
-            "tokenizer there that the model was trained with."
+            f"{key}={path}: its tokenizer has token {top}, its model only {size} tokens. Use the "
+            "tokenizer that the model was trained with."
         )
     return config
 
@@ -100,7 +100,7 @@ def check_logits(config: dict[str, Any], path: Path | str) -> None:
 
 
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model whose layers the embedded server has no cache for."""
+    """Raise UserError for a model with layers for which the embedded server has no cache."""
     text: dict[str, Any] = config.get("text_config") or config
     layers: list[str] = text.get("layer_types") or []
     if other := {*layers} - {"full_attention", "sliding_attention"}:
@@ -139,9 +139,9 @@ def vocab_size(config: dict[str, Any]) -> int | None:
 
 
 def exact_length(config: dict[str, Any]) -> int | None:
-    """Return up to how many tokens a row's positions do not depend on the rows computed beside it.
+    """Return the longest row whose positions do not depend on other rows of its batch; None: any.
 
-    None: any number. Rotary positions of types dynamic and longrope follow the longest row.
+    Rotary positions of types dynamic and longrope depend on the longest row of a batch.
     """
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) not in ("dynamic", "longrope"):

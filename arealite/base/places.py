@@ -1,6 +1,6 @@
-"""Checks of what a config names on this machine: folders and addresses.
+"""Checks the folder names, folders and addresses that a config gives for this machine.
 
-Here because the name registry, servers and commands refuse them alike, before anything is started.
+Shared by the name registry, servers and commands, which run these checks before they start anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arealite.base.errors import UserError
 
 
 def check_name(key: str, name: str) -> None:
-    """Refuse what cannot be a folder's name."""
+    """Raise UserError if the value `name` of option `key` cannot be the name of a folder."""
     if not re.fullmatch(r"\w[\w.-]{0,199}", name):
         raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
 
@@ -26,11 +26,11 @@ def check_folder(folder: Path, what: str, key: str) -> int:
 
     Args:
         folder: absolute; it may be missing.
-        what: what it is for, in the error.
+        what: The folder's purpose, for the error.
         key: the option that sets it.
 
     Raises:
-        UserError: it cannot, or its disk is full.
+        UserError: the folder cannot be written, or its disk is full.
     """
     try:
         there = next(p for p in (folder, *folder.parents) if p.is_symlink() or p.exists())
@@ -38,7 +38,7 @@ def check_folder(folder: Path, what: str, key: str) -> int:
             probe.write(bytes(4096))
             return shutil.disk_usage(there).free
     except OSError as error:
-        fix = f"Set {key} to a folder that can be."
+        fix = f"Set {key} to a writable folder."
         raise UserError(f"{what} {folder} cannot be written: {error.strerror}. {fix}") from error
 
 

@@ -93,7 +93,7 @@ def check_options(config: ExperimentConfig) -> None:
         check_parts(config)
         check_scaling(config)
         if not re.fullmatch(r"all|[1-9]\d{0,8}", kept := config.datapipe.keep_payloads):
-            raise UserError(f"datapipe.keep_payloads={kept}: use all, or a number from 1 on.")
+            raise UserError(f"datapipe.keep_payloads={kept}: use all, or a number of at least 1.")
 
 
 def required(value: str | None, key: str) -> str:
@@ -264,7 +264,7 @@ def check_scaling(config: ExperimentConfig) -> None:
 
 
 def check_addresses(config: ExperimentConfig) -> None:
-    """Check that those roles can listen that run on this machine for sure."""
+    """Check that the roles that certainly run on this machine can listen at their addresses."""
     where, publisher = config.launcher.type, config.trainer.ppo.publisher
     if config.trainer.is_offline or where == "slurm":
         return

@@ -1,6 +1,6 @@
-"""What can be found wrong with a model for this run, before it starts and without torch.
+"""Checks a model's tensor names and tokenizer for this run, before it starts and without torch.
 
-Apart from the other checks, because they need the files of the model.
+Separate from the other checks because these read the files of the model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo
 
 
 def check_tensor_names(path: str) -> None:
-    """Check that the trained tensors have the names under which servers know them."""
+    """Check that the trainer keeps the tensor names of the folder, which servers use."""
     shapes = read_shapes(Path(path).expanduser())
     if renamed := next((name for name in shapes if RENAMED.search(name)), None):
         raise UserError(
             f"model.path={path}: the trainer holds '{renamed}' under another name, or fused with "
             "others, and cannot publish it to servers. Use trainer.ppo.publisher.type=shared, or "
-            "save the model anew with save_pretrained(folder, save_original_format=False)."
+            "save the model again with save_pretrained(folder, save_original_format=False)."
         )
 
 
@@ -61,7 +61,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
 
 
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:
-    """Check that the first rows whose prompt is a text become tokens that the model knows."""
+    """Check the tokens of text prompts among the first rows: at least one, all in the vocabulary."""
     from tokenizers import Tokenizer
 
     file = Path(path).expanduser() / "tokenizer.json"
@@ -72,7 +72,7 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
     try:
         encode = Tokenizer.from_file(str(file)).encode_batch
     except Exception as error:  # tokenizers has no narrower class
-        raise UserError(f"{file} cannot be read: {error}. Get it anew.") from error
+        raise UserError(f"{file} cannot be read: {error}. Download it again.") from error
     for row, encoding in zip(rows, encode([str(row.prompt) for row in rows]), strict=True):
         if not encoding.ids or max(encoding.ids) >= size:
             found = max(encoding.ids, default="no token")

@@ -54,6 +54,6 @@ def check_first_rows(config: ExperimentConfig) -> None:
     for where, part, task in first_rows(config):
         try:
             envs.get(part.env.type).check_row(task)
-        except Exception as error:  # whatever anyone's environment raises
+        except Exception as error:  # an environment may raise anything
             why = f"environment {part.env.type} cannot read it: {type(error).__name__}: {error}"
             raise UserError(f"{where}: {why}. Correct or remove the row.") from error

@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
     if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"out={out}: its folder does not exist, or it is one. Name a file.")
+        raise UserError(
+            f"out={out}: its folder does not exist, or out itself is a folder. Name a file."
+        )
     check_folder(out.parent.absolute(), "folder", "out")
     check.check_data(config)
     with sampling.sampled(config, "train") as (tasks, samples, failed):

@@ -72,10 +72,10 @@ def load(
 
 
 def check_derived() -> None:
-    """Refuse a registered config without an option that the built-in part it extends reads.
+    """Check that each registered config has all options that its built-in base part reads.
 
     Raises:
-        UserError: names the first.
+        UserError: a config lacks an option.
     """
     for schema in (AgentConfig, EnvConfig, RewardConfig):
         for name, own in TABLES[schema].configs.items():

@@ -84,8 +84,8 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
         raise UserError(f"{paths.root} has no trained step to replay.")
     if dropped:
         raise UserError(
-            f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads): a replay "
-            "begins with step 1. Replay runs that keep all."
+            f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads), but a "
+            "replay begins with step 1. Replay a run with keep_payloads=all."
         )
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         raise UserError(

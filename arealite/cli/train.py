@@ -91,9 +91,9 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names, is_new = name_dir(config), not paths.root.exists()
     with ExitStack() as stack:
-        with suppress(OSError):  # the check names it
+        with suppress(OSError):  # the check reports it
             paths.root.mkdir(parents=True, exist_ok=True)
-            # Until the config is checked, the lock is what `arealite why` knows of the launcher.
+            # `arealite why` finds the launcher by this lock until the config is checked.
             stack.enter_context(held(paths.root / ".lock", fix=fix))
         try:
             check(config, has_servers=has_servers)

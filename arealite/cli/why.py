@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         folder = name_dir(cast(ExperimentConfig, config)) / "vitals" if config else paths.root
     except AttributeError as error:
-        raise UserError(f"{paths.config} is no run's: it lacks names of the trial.") from error
+        raise UserError(
+            f"{paths.config} is no run's: it lacks cluster or a name of the trial."
+        ) from error
     if launcher and launcher not in [role.vitals.pid for role in read(folder)]:
         print(f"process {launcher} checks the config of the run; it has started no role yet.")
         return 0
