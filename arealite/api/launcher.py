@@ -58,7 +58,7 @@ class LauncherConfig:
     drain_timeout_s: float = opt(
         60.0, "after the first Ctrl-C, for the step and a checkpoint", above=0
     )
-    max_restarts: int = opt(5, "deaths of a role with no step between that are healed", at_least=0)
+    max_restarts: int = opt(5, "restarts of a role without a trained step in between", at_least=0)
     silent_s: float = opt(8.0, "a role without a sign of life for this long is restarted", above=0)
     blocked_s: float = opt(60.0, "a role whose loop is blocked for this long is restarted", above=0)
     slurm: SlurmConfig = sub(SlurmConfig, "for `arealite launch slurm`")
