@@ -1,6 +1,6 @@
 """Checks the folder names, folders and addresses that a config gives for this machine.
 
-Shared by the name registry, servers and commands, which run these checks before they start anything.
+The name registry, servers and commands share these checks, and run them before anything starts.
 """
 
 from __future__ import annotations

@@ -77,13 +77,13 @@ class Registry(Generic[T]):
         return target  # type: ignore[return-value]
 
     def base_of(self, name: str) -> str:
-        """Return the name of the built-in part that part `name` is or extends; `name` if there is none."""
+        """Return the name of the built-in part that `name` is or extends; `name` without one."""
         classes = getattr(self._table.get(name), "__mro__", ())
         lines = [f"{cls.__module__}:{cls.__qualname__}" for cls in classes]
         return next((self._built_in[line] for line in lines if line in self._built_in), name)
 
     def options(self, config: Any) -> Any:
-        """Return the options of part `config.type`; without own options, of the built-in part it extends."""
+        """Return the options of part `config.type`, or of the built-in part that it extends."""
         own = getattr(config, config.type, None)
         return own or getattr(config, self.base_of(config.type), None)
 

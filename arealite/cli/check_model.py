@@ -61,7 +61,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
 
 
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:
-    """Check the tokens of text prompts among the first rows: at least one, all in the vocabulary."""
+    """Check that text prompts of the first rows have tokens, all of them in the vocabulary."""
     from tokenizers import Tokenizer
 
     file = Path(path).expanduser() / "tokenizer.json"

@@ -234,7 +234,10 @@ DOORS = [
     (EVAL + " cluster.name_root={made}/a_file", "Set cluster.name_root to a folder"),
     (EVAL + " name=a/b", "name='a/b': use letters"),
     (EVAL + " n=-1", "n=-1 must be at least 1."),
-    (COLLECT + " out={made}/folder.jsonl", "its folder does not exist, or out itself is a folder. Name a file."),
+    (
+        COLLECT + " out={made}/folder.jsonl",
+        "its folder does not exist, or out itself is a folder. Name a file.",
+    ),
     (COLLECT + " out=/proc/x.jsonl", "folder /proc cannot be written"),
     (COLLECT + " out=", "out is not set. Give out=PATH"),
     ("audit {made}/not_a_ledger", "ledger.sqlite cannot be read as a ledger"),
