@@ -68,21 +68,18 @@ HEDGE = re.compile(r"(?:[,;|]|\b(?:or|and)\b) ?[a-z]? ?$", re.ASCII | re.IGNOREC
 """Before the last "=", where one variable is given several values: `x=40 or x`."""
 ANCHOR = re.compile(r"\banswers?\b[^.!?\n]{0,40}?(?:\b(?:is|are|be)\b|[:=])", re.IGNORECASE)
 HASHES = re.compile(r"^[ \t]*####(?!#)(.+)$", re.MULTILINE)
-PLAIN = [
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"[ \t]+", " "),
-        (r"\\[dtc]?frac *(?:\{ *(-?\d+) *\}|(\d)) *(?:\{ *(\d+) *\}|(\d))", r" \1\2/\3\4 "),
-        (r"\\(?:text|math|mbox)[a-z]* *\{", " "),
-        (r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!]|[{}]", ""),
-        (r"([-+]) *\\?[$€£¥]", r"\1"),
-        (r"\^? *(?:\\circ(?![a-z])|°)|\\[;: ()\[\]$]|[$€£¥~\u00a0\u2009\u202f]", " "),
-        (r"\\approx|≈", "="),
-        ("\u2212", "-"),
-        (r"\\%", "%"),
-        (r"[ \t]+", " "),
-    )
-]
+PLAIN = (
+    (r"[ \t]+", " "),
+    (r"\\[dtc]?frac *(?:\{ *(-?\d+) *\}|(\d)) *(?:\{ *(\d+) *\}|(\d))", r" \1\2/\3\4 "),
+    (r"\\(?:text|math|mbox)[a-z]* *\{", " "),
+    (r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!]|[{}]", ""),
+    (r"([-+]) *\\?[$€£¥]", r"\1"),
+    (r"\^? *(?:\\circ(?![a-z])|°)|\\[;: ()\[\]$]|[$€£¥~\u00a0\u2009\u202f]", " "),
+    (r"\\approx|≈", "="),
+    ("\u2212", "-"),
+    (r"\\%", "%"),
+    (r"[ \t]+", " "),
+)
 """Takes off a text what changes how a number looks, and not which it is."""
 
 
@@ -159,7 +156,7 @@ def same(mine: tuple[Fraction, bool, bool] | None, gold: tuple[Fraction, bool, b
 def plain(text: str) -> str:
     """Return a text without LaTeX commands, currencies and the like around its numbers."""
     for pattern, new in PLAIN:
-        text = pattern.sub(new, text)
+        text = re.sub(pattern, new, text)
     return text
 
 

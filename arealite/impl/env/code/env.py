@@ -116,9 +116,8 @@ class CodeEnv(Env):
             if "broken" in each:
                 raise BrokenTests(": ".join(each["broken"]))
         results = [each for each in said if "case" in each]
-        total = len(cases.expected) or max(
-            sum(each.get("total", 0) for each in said), sum(each["of"] for each in results), 1
-        )
+        counts = (sum(each.get(key, 0) for each in said) for key in ("total", "of"))
+        total = len(cases.expected) or max(*counts, 1)
         passed = sum(self._passed(each, cases.expected) for each in results)
         return Verdict(passed, total, any("loaded" in each for each in said))
 
@@ -152,11 +151,8 @@ def heard(text: str) -> Iterator[dict[str, Any]]:
 def harness() -> str:
     """Return a program that makes the harness's modules, compiled, and so runs the last."""
     named = [f"arealite.impl.env.code.{name}" for name in MODULES[:-1]] + ["__main__"]
-    texts = [Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES]
-    codes = [
-        marshal.dumps(compile(text, name, "exec"))
-        for text, name in zip(texts, MODULES, strict=True)
-    ]
+    texts = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES}
+    codes = [marshal.dumps(compile(text, name, "exec")) for name, text in texts.items()]
     return (
         f"import marshal, sys\nfor name, code in {[*zip(named, codes, strict=True)]!r}:\n"
         "    module = sys.modules[name] = type(sys)(name)\n"
@@ -179,17 +175,15 @@ def read_cases(task: Task, seconds: float) -> Cases:
     Raises:
         BrokenTests: it has none of these.
     """
-    info = task.extra_info
+    info, timed = task.extra_info, {"seconds": seconds}
     entry, cases = info.get("entry_point") or "", list(info.get("cases") or [])
     if cases and cases[0].get("stdin") is not None:
-        work = {"inputs": [case["stdin"] for case in cases]}
-        return Cases("stdio", "", {**work, "seconds": seconds}, [case["stdout"] for case in cases])
+        work = timed | {"inputs": [case["stdin"] for case in cases]}
+        return Cases("stdio", "", work, [case["stdout"] for case in cases])
     if cases and entry:
         calls = [[list(case.get("args") or []), dict(case.get("kwargs") or {})] for case in cases]
-        work = {"calls": encode(calls, str)}
-        return Cases(
-            "calls", entry, {**work, "seconds": seconds}, [case["expected"] for case in cases]
-        )
+        work = timed | {"calls": encode(calls, str)}
+        return Cases("calls", entry, work, [case["expected"] for case in cases])
     tests, (given, _) = list(info.get("test_list") or []), head_of(prompt_text(task), entry)
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
@@ -203,7 +197,7 @@ def read_cases(task: Task, seconds: float) -> Cases:
     if is_python(given):
         own, classes = without_classes(given)
         setup, names = f"{own}\n{setup}", [*names, *classes]
-    work = {"setup": setup, "tests": tests, "names": names, "seconds": seconds}
+    work = timed | {"setup": setup, "tests": tests, "names": names}
     return Cases("tests", entry, work, [])
 
 
