@@ -6,7 +6,6 @@ They run as processes of perhaps another Python, so that SGLang's pins never mee
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import aiohttp
 from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import vocab_size
+from arealite.base.model_folder import read_json, vocab_size
 from arealite.base.names import RunPaths
 from arealite.base.places import check_address, check_folder
 from arealite.base.signals import STOP
@@ -137,12 +136,11 @@ def describe(config: ServerConfig) -> dict[str, Any]:
     if not path:
         raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
     folder = Path(path).expanduser().absolute()
-    try:
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    if not (model := read_json(folder)):
         raise UserError(
-            f"model.path={path}: no model there (config.json: {error}). Give a Hugging Face folder."
-        ) from error
+            f"model.path={path}: no model there (no config.json that can be read). "
+            "Give a Hugging Face folder."
+        )
     return {
         "type": "sglang",
         "model_path": str(folder),
