@@ -43,14 +43,9 @@ class ToolUseAgent(ChatAgent):
         """Log once a process that the model calls tools in another format."""
         if other not in _seen:
             _seen.add(other)
-            logger.warning(
-                "tool call in another format",
-                seen=other,
-                configured=self.config.format,
-                hint="trainer.ppo.collector.agent.tool_use.format must be what the model writes; "
-                f"it can be {' or '.join(FORMATS)}",
-                text=text[:200],
-            )
+            hint = "Set trainer.ppo.collector.agent.tool_use.format to what the model writes: "
+            told = {"seen": other, "configured": self.config.format, "text": text[:200]}
+            logger.warning("tool call in another format", **told, hint=hint + " or ".join(FORMATS))
 
     def check(self, call: Call, index: int, known: list[str]) -> ToolCall:
         """Give a call its id, nine letters and digits as the strictest templates ask, and an error

@@ -123,11 +123,9 @@ def plan(config: ServerConfig) -> list[Launch]:
 def check_ports(config: ServerConfig) -> None:
     """Refuse ports that do not exist."""
     server = config.llm_server
-    last = server.port + server.sglang.num_servers - 1
-    if server.port < 0 or last > 65535:
-        raise UserError(
-            f"llm_server.port={server.port}: ports {server.port} to {last} do not exist."
-        )
+    port, last = server.port, server.port + server.sglang.num_servers - 1
+    if port < 0 or last > 65535:
+        raise UserError(f"llm_server.port={port}: ports {port} to {last} do not exist.")
 
 
 def describe(config: ServerConfig) -> dict[str, Any]:
