@@ -16,14 +16,18 @@ from arealite.base.errors import UserError
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder until the returned file handle is closed; OSError: another process has it."""
+    """Lock a folder until the returned file descriptor is closed.
+
+    Raises:
+        OSError: another process holds the lock.
+    """
     handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return handle
 
 
 def remove_unheld(folders: Iterable[Path]) -> None:
-    """Remove folders that no living process has locked: a lock ends with its process."""
+    """Remove the folders that no process has locked; the kernel releases a dead process's locks."""
     for folder in folders:
         with suppress(OSError):
             os.close(lock_folder(folder))
@@ -31,7 +35,7 @@ def remove_unheld(folders: Iterable[Path]) -> None:
 
 
 def holder(file: Path) -> int:
-    """Return the id of the process on this host that holds `file`, 0 for none; never lock it."""
+    """Return the id of this host's process that holds `file`; 0 if none does. Takes no lock."""
     with suppress(OSError, ValueError):
         pid = int(file.read_text())
         opened = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]

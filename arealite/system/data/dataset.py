@@ -25,12 +25,12 @@ from arealite.base.registry import unknown
 
 _encode = msgspec.msgpack.Encoder().encode
 ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
-"""What decoding and encoding raise for a line that is no JSON object, or one that is too deep or
-holds a number above 64 bits."""
+"""Exceptions of decoding and encoding: for a line that is no JSON object, is nested too deep or has
+a number above 64 bits."""
 DEPTH = 100
-"""Levels of nesting of a row; every process that reads it has to fit them on its stack."""
+"""Most levels of nesting in a row: every process that reads the row needs stack for all of them."""
 ROW = '{"prompt": …, "ground_truth": …}'
-"""A line of JSONL, for errors."""
+"""Example of a JSONL line, for errors."""
 COLUMNS = ("prompt", "ground_truth", "extra_info")
 """Of a task; `prompt` is required, others in the file are ignored."""
 
@@ -97,7 +97,7 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{file}, line {number}"
             try:
-                _encode(row := decode(line))  # as every process does
+                _encode(row := decode(line))  # as every process will
                 if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
                     raise RecursionError(f"nested deeper than {DEPTH} levels")
             except ROW_ERRORS as error:

@@ -19,7 +19,7 @@ from arealite.api.task import Task
 from arealite.system.data.dataset import COLUMNS, load_tasks, make_task, read_rows
 
 CHECKED = 1000
-"""First rows of a file that are checked before anything starts."""
+"""How many rows at the beginning of a file are checked before a run starts."""
 GENERATED = "generated"
 """The name of a file that is none: the environment makes the rows."""
 
@@ -45,7 +45,7 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
 
 
 def first_rows(config: ExperimentConfig) -> Iterator[tuple[str, PartConfig, Task]]:
-    """Yield (place, environment's config, task) of the first CHECKED rows of every file of a run.
+    """Yield (file and line, environment's config, task) of the first CHECKED rows of each file.
 
     Raises:
         UserError: as load_tasks.

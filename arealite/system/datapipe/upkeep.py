@@ -1,7 +1,7 @@
-"""What the datapipe does for its ledger after a checkpoint: audits what is new, drops what is old.
+"""Audits new records of the ledger after each checkpoint, and drops old payloads.
 
-So the end of a run audits only what came after its last checkpoint, and a payload is dropped only
-after it was found right.
+The end of a run then audits only the records since its last checkpoint. A payload is dropped only
+after an audit found it right.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ logger = log.get(__name__)
 
 
 class Over(Exception):
-    """The run is over: its end audits the rest."""
+    """Stops an audit because the run is over; the launcher audits the rest."""
 
 
 class Upkeep:
-    """Audits and prunes one ledger, one thing at a time."""
+    """Audits and prunes one ledger; at most one audit runs at a time."""
 
     def __init__(self, writer: LedgerWriter, over: asyncio.Event, *, keep_payloads: str) -> None:
         self.writer, self.ledger, self.over = writer, writer.ledger, over
@@ -30,7 +30,7 @@ class Upkeep:
         self._is_busy = False
 
     async def run(self) -> None:
-        """Audit what the ledger has had since the last time. Waits for: a thread that reads it."""
+        """Audit records written since the last mark. Waits for: a thread that reads the ledger."""
         if self._is_busy or self.over.is_set():
             return
         self._is_busy = True
@@ -54,6 +54,6 @@ class Upkeep:
             raise Over
 
     def _drop(self) -> None:
-        """Drop payloads, a step a transaction."""
+        """Drop the payloads of one step, and schedule the next step after the commit."""
         if self.kept and self.ledger.drop_payloads(self.kept):
             self.writer.after_commit(self._drop)

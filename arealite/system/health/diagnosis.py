@@ -25,10 +25,11 @@ from arealite.system.health.waits import ITSELF, KEEPER, OTHER_RANKS
 Cause = Literal[
     "stopped", "dead", "crashing", "silent", "blocked", "starved", "overdue", "starting"
 ]
-"""stopped: the kernel holds the process (SIGSTOP, a debugger). dead: its process is gone. crashing:
-it died, and its parent restarts it. silent: it runs, but shows no sign of life. blocked: its event
-loop runs nothing. starved: it would be neither if it got a CPU. overdue: it lives, but others wait
-for it beyond their deadline. starting: its parent started it; it has not shown itself yet."""
+"""stopped: the kernel holds the process (SIGSTOP, a debugger). dead: the process is gone. crashing:
+the process died and its parent restarts it. silent: the process runs, but shows no sign of life.
+blocked: the event loop runs nothing. starved: the process would be neither if it got a CPU.
+overdue: the process lives, but others wait for it beyond their deadline. starting: the parent
+started the process, which has shown no vitals yet."""
 ORDER: tuple[Cause, ...] = get_args(Cause)
 
 SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0

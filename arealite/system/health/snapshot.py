@@ -96,7 +96,7 @@ class Metrics:
         if not is_step(line):
             self.evals[int(line["step"])] = line
             return
-        if line["step"] == self.steps:  # of 0.1.0, which counted from 0
+        if line["step"] == self.steps:  # written by 0.1.0, which counted from 0
             line["step"] += 1
         for key, value in line.items():
             if key in CURVES:

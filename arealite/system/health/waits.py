@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 OTHER_RANKS = "the other ranks"
 """As `on`: those trainer ranks whose counter "collectives" is behind this one's."""
 KEEPER = "keeper"
-"""As `owner`, of a parent process that starts `on`; `detail` gives the reason of its last death,
-where there was one."""
+"""As `owner`: a parent process that is starting role `on`. `detail` is the reason of the last death
+of that role; "" if there was none."""
 ITSELF = "itself"
 """As `on`, of a computation: by experience, it takes no longer than `seconds`."""
 

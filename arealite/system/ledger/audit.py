@@ -1,8 +1,8 @@
 """Holds a trial's ledger against its promises: nothing lost, nothing repeated, no token too old.
 
 Reads the file, and the configs beside it if there are any, so it works on a run that lives, died or
-was copied elsewhere. An audit reads all rows and payloads, or only what is newer than a mark that
-the datapipe keeps in the ledger: up to there everything was audited, and was right.
+was copied elsewhere. An audit reads all rows and payloads, or only those newer than the mark. The
+datapipe keeps the mark in the ledger: everything before it was audited and found right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arealite.system.ledger.ledger import columns, connect, decode_header
 from arealite.system.ledger.payloads import unlike
 
 CLOSED = ("durable", "filtered")
-"""States that only a roll-back ends."""
+"""States of groups that only a roll-back changes."""
 TRAINED = f"""
 (SELECT g.step, t.* FROM trajectories t JOIN groups g USING (group_id)
  WHERE g.state IN {IN_STATE["trained"]})"""
@@ -104,7 +104,8 @@ ROWS = {
     "trajectories": f"SELECT IFNULL(state, '') IN {CLOSED}, IFNULL(state, ''), t.sum, {{columns}}, "
     "step, n, payload_sum, payload FROM trajectories t LEFT JOIN groups g USING (group_id)",
 }
-"""By table: whether a row is closed, as what it is counted, its checksum, and what that is of."""
+"""By table: a query for whether a row is closed, its state or class to count, its checksum, and the
+columns that the checksum covers."""
 Seen = Callable[[int, int], None]
 Row = tuple[Any, ...]
 
@@ -132,31 +133,33 @@ class Promises:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """How far a ledger was audited, and was right."""
+    """The place up to which a ledger was audited and found right."""
 
     row: int = 0
     """Number of the last trajectory."""
     seq: int = 0
-    """Groups before are counted, but for those of `open`."""
+    """Groups before this one are in `tally`, except those in `open`."""
     step: int = 0
-    """Steps before are counted: a checkpoint holds them."""
+    """Steps before this one are in `tally`: a checkpoint holds them."""
     open: list[int] = []
-    """By seq: groups that were not durable or filtered yet."""
+    """Groups that were neither durable nor filtered yet, by seq."""
     tally: dict[str, int] = {}
-    """What is counted so far."""
+    """Counts and sums up to here, by name."""
 
 
 def audit(path: Path, *, new_only: bool = False, on_row: Seen | None = None) -> AuditReport:
     """Read a ledger, which may be in use, and check it.
 
-    `new_only` leaves out what was audited before, up to the mark that the ledger keeps. `on_row`
-    hears from time to time of a trajectory's number and of the last one's.
+    Args:
+        path: The ledger's file.
+        new_only: Skip records before the mark that the ledger keeps.
+        on_row: Called every 64 trajectories with the number of this trajectory and of the last.
 
     Raises:
         UserError: the file is not a ledger, or is damaged.
     """
     paths = RunPaths(path.parent)
-    # Listed before the snapshot, which so has every step of each.
+    # Listed before the snapshot, which therefore has every step of these checkpoints.
     saved = [int(folder.name[5:]) for folder in paths.checkpoints.glob("step-*[0-9]")]
     try:
         with closing(connect(path, read_only=True)) as db:
@@ -171,7 +174,7 @@ def audit(path: Path, *, new_only: bool = False, on_row: Seen | None = None) -> 
 
 
 class Audit:
-    """An audit of one snapshot. Its queries see what is newer than the mark as if it were all."""
+    """An audit of one snapshot. Views hide the records before the mark from its queries."""
 
     def __init__(self, db: sqlite3.Connection, new_only: bool) -> None:
         self.db, self.is_whole, self.mark = db, not new_only, Mark()
@@ -182,13 +185,13 @@ class Audit:
                 self.mark = msgspec.json.decode(held.get("audited", ""), type=Mark)
         self.dropped = int(held.get("dropped", 0))
         self.found = Counter[str](), Counter(self.mark.tally)
-        """What there is that is open, and what only a roll-back changes."""
+        """Counts of open records, and of closed records, which only a roll-back changes."""
         self.problems = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
-        """By the report's field, then by what is wrong: ids."""
+        """Ids, by the report's field and the problem."""
         self._narrow()
 
     def _narrow(self) -> None:
-        """Put views of what is newer than the mark before the tables."""
+        """Hide each table behind a view of the records newer than the mark."""
         mark, seqs = self.mark, ", ".join(map(str, self.mark.open))
         newer = {
             "groups": f"seq >= {mark.seq} OR seq IN ({seqs})",
@@ -234,7 +237,7 @@ class Audit:
         return self._report(msgspec.json.encode(mark).decode())
 
     def _count(self, table: str, is_closed: bool, state: str, found: int, row: Row) -> None:
-        """Count a row, and hold it against its checksum."""
+        """Count a row, and compare it with its checksum."""
         tally = self.found[is_closed]
         tally[f"{table} {state}"] += 1
         if table == "groups" and state == "filtered":
@@ -246,7 +249,7 @@ class Audit:
                 self.problems["broken"][f"{table} changed by another hand"].append(name)
 
     def _check(self, state: str, row: Row, step: int | None, found: int, payload: Any) -> None:
-        """Hold a trajectory's columns and payload against its header, and count that."""
+        """Compare a trajectory's columns and payload with its header, and count its tokens."""
         name, is_closed = str(row[0]), state in CLOSED
         tally, what = self.found[is_closed], ""
         try:
@@ -275,7 +278,7 @@ class Audit:
             self.problems["broken"][what].append(name)
 
     def _check_file(self, saved: int) -> None:
-        """Hold the tables against their heads and the newest checkpoint, and read every page."""
+        """Compare tables with heads and the newest checkpoint; a full audit reads every page."""
         for table, rows, total in self.db.execute("SELECT name, rows, sum FROM heads"):
             here, found = sum(self._named(f"{table} ").values()), self.now[f"sum {table}"]
             if (here, found & schema.SUMS) != (rows, total):
@@ -329,10 +332,10 @@ def _line(what: str, names: list[str]) -> str:
 
 
 def _unreadable(path: Path) -> str:
-    """Say from where on the tables of a damaged file cannot be read."""
+    """Return a sentence that names the last readable row of each damaged table, or ""."""
     found = list[str]()
     with suppress(sqlite3.Error), closing(connect(path, read_only=True)) as db:
-        db.execute("PRAGMA writable_schema = ON")  # reads what there is of a file cut off
+        db.execute("PRAGMA writable_schema = ON")  # reads what is left of a truncated file
         for table, columns in schema.COVERED.items():
             last = "the beginning"
             try:

@@ -1,4 +1,4 @@
-"""What an audit found, and how it is told."""
+"""The result of an audit, and its table for the console."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Balance:
 
     @classmethod
     def of(cls, held: Mapping[str, int]) -> Balance:
-        """Add numbers by state up to a balance."""
+        """Return the balance of numbers by state of the group."""
         sums = {k: sum(held.get(state, 0) for state in states) for k, states in IN_STATE.items()}
         return cls(sum(held.values()), **sums)
 
@@ -52,7 +52,7 @@ class AuditReport:
     interrupted: int
     """Generations of trained trajectories that a weight update cut."""
     weight_versions: int
-    """Policy versions up to the newest that sampled a token."""
+    """Number of policy versions, from 0 to the newest that sampled a token."""
     max_staleness: int
     """Of a trained token: its step less its version."""
     lost: list[str] = field(default_factory=list[str])
@@ -62,9 +62,9 @@ class AuditReport:
     broken: list[str] = field(default_factory=list[str])
     """Other promises: trained tokens too old, rows unlike their checksums or each other, damage."""
     notes: list[str] = field(default_factory=list[str])
-    """What could not be checked, and why; no problem."""
+    """Records that this audit did not check, and why; they are no problem."""
     mark: str = field(default="", repr=False)
-    """How far this audit went, for the ledger to keep if all is right."""
+    """How far this audit went, as JSON; the datapipe stores it in the ledger if all is right."""
 
     @property
     def problems(self) -> list[str]:

@@ -172,11 +172,11 @@ class Ledger:
         self._change("state = 'trained' AND step < ?", step, state="'durable'")
 
     def drop_payloads(self, checkpoints: int) -> bool:
-        """Drop the payloads of the oldest step that has them and is older than so many newest
-        checkpoints; return whether there is one.
+        """Drop the payloads of one step: the oldest that has payloads, if the `checkpoints` newest
+        checkpoints are all newer; return whether there was such a step.
 
-        One step at a time: none of its own is needed any more, and others wait for the
-        transaction. SQLite uses the room again. Call it while nobody else uses the connection.
+        Only one step, because other writes wait for the transaction. SQLite reuses the space. Call
+        this while no other thread uses the connection.
         """
         step = dropped_before(self.connection)
         sql = "SELECT step FROM checkpoints ORDER BY step DESC LIMIT 1 OFFSET ?"
@@ -198,7 +198,7 @@ class Ledger:
         self._put("DELETE FROM checkpoints WHERE step > ?", step)
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
         self._put("DELETE FROM meta WHERE key = 'version' AND CAST(value AS INTEGER) > ?", step)
-        # What was audited of steps that are no more has to be audited again.
+        # The mark is beyond the remaining steps: they have to be audited again.
         self._put(
             "DELETE FROM meta WHERE key = 'audited' AND json_extract(value, '$.step') > ?", step
         )
@@ -315,7 +315,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     if not read_only:  # NORMAL: safe against kill; a commit costs no fsync
         for pragma in (
             *("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"),
-            "secure_delete=OFF",  # some builds write zeros over all that is deleted
+            "secure_delete=OFF",  # some builds overwrite deleted data with zeros
         ):
             db.execute(f"PRAGMA {pragma}")
     return db
@@ -323,10 +323,10 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 @contextmanager
 def reading(path: Path) -> Generator[sqlite3.Connection]:
-    """Open a ledger of a run folder to read it.
+    """Open a ledger read-only for the body's time.
 
     Raises:
-        UserError: there is none, or the file is not a ledger.
+        UserError: there is no file, or the file is not a ledger.
     """
     if not os.path.isfile(path):
         raise UserError(f"no ledger at {path}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
@@ -342,10 +342,13 @@ def read_payloads(
 ) -> list[bytes]:
     """Return the payloads of trajectories, in this order, through a connection of its own.
 
-    `dropped` takes the place of one that was dropped.
+    Args:
+        path: The ledger's file.
+        trajectory_ids: Their ids.
+        dropped: Returned in place of a dropped payload; None: a dropped payload is an error.
 
     Raises:
-        InvariantError: one is not in the ledger.
+        InvariantError: a trajectory, or its payload, is not in the ledger.
     """
     payloads: list[bytes] = []
     with closing(connect(path, read_only=True)) as db:

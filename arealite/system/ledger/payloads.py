@@ -1,6 +1,6 @@
-"""Holds a payload against its header: lengths, versions and rewards are computed from the tokens.
+"""Compares a payload with its header: computes lengths, versions and rewards from the tokens.
 
-Without numpy, because the datapipe does it, too.
+Uses no numpy, because the datapipe runs this code, too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from arealite.api.trajectory import TrajectoryHeader, decode_segments
 TOKEN_BYTES = 17
 """Of a token in a payload: its id, mask, logprob, version and reward."""
 ROUNDING = 1e-5
-"""By how much of its size a sum of float32 rewards may differ from the header's float64."""
+"""Relative tolerance between a sum of float32 rewards and the header's float64 reward."""
 
 
 def unlike(header: TrajectoryHeader, payload: bytes) -> str:
-    """Return what a payload says otherwise than its header, or ""."""
+    """Return the first difference between a payload and its header, in words; "" if they agree."""
     lengths, versions, rewards, sampled = list[int](), set[int](), list[float](), 0
     try:
         for s in decode_segments(payload):

@@ -1,8 +1,9 @@
 """The tables of a ledger, and the checksums that its rows carry.
 
-Every row that counts has a checksum of its columns, a payload one of its own, and `heads` the sum
-of each table's checksums and the number of its rows. All are written in the transaction that
-changes the rows. So the audit sees what was changed, deleted, moved or doubled, if not by whom.
+Each row of the COVERED tables has a checksum of its columns, and each payload has one of its own.
+The table `heads` holds each table's number of rows and the sum of their checksums. All of these are
+written in the transaction that changes the rows, so an audit detects rows that were changed,
+deleted, moved or duplicated.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ COVERED = {
     "steps": "step, trained, metrics, ranks, fingerprint",
     "failures": "group_id, member, lease_id, class, detail",
 }
-"""By table: the columns that a row's checksum is of."""
+"""By table: the columns that a row's checksum covers."""
 SUMS = (1 << 62) - 1
-"""The largest checksum: SQLite adds two of them without overflow."""
+"""The largest checksum; SQLite adds two checksums without overflow."""
 DROP = """
 UPDATE trajectories SET payload = NULL WHERE group_id IN (
   SELECT group_id FROM groups WHERE step = ?1 OR state = 'filtered'
   AND seq > (SELECT IFNULL(MAX(seq), -1) FROM groups WHERE step = ?1 - 1)
   AND seq <= (SELECT MAX(seq) FROM groups WHERE step = ?1))"""
-"""Payloads of a step, and of the groups filtered since the step before."""
+"""Drops the payloads of one step, and of groups filtered since the step before."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -74,8 +75,8 @@ _encode = msgspec.msgpack.Encoder().encode
 def checksum(*values: Any, payload: Any = b"") -> int:
     """Return 62 bits of the SHA-256 of a row's values, and of a payload after them.
 
-    Against corruption and careless edits; whoever writes the file can make it anew, as there is no
-    key in it. A key would go in front of the message here, and nowhere else.
+    It detects corruption and careless edits, not a forger: without a key, anyone can recompute it.
+    A key would be hashed here, before the message.
     """
     digest = sha256(_encode(values))
     digest.update(payload)
@@ -108,7 +109,7 @@ PUT_STEP, PUT_FAILURE = _insert("steps"), _insert("failures")
 
 
 def triggers(table: str) -> str:
-    """Return what keeps a table's head right; only of this connection, so another's edit shows."""
+    """Return the triggers that update a table's head; other connections do not run them."""
     change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {SUMS} "
     change += f"WHERE name = '{table}';"
     added, gone = change.format("+", "+", "NEW"), change.format("-", "-", "OLD")

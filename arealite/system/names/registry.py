@@ -66,10 +66,10 @@ class NameRegistry:
         return cls(name_dir(config), ttl_s=config.cluster.ttl_s if ttl_s is None else ttl_s)
 
     def check(self) -> None:
-        """Check that the folder of names can be made and written, before anything starts.
+        """Check that the folder of names can be made and written.
 
         Raises:
-            UserError: it cannot.
+            UserError: the folder cannot be made or written.
         """
         check_folder(self.root, "folder of names", "cluster.name_root")
 
