@@ -51,7 +51,7 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of the model folder that option `key` names, with its files checked.
+    """Check the files of the model folder that option `key` names, and return its config.json.
 
     Raises:
         UserError: a file is missing, broken or does not match config.json.

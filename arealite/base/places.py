@@ -1,6 +1,6 @@
 """Checks the folder names, folders and addresses that a config gives for this machine.
 
-The name registry, servers and commands share these checks, and run them before anything starts.
+Shared by the name registry, servers and commands; they check before they start anything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_folder(folder: Path, what: str, key: str) -> int:
             probe.write(bytes(4096))
             return shutil.disk_usage(there).free
     except OSError as error:
-        fix = f"Set {key} to a writable folder."
+        fix = f"Set {key} to a folder that is writable."
         raise UserError(f"{what} {folder} cannot be written: {error.strerror}. {fix}") from error
 
 

@@ -77,7 +77,7 @@ class Registry(Generic[T]):
         return target  # type: ignore[return-value]
 
     def base_of(self, name: str) -> str:
-        """Return the name of the built-in part that `name` is or extends; `name` without one."""
+        """Return the built-in part that part `name` is or extends; `name` if there is none."""
         classes = getattr(self._table.get(name), "__mro__", ())
         lines = [f"{cls.__module__}:{cls.__qualname__}" for cls in classes]
         return next((self._built_in[line] for line in lines if line in self._built_in), name)

@@ -58,8 +58,7 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
 def _check_begun(
     held: Mapping[str, str], identity: Mapping[str, str], root: Path, named: str, anew: str
 ) -> None:
-    """Refuse a trial of another format or identity, or without the payloads that resuming at
-    `named` needs."""
+    """Refuse a trial of another format or identity, or one without the payloads for `named`."""
     if (before := held.get("schema")) != SCHEMA_VERSION:
         raise UserError(
             f"{root} was written by another AReaLite (format {before}, now {SCHEMA_VERSION}): go "

@@ -69,13 +69,20 @@ FOREIGN = re.compile(
     r"|(?:```(?:python)?)?\s*+\[?(?P<pythonic>[\w.]+)\([^\n]*\)\s*\]?\s*(?:```\s*)?\Z)",
     re.MULTILINE,
 )
-"""How calls begin in the formats of several models: a mark at the beginning of a line, and where
-there is no mark, the name of a tool at the beginning of the answer."""
+"""How calls begin in the formats of several models: a mark at the beginning of a line or,
+in formats without a mark, the name of a tool at the beginning of the answer."""
 
 
 def foreign(text: str, known: Container[str]) -> str:
-    """Return the format of the first call in a text that holds no call of the configured format,
-    "" for a text without one; `known` are the names of the tools that there are."""
+    """Return the format of the first call in a text without calls of the configured format.
+
+    Args:
+        text: The answer.
+        known: Names of the tools.
+
+    Returns:
+        The format's name; "" if the text holds no call.
+    """
     for found in FOREIGN.finditer(text):
         name = found.lastgroup or ""
         if name not in ("json", "pythonic") or found[name] in known:

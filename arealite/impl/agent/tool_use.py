@@ -16,7 +16,7 @@ from arealite.impl.agent.chat import ChatAgent
 
 logger = log.get(__name__)
 _seen: set[str] = set()
-"""Formats that a warning has named."""
+"""Formats of which this process has warned."""
 
 
 class ToolUseAgent(ChatAgent):
@@ -25,8 +25,8 @@ class ToolUseAgent(ChatAgent):
     def read(self, response: LLMResponse) -> Action:
         """Return the calls, and the text around them; those that cannot be made have an error.
 
-        A call in another format than the configured one is such a call. The part `malformed_calls`
-        of the reward counts them, and is worth nothing.
+        A call in a format other than the configured one has an error, too. The part
+        `malformed_calls` of the reward counts calls with an error, and has no weight.
         """
         text, found = FORMATS[self.config.format](self.history.add(response))
         known = [str(tool["function"]["name"]) for tool in self.history.tools]
@@ -40,7 +40,7 @@ class ToolUseAgent(ChatAgent):
         return Action(text, response, calls, self.is_over())
 
     def warn(self, other: str, text: str) -> None:
-        """Log once a process that the model calls tools in another format."""
+        """Warn, once per process and format, that the model calls tools in another format."""
         if other not in _seen:
             _seen.add(other)
             hint = "Set trainer.ppo.collector.agent.tool_use.format to what the model writes: "

@@ -64,7 +64,7 @@ def attend(
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)
     ignores_window = starts is not None and has_window and "sliding_window" not in options
     if (starts is None) == (attention_mask is None) or ignores_window:
-        name = type(module).__name__  # else rows would read each other, or past the window
+        name = type(module).__name__  # packed rows would read each other, or past the window
         raise UserError(f"{name} cannot be packed: use engine.fsdp.layout=padded.")
     if starts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

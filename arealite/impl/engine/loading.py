@@ -26,7 +26,7 @@ from arealite.impl.engine.lora import ADAPTER, file_name, first_value, held_tens
 
 SCORE = "score.weight"
 """The head for values."""
-FIX = "Files and config.json are not of one model: get the folder anew."
+FIX = "Weights and config.json are of different models: download the folder again."
 
 
 def empty_model(path: Path, head: Head = "lm") -> Any:
@@ -65,7 +65,8 @@ def load_weights(
     A head for values that the folder lacks begins as zeros, adapters by `seed`: alike on all ranks.
 
     Raises:
-        UserError: the folder lacks another tensor of the model, or has one that the model lacks.
+        UserError: the folder lacks any other tensor of the model, or has a tensor that the model
+            lacks.
     """
     read = _reader(model, path)
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -96,9 +97,9 @@ def load_weights(
 
 
 def _reader(model: Any, path: Path) -> Callable[[str], torch.Tensor | None]:
-    """Return a function that reads one full tensor, if need be through the whole model.
+    """Return a function from a name to the full tensor; it may load the whole model.
 
-    It returns None for adapters and a fresh head for values, and for nothing else.
+    The function returns None only for adapters and a fresh value head.
     """
     where = dict[str, Path]()
     for file in weight_files(path):
@@ -128,7 +129,7 @@ def _reader(model: Any, path: Path) -> Callable[[str], torch.Tensor | None]:
 
 
 def _check_names(model: Any, path: Path, missing: set[str], unexpected: set[str]) -> None:
-    """Refuse a folder that does not hold just the tensors of `model`."""
+    """Raise UserError unless the folder holds exactly the tensors of `model`."""
     unused = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
     if SCORE in model.state_dict():
         unused.append(r"^lm_head\.")

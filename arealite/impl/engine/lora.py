@@ -31,8 +31,8 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
     They are float32, and on the meta device. Of a head for values, the head is trained as well.
 
     Raises:
-        UserError: peft is not installed, no module has one of these names, or one is of experts
-            that share a parameter.
+        UserError: peft is not installed, no module has one of these names, or a module holds
+            several experts in one parameter.
     """
     try:
         import peft
@@ -52,8 +52,8 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
     if fused := [name for name, each in layers if not hasattr(each.get_base_layer(), "weight")]:
         raise UserError(
             f"engine.fsdp.lora.targets {config.targets}: '{fused[0]}' holds all its experts in one "
-            "parameter, and adapters of those cannot be merged. Leave gate_proj, up_proj and "
-            "down_proj out of the targets."
+            "parameter, and adapters of such a parameter cannot be merged. Remove gate_proj, "
+            "up_proj and down_proj from the targets."
         )
     if head == "value":
         module.score.requires_grad_(True)
@@ -66,7 +66,7 @@ def file_name(name: str) -> str:
 
 
 def held_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what files of a model hold: parameters, tied ones once, and persistent buffers."""
+    """Yield the tensors of a model's files: parameters, tied ones once, and persistent buffers."""
     seen = set[int]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:

@@ -19,8 +19,8 @@ from arealite.base.errors import InvariantError
 
 
 class Optimizer:
-    """One optimizer and its schedule; `updates` counts the updates applied, `skipped` those in a
-    row up to now that were not."""
+    """One optimizer and its schedule; `updates` counts applied updates, `skipped` the updates that
+    were skipped since the last applied one."""
 
     def __init__(self, model: nn.Module, training: Training) -> None:
         self.updates = self.skipped = 0
@@ -57,7 +57,7 @@ class Optimizer:
         A norm that is not finite leaves parameters, moments and schedule as they are.
 
         Raises:
-            InvariantError: `max_skipped_updates` in a row were not finite.
+            InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
         """
         training = self._training
         total, config = training.total_updates, training.optimizer

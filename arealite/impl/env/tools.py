@@ -63,7 +63,7 @@ class ToolsEnv(Env):
 
     @staticmethod
     def check_row(task: Task, /) -> None:
-        """Refuse a row without a ground truth, or with anything but names as its tools."""
+        """Refuse a row without a ground truth, or whose `tools` is not a list."""
         if task.truth and not isinstance(task.extra_info.get("tools"), list | None):
             raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of names")
 

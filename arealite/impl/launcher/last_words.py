@@ -6,16 +6,16 @@ import re
 import signal
 
 ERROR = "error: "
-"""Begins the line with which a command reports an error that was raised on purpose."""
+"""Prefix of the line in which a command reports a deliberately raised error."""
 RAISED = 4
-"""Exit codes from 1 to this one follow an exception; other codes were chosen by the program."""
+"""Exit codes from 1 to this one follow an exception; higher codes are chosen by the program."""
 RANK = re.compile(r"^\[rank\d+\]: ?", re.M)
 """Torch writes this before each line of a rank's traceback."""
 GROUP = re.compile(r"^ +\+ Exception Group Traceback.*^ +\+-+$", re.M | re.S)
 MARGIN = re.compile(r"^ +(\| ?|(?=\+))", re.M)
 """Begins each line of an exception group, borders included."""
 REASON = re.compile(
-    r"""^(?:(Exception\ ignored\ in.*\n)?  # by Python, at an end that it does not cause
+    r"""^(?:(Exception\ ignored\ in.*\n)?  # printed by Python; not the cause of the exit
     (?:(?:\+\ Exception\ Group\ |Exception\ Group\ )?Traceback\ \(most|\ +File\ ").*\n(?:\ .*\n|\n)*
     |\+[-+]+\ [\d.]+\ -+\n(?!Traceback|Exception\ Group\ T))  # a leaf without frames
     ([\w.]+:\s+\S.*|\S.*)  # a message may begin with empty lines
@@ -30,9 +30,9 @@ ABORTS = re.compile(r"^\s*((?:Fatal Python error:|what\(\):|\w+\(\): |.*Assertio
 def last_words(output: str, code: int) -> str:
     """Return the line of `output` that gives the reason for an end with `code`, "" for none.
 
-    Of a traceback it is the line of the last exception, without notes and further lines of its
-    message; of exception groups, that of the last leaf. A process that was killed by SIGKILL, as by
-    the kernel for lack of memory, could not write a reason.
+    For a traceback, this is the line of the last exception, without its notes and the further lines
+    of its message; for an exception group, the line of the last leaf. A process that was killed by
+    SIGKILL, for example for lack of memory, could not write a reason.
 
     Args:
         output: What the process wrote.

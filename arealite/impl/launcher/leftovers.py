@@ -1,4 +1,4 @@
-"""Removes what the dead processes of a trial left outside its run folder."""
+"""Removes the files that dead processes of a trial left outside its run folder."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from arealite.system.names.registry import NameRegistry
 def clear(config: ExperimentConfig, *kinds: str) -> None:
     """Remove vitals, names and staged weights of the trial's dead processes on this host.
 
-    A process is the trial's if the trial's vitals name it, and its staged weights are in folders
-    with its id. Other trials' files are never looked at.
+    A process belongs to the trial if the trial's vitals name it; its staged weights are in folders
+    with its process id. Files of other trials are not touched.
 
     Args:
         config: Experiment of the trial.
-        kinds: Kinds of roles, as in "trainer", none of whose processes run, on any host.
+        kinds: Kinds of roles, for example "trainer", of which no process runs on any host.
     """
     folder, names = name_dir(config) / "vitals", NameRegistry.of(config, ttl_s=math.inf)
     dead = {role.name: role.vitals.pid for role in read(folder) if not is_alive(role)}
     words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds), *[ASK][: len(kinds)]]
     own = config.trainer.ppo.publisher.disk.dir
-    with suppress(OSError, RoleError):  # the folder or the store is away: nothing depends on this
+    with suppress(OSError, RoleError):  # the folder is away: nothing depends on this
         for word in words:
             for file in [*folder.glob(f"{word}*"), *folder.glob(f".{word}*")]:
                 file.unlink(missing_ok=True)

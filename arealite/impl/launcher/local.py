@@ -34,7 +34,7 @@ from arealite.system.names.registry import NameRegistry
 TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
 TOLD = ("dead", "crashing")
-"""Findings about own roles that the launcher reports by itself."""
+"""Causes that the launcher reports itself when they concern its own roles."""
 STOPPED = 130
 
 
@@ -64,7 +64,7 @@ class LocalLauncher(Launcher):
         """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
         or a person stops the run."""
         self._stops, self._end = 0, ""
-        """How often a person asked to stop, and the error that ended the run."""
+        """How often a person asked the run to stop, and the error that ended it."""
         self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
         """Ranks of this host, which take its first GPUs."""
@@ -304,8 +304,8 @@ class LocalLauncher(Launcher):
                 raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
 
     def _note_living(self) -> None:
-        """Show which roles are up: all their processes run and show vitals; a server's parent shows
-        its server."""
+        """Mark a role as up when all its processes run and have vitals; a server's parent reports
+        the server."""
         for role in self.roles:
             files = [self.vitals / f"{n}.json" for n in role.names if "server" not in n]
             if all(c.running for c in role.children) and all(file.exists() for file in files):
@@ -343,21 +343,27 @@ class LocalLauncher(Launcher):
             await role.clear()
 
     def _close(self, code: int) -> int:
-        """Show the ledger's balance, note how the run ended, and return its exit code: 0 only if
-        the ledger is balanced, every step is trained and the last evaluation has a result."""
+        """Print the ledger's balance, write `end.txt`, and return the exit code.
+
+        0 requires a balanced ledger, every step trained, and a result of the last evaluation.
+        """
         progress, lack = self.progress, ""
-        trained = progress.newest or progress.total  # offline, one that was over trains no step
+        trained = (
+            progress.newest or progress.total
+        )  # an offline run that was complete trains no step
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger, new_only=True)
                 progress.say(report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
-                code = 0 if lack and code == STOPPED else code  # a stop is a good end, too
+                code = (
+                    0 if lack and code == STOPPED else code
+                )  # a requested stop is a good end, too
             except UserError as error:  # the run ended before there was a ledger to hold against
                 progress.say(f"no audit: {error}")
                 lack = "the ledger cannot be audited"
         if not lack and trained < progress.total and self.trainer in self.roles:
-            lack = f"the trainer left after {trained} of {progress.total} steps, unasked"
+            lack = f"the trainer exited after {trained} of {progress.total} steps, not asked to"
         elif not lack and progress.is_unevaluated:
             lack = "every sample of the last evaluation failed"
         if lack and not code:

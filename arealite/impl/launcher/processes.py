@@ -65,15 +65,15 @@ class Child:
 
     @property
     def death(self) -> str:
-        """Its name, how it died, and the reason that its output gives, if any."""
+        """One line: the child's name, how it died, and the reason in its output, if any."""
         words = last_words(self._output(), self.code) if self.code else ""
         why = f": {words.removeprefix(ERROR)}" if words else ""
         return f"{self.name} died ({how_ended(self.code)}{why})"
 
     @property
     def obituary(self) -> str:
-        """Its name, how it died, and its last lines; only the reason where it was raised on
-        purpose."""
+        """The child's name, how it died, and its last lines; only the reason after a deliberately
+        raised error."""
         words = last_words(output := self._output(), self.code)
         lines = [words] if words.startswith(ERROR) else output.splitlines()[-TAIL_LINES:]
         if words not in " ".join("\n".join(lines).split()):

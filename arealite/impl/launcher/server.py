@@ -105,13 +105,13 @@ class ServerKeeper:
             self._forget(process.pid)
 
     async def _until_served(self, pid: int) -> None:
-        """Show that the server is up once it has a name."""
+        """Wait until the server has a name, then mark it as up."""
         while not await asyncio.to_thread(self._named, pid):  # noqa: ASYNC110  (files have no event)
             await asyncio.sleep(EXAMINE_S)
         self._budget.forget()
 
     def _named(self, pid: int) -> list[str]:
-        """Return the names of the server process `pid`."""
+        """Return the ids of the names that the server process `pid` holds."""
         with suppress(RoleError):  # the store is away
             own, entries = {"pid": pid, "host": self._host}, self._names.list(KIND)
             return [entry.id for entry in entries if own.items() <= entry.value.items()]

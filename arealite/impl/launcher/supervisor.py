@@ -15,7 +15,7 @@ from arealite.impl.launcher.processes import Child
 from arealite.system.health import waits
 
 ROLE = "AREALITE_ROLE"
-"""Environment variable that gives a server's parent its name in the run."""
+"""Environment variable with the name that a server's parent has in the run."""
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
 """Exit codes after which a second attempt would fail the same way, or do harm."""
 EARLY_S = 5.0
@@ -41,7 +41,7 @@ class Budget:
 
     limit: int
     role: str = ""
-    """The name under which `arealite why` shows starts; "": it shows none."""
+    """The role that `arealite why` shows as starting or crashing; "": `why` shows no starts."""
     deaths: int = 0
     first: str = ""
     """What was said of the first of these deaths."""
@@ -49,17 +49,17 @@ class Budget:
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
     wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", waits.KEEPER, ""))
-    """For the role to be up."""
+    """The published wait for the role to be up."""
 
     def expect(self, what: str, why: str = "") -> None:
-        """Show that the role is not up: `what` is under way, `why` is the reason of its death."""
+        """Publish that the role is not up: `what` is happening, and `why` it died last."""
         waits.table.discard(self.wait)
         self.wait = waits.Wait(what, waits.KEEPER, self.role, detail=why.partition("\n")[0])
         if self.role:
             waits.table.add(self.wait)
 
     def forget(self, mark: float = math.inf) -> None:
-        """Show that the role is up; after its second death, only if the work has come further."""
+        """Publish that the role is up; after a second death, only if `mark` shows progress."""
         if self.deaths < 2 or mark > self._mark:
             waits.table.discard(self.wait)
 

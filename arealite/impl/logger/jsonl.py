@@ -31,7 +31,7 @@ class JSONLLogger(MetricLogger):
         self._file.write(json.dumps(line) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop what was written after step `step`, evaluations at it, and a torn last line."""
+        """Drop metrics of later steps, evaluations at `step` or later, and a torn last line."""
         kept: list[str] = []
         for line in self.path.read_text("utf-8").splitlines():
             with suppress(ValueError):  # torn: the process was killed while it wrote

@@ -29,7 +29,7 @@ class TensorBoardLogger(MetricLogger):
             self._writer.add_scalar(name, value, step)
 
     def rewind(self, step: int) -> None:
-        self._purge_step = step + 1  # an evaluation at it stands there twice
+        self._purge_step = step + 1  # an evaluation at `step` appears twice
 
     def close(self) -> None:
         if self._writer is not None:

@@ -162,8 +162,8 @@ class ServersPublisher(WeightPublisher):
         where = "the version before" if self.shapes else self.model_path
         try:
             check_shapes(shapes, held, where=where)
-        except RoleError as error:  # a restart would find the same
-            raise UserError(f"{error}. Its weights cannot be published to servers.") from error
+        except RoleError as error:  # a restart would fail in the same way
+            raise UserError(f"{error}. The model cannot be published to servers.") from error
         self.shapes, self.digest, self.num_bytes = shapes, digest, num_bytes
 
     async def find_servers(self) -> list[Server]:

@@ -4,20 +4,20 @@ Killing the child mid-check is the only sure end of a pathological answer; forki
 parent that has math-verify loaded takes milliseconds instead of a second. `pool.py` runs this as a
 script; it imports nothing of the package.
 
-A line of JSON on stdin, [completion, truth, CPU seconds, seconds to wait], is answered by one on
-stdout: the verdict, null where the truth cannot be read, or what became of the child that had the
-check. "cpu": it used up its CPU seconds; "crashed": it ended by itself; "killed": another process
-killed it; "waited": it neither answered nor used up its CPU seconds in the time to wait.
+A line of JSON on stdin, [completion, truth, CPU seconds, seconds to wait], is answered by one line
+on stdout: true or false; null if the truth cannot be read; or what happened to the child that ran
+the check. "cpu": it used up its CPU seconds. "crashed": it ended by itself. "killed": another process
+killed it. "waited": in the seconds to wait it neither answered nor used up its CPU seconds.
 
 The answer of a completion is
 
 1. its last mark: a `\\boxed{…}` or a `####` line. Boxes side by side are one answer. A `####` line
    with letters in it is a heading unless it ends the completion;
 2. without a mark, the first number after the last "answer is", "answer:" or the like;
-3. else the last number; for a truth that is no number, what math-verify finds last.
+3. otherwise the last number; if the truth is no number, the last expression that math-verify finds.
 
-Where the truth is a number the answer must be one, too, and worked out: none of `35+8`, `86/2`,
-`40 or 43`, `{40, 43}` is an answer. Everything else is compared by math-verify.
+If the truth is a number, the answer must be one number, fully computed: `35+8`, `86/2`, `40 or 43`
+and `{40, 43}` are no answers. Everything else is compared by math-verify.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 MEMORY_BYTES = 2 << 30
 PR_SET_PDEATHSIG = 1
 ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "killed"}
-"""What an exit code of a child says; any other is a crash."""
+"""By exit code of a child: what ended it; any other code is a crash."""
 
 DIGITS = r"(?:(?:\d{1,3}(?:[ ,]\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
 NOT_UNITS = r"or|and|to|nor|vs|pi|plus|minus|times|over|hundred|thousand|[mbtr]\w*illion|dozen"
@@ -53,8 +53,8 @@ LITERAL = re.compile(
     rf" ?(%|percent\b)?(?:{UNIT}){{0,3}}",
     re.ASCII | re.IGNORECASE,
 )
-"""A number and nothing else: sign, whole part of a mixed number, digits, denominator, power of
-ten, percent, and up to three words of units."""
+"""Matches a text that is one number. Groups: sign, whole part of a mixed number, digits,
+denominator, power of ten, percent. Up to three words of units may follow."""
 JOINED = (
     r"(?: ?(?:[-+*/^=×÷,;|&]|\\(?:times|cdot|div)(?![a-z])|(?: ?[a-z]+)?,? ?\b(?:or|and|to)\b)"
     r"| (?=\d))+ ?(?:[a-z] ?= ?)?[-+(]{0,3}"
@@ -63,9 +63,9 @@ RUN = re.compile(
     rf"(?<![\w.^\\])[-+]?\({{0,3}}{DIGITS}(?: ?%)?\)*+(?:{JOINED}{DIGITS}(?: ?%)?\)*+)*",
     re.ASCII | re.IGNORECASE,
 )
-"""Numbers in prose with nothing but operators or separators between them."""
+"""Matches numbers in prose that only operators or separators separate, as one run."""
 HEDGE = re.compile(r"(?:[,;|]|\b(?:or|and)\b) ?[a-z]? ?$", re.ASCII | re.IGNORECASE)
-"""Before the last "=", where one variable is given several values: `x=40 or x`."""
+"""Matches the text before the last "=" if it offers several values: `x=40 or x`."""
 ANCHOR = re.compile(r"\banswers?\b[^.!?\n]{0,40}?(?:\b(?:is|are|be)\b|[:=])", re.IGNORECASE)
 HASHES = re.compile(r"^[ \t]*####(?!#)(.+)$", re.MULTILINE)
 PLAIN = (
@@ -80,14 +80,13 @@ PLAIN = (
     (r"\\%", "%"),
     (r"[ \t]+", " "),
 )
-"""Takes off a text what changes how a number looks, and not which it is."""
+"""(pattern, replacement) pairs that remove formatting and keep the value of each number."""
 
 
 def is_equal(completion: str, truth: str) -> bool | None:
     """Return whether the answer of `completion` equals `truth`; None if `truth` cannot be read.
 
-    `truth` is an answer, LaTeX or plain, or a solution with a mark. No time limit here: the pool
-    kills.
+    `truth` is an answer, LaTeX or plain, or a solution with a mark. `serve` sets the time limit.
     """
     import math_verify
 
@@ -108,7 +107,7 @@ def is_equal(completion: str, truth: str) -> bool | None:
 
 
 def marked(text: str) -> str | None:
-    """Return what the last mark of a text holds; None without a mark."""
+    """Return the text in the last mark (a box or a `####` line); None without a mark."""
     from latex2sympy2_extended.math_normalization import extract_boxed_content
 
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
@@ -119,7 +118,7 @@ def marked(text: str) -> str | None:
 
 
 def in_prose(text: str) -> tuple[Fraction, bool, bool] | None:
-    """Return the number that a text without a mark gives as its answer."""
+    """Return the answer of a text without a mark, as `number` does; None if it gives none."""
     text = plain(text)
     runs = [*RUN.finditer(text)]
     ends = [each.end() for each in ANCHOR.finditer(text) if runs and each.end() <= runs[-1].start()]
@@ -129,8 +128,10 @@ def in_prose(text: str) -> tuple[Fraction, bool, bool] | None:
 
 
 def number(text: str) -> tuple[Fraction, bool, bool] | None:
-    """Return the value of a text that is a number or ends with "= " and one, whether it has a
-    decimal point, and whether it is a percentage; None where it is not a number worked out."""
+    """Return (value, has a decimal point, is a percentage) of a text that is one number.
+
+    The text may be an equation that ends with "= " and the number. None for anything else.
+    """
     left, _, right = plain(text).rpartition("=")
     found = LITERAL.fullmatch(right.strip(" \n*_`").rstrip(" \n.*_`"))
     if found is None or HEDGE.search(left):
@@ -144,8 +145,10 @@ def number(text: str) -> tuple[Fraction, bool, bool] | None:
 
 
 def same(mine: tuple[Fraction, bool, bool] | None, gold: tuple[Fraction, bool, bool]) -> bool:
-    """Return whether two numbers are equal, to six decimals where one has a decimal point; 50 %
-    equals 50 and 0.5."""
+    """Return whether two results of `number` are equal, to six decimals if one has a decimal point.
+
+    50 % equals 50 and 0.5.
+    """
     if mine is None:
         return False
     slack = min(Fraction(1, 10**6), abs(gold[0]) / 1000) if mine[1] or gold[1] else 0
@@ -192,7 +195,7 @@ def main() -> None:
 
 
 def serve(pipe: Connection, parents: Connection, parent: int) -> None:
-    """Be a child. The kernel ends it with SIGPROF when a check has used up its CPU seconds."""
+    """Run checks as a child; SIGPROF ends it when a check exceeds its CPU seconds."""
     die_with_parent(parent)
     parents.close()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

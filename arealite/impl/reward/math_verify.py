@@ -1,8 +1,8 @@
 """Reward 1 when the last answer in a completion equals the ground truth mathematically, else 0.
 
-The check runs in killable processes. An answer that takes more CPU time than a check may have, or
-crashes its checker, is scored 0 with the part `unchecked`; a check that was held up or killed by
-something else fails its episode.
+The check runs in killable processes. An answer that needs more CPU time than a check may use,
+or crashes its checker, is scored 0 with the part `unchecked`. A check that got no CPU, or was
+killed for another reason, fails its episode.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from arealite.api.reward import MathVerifyConfig, Reward, Score
 from arealite.impl.reward.pool import CheckerPool
 
 INTEGER = re.compile(r"[-+]?[0-9]{1,64}")
-"""A whole text that is an integer, and not so long that it holds up the loop."""
+"""A text that is one integer, short enough to be compared in the event loop."""
 
 
 class MathVerifyReward(Reward):
@@ -31,7 +31,7 @@ class MathVerifyReward(Reward):
         """Return 1.0 or 0.0.
 
         Raises:
-            EpisodeError: the check failed, and not because of the answer.
+            EpisodeError: the check failed for another reason than the answer.
         """
         equal = equal_integers(completion, ground_truth)
         if equal is None:
@@ -46,7 +46,7 @@ class MathVerifyReward(Reward):
 
 
 def equal_integers(completion: str, truth: str) -> bool | None:
-    """Decide without a process when both texts are nothing but an integer; None: ask a checker."""
+    """Compare two texts that are integers; None if a text is none, so a checker must decide."""
     mine, theirs = completion.strip(), truth.strip()
     if not (INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)):
         return None

@@ -20,20 +20,20 @@ from arealite.system.health.deadlines import deadline
 COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))
 START_S = 60.0
 PATIENCE, TRIES = 30.0, 3
-"""Wall-clock seconds for each CPU second of a check, and how often a check is asked again that lost
-its checker to something else than the answer."""
+"""Wall-clock seconds allowed for each CPU second of a check, and the number of attempts when the
+checker is killed or gets no CPU."""
 
 log = get(__name__)
 
 
 class CheckerCrash(EpisodeError):
-    """Something else than the answer killed its checker, again and again; it has no reward."""
+    """A checker was killed repeatedly, not because of the answer; the answer has no reward."""
 
     failure_class = "reward_crash"
 
 
 class BadTruth(EpisodeError):
-    """The ground truth holds no answer, or none that can be compared in time."""
+    """The ground truth has no answer, or none that can be compared within the limits."""
 
     failure_class = "reward_truth"
 
@@ -47,7 +47,7 @@ class Checker:
     async def ask(
         self, completion: str, truth: str, cpu_s: float, wait_s: float
     ) -> bool | str | None:
-        """Return what `checker.py` says, or "killed" where its process is gone.
+        """Return the result of `checker.py`; "killed" if its process is gone.
 
         Raises:
             DeadlineError: the process cannot be started, or its parent does nothing.
@@ -100,20 +100,21 @@ class CheckerPool:
         await asyncio.gather(*(self.check("1", "1") for _ in self.checkers))
 
     async def check(self, completion: str, truth: str) -> bool | None:
-        """Return whether the answer of `completion` equals `truth`, once a checker is free; None
-        where the answer took more than `timeout_s` of CPU time, or crashed its checker twice.
+        """Return whether the answer of `completion` equals `truth`, once a checker is free.
+
+        None: the answer needed more than `timeout_s` of CPU time, or crashed its checker twice.
 
         Raises:
-            RewardTimeout: its checkers did nothing for a long time.
-            CheckerCrash: they were killed.
-            BadTruth: the truth cannot be read, or takes that long or crashes whatever the answer.
+            RewardTimeout: the checker got no CPU for `patience_s`, in every attempt.
+            CheckerCrash: the checker was killed in every attempt.
+            BadTruth: the truth cannot be read, or exceeds the limits with any answer.
         """
         checker = await self._free.get()
         try:
             answer = await self._ask(checker, completion, truth)
             if answer in ("cpu", "crashed"):
                 answer = await self._ask(checker, "\\boxed{0}", truth)
-                if isinstance(answer, bool):  # with another answer the truth is no trouble
+                if isinstance(answer, bool):  # the truth is fine with another answer
                     return None
         finally:
             self._free.put_nowait(checker)
@@ -126,7 +127,7 @@ class CheckerPool:
         return answer
 
     async def _ask(self, checker: Checker, completion: str, truth: str) -> bool | str | None:
-        """Ask until there is an answer that says something of the texts; a crash says it twice."""
+        """Repeat a check until its result depends on the texts; a crash counts if it recurs."""
         answer = None
         for _ in range(TRIES):
             before = answer

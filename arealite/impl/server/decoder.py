@@ -28,9 +28,9 @@ WIDTH_BLOCK = 16
 
 
 def window_of(model: Any) -> int | None:
-    """Return how many tokens, itself included, a token reads in layers that slide.
+    """Return the size of the attention window in sliding layers, in tokens, the query included.
 
-    None: no layer does. A model without `layer_types` slides in all layers, if its code can.
+    None: no layer slides. Without `layer_types`, all layers slide if the model's code supports it.
     """
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
@@ -110,8 +110,8 @@ class Decoder:
         self._sample(self.running, logits[:, -1], settings)
 
     def _mask(self, positions_BL: torch.Tensor, width: int) -> Any:
-        """Return what tokens at these positions may read of the first `width`, [B, 1, L, width];
-        a mask for each kind of layer where the model has several."""
+        """Return the attention mask [B, 1, L, width] for queries at `positions_BL`, `width` keys;
+        a dict with a mask for each kind of layer if the model has `layer_types`."""
 
         def mask(hidden: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)

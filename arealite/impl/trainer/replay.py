@@ -72,10 +72,10 @@ class LedgerLink:
         return batch, payloads
 
     def report(self, report: StepReport) -> None:
-        """Compare the rewards and the fingerprint with the run's.
+        """Compare the step's mean reward and fingerprint with the run's.
 
         Raises:
-            Differs: it is another one.
+            Differs: one of them differs.
         """
         query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
         noted, metrics = self._db.execute(query, (report.step,)).fetchone()

@@ -43,8 +43,8 @@ def test_run_that_did_everything_ends_with_0(tmp_path: Path) -> None:
     [
         (replace(BALANCED, lost=["g1"]), [], "the ledger is out of balance"),
         (UserError("ledger.sqlite is no ledger"), [], "the ledger cannot be audited"),
-        (replace(BALANCED, steps=0), [], "the trainer left after 0 of 3 steps, unasked"),
-        (replace(BALANCED, steps=2), [], "the trainer left after 2 of 3 steps, unasked"),
+        (replace(BALANCED, steps=0), [], "the trainer exited after 0 of 3 steps, not asked to"),
+        (replace(BALANCED, steps=2), [], "the trainer exited after 2 of 3 steps, not asked to"),
         (BALANCED, [UNEVALUATED], "every sample of the last evaluation failed"),
     ],
 )
@@ -82,7 +82,7 @@ def test_trainer_that_someone_else_ends_early_fails_the_run(
     scripts = {"datapipe": "pass", "rollout": "pass", "trainer": trains(1)}
     code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, steps=3))
     assert code == 1
-    assert "error: the trainer left after 1 of 3 steps, unasked" in shown
+    assert "error: the trainer exited after 1 of 3 steps, not asked to" in shown
 
 
 @pytest.mark.parametrize(("steps", "ended"), [([1, 2], 1), ([1, 2, 3], 0), ([], 0)])

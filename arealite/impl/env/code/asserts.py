@@ -1,6 +1,6 @@
 """Splits the source of a test into cases.
 
-Apart from `harness.py`, which runs them: nothing here needs a program or a process.
+Separate from `harness.py`, which runs the cases: this module needs no program and no process.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import Any
 
 
 class Instrumented(ast.NodeTransformer):
-    """Makes each assert a case, which reports its number and lets the test go on if it fails.
+    """Makes each assert a case: the case reports its number, and the test continues if it fails.
 
-    A `try` around asserts is one case, as is a test without asserts: the exceptions that it
-    catches or raises belong to what it checks. An assert without a name in it can only fail.
+    A `try` around asserts is one case, and so is a test without asserts: the exceptions that the
+    test catches or raises are part of its check. An assert without a name is constant: it is
+    reported only when it fails.
     """
 
     def __init__(self, source: str, numbers: Iterator[int]) -> None:
         self.numbers, self.always = numbers, set[int]()
-        """Cases that are under no `if`."""
+        """Numbers of the cases that are under no `if`."""
         tree = ast.parse(source)
         if any(map(has_name, ast.walk(tree))):
             self.visit(tree)
@@ -37,20 +38,20 @@ class Instrumented(ast.NodeTransformer):
         return frame
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        """Make a case of an assert."""
+        """Turn an assert into a case."""
         always, frame = set(self.always), self.case(node)
         if not has_name(node):
             frame.orelse, self.always = [], always
         return frame
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
-        """Make a case of a `try` that catches, and has asserts."""
+        """Turn a `try` that has handlers and asserts into one case."""
         if node.handlers and any(isinstance(part, ast.Assert) for part in ast.walk(node)):
             return self.case(node)
         return self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        """Make cases that count only if they are reached."""
+        """Visit asserts under an `if`: they are cases only if the test reaches them."""
         always = set(self.always)
         self.generic_visit(node)
         self.always = always
@@ -58,6 +59,6 @@ class Instrumented(ast.NodeTransformer):
 
 
 def has_name(node: ast.AST) -> bool:
-    """Return whether this is an assert about something that has a name."""
+    """Return whether `node` is an assert whose condition contains a name."""
     parts = ast.walk(node.test) if isinstance(node, ast.Assert) else ()
     return any(isinstance(part, ast.Name) for part in parts)

@@ -167,10 +167,10 @@ def read_cases(task: Task, seconds: float) -> Cases:
     """Return a row's cases: `cases` [{args, kwargs, expected}] or [{stdin, stdout}], `test` with a
     `check(candidate)` as in HumanEval, or `test_list` of asserts as in MBPP.
 
-    Tests see one name of the program, the entry point; without an entry point, all that they read
-    and nobody else defines. Functions that a prompt gives before the one it asks for are the tests'
-    own, whatever the program makes of them. Classes are the program's, as its functions get their
-    objects.
+    Tests see one name of the program, the entry point. Without an entry point, they see every name
+    that they read and do not define (see `wanted`). Functions that a prompt gives before the
+    requested one are taken from the prompt, not from the program. Classes are taken from the
+    program, because its functions receive their objects.
 
     Raises:
         BrokenTests: it has none of these.
@@ -204,8 +204,8 @@ def read_cases(task: Task, seconds: float) -> Cases:
 def wanted(sources: list[str]) -> list[str]:
     """Return the names that tests without an entry point read of the program.
 
-    A name that Python has itself is among them only where there is no other (MBPP has a task whose
-    function is `sum`); a name of which only attributes are read (`math.isclose`) is a module's.
+    Builtin names are included only if there is no other name (MBPP has a task whose function is
+    `sum`). A name of which only attributes are read (`math.isclose`) counts as a module.
     """
     nodes = [n for text in filter(is_python, sources) for n in ast.walk(ast.parse(text))]
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
@@ -216,7 +216,7 @@ def wanted(sources: list[str]) -> list[str]:
 
 
 def without_classes(source: str) -> tuple[str, list[str]]:
-    """Return a source without its classes, and their names."""
+    """Return a source without its top-level classes, and the names of these classes."""
     tree = ast.parse(source)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     tree.body = [node for node in tree.body if node not in classes]

@@ -28,7 +28,7 @@ from arealite.impl.env.code.values import decode, encode
 
 START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 50_000
 ENDED_EARLY = -1
-"""The number of no assert: a test raised outside of them."""
+"""In place of a case's number: the test raised an exception outside of its cases."""
 
 
 class Unsupported(BaseException):
@@ -199,8 +199,8 @@ class Remote:
 def python_error(kind: str, text: str) -> Exception:
     """Return an exception of Python's own by its name, else a ProgramError.
 
-    StopIteration is one, too: raised inside `map`, it would end a loop of the tests as if all
-    were done.
+    StopIteration becomes a ProgramError, too: raised inside `map`, it would end a loop of the tests
+    early, as if every item had been checked.
     """
     known = None if kind.startswith("Stop") else getattr(builtins, kind, None)
     error: Exception = ProgramError(f"{kind}: {text}")
@@ -240,17 +240,17 @@ def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..
 
 
 class Absent(Program):
-    """Stands for the program where tests are tried without one; has one answer to all."""
+    """Stand-in for the program when tests are tried without it; gives every request one answer."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__(Line(-1, -1), -1, 0.0)
         self.pid, self.answer, self.asked = 1, answer, 0
 
     def ask(self, operation: str, *parts: Any) -> Any:
-        """Return the answer, or raise it, after a check that `parts` can be passed.
+        """Check that `parts` can be sent to a program; then return the answer, or raise it.
 
         Raises:
-            Unsupported: they cannot, or the tests ask without end.
+            Unsupported: `parts` cannot be sent, or the tests ask more than MAX_ASKED times.
         """
         self.asked += 1
         if self.asked > MAX_ASKED:
@@ -265,13 +265,14 @@ class Absent(Program):
 class AssertCases:
     """Sources with asserts; each assert is a case.
 
-    They are tried before the program starts: with one that always raises, one that always returns
-    None and one that always returns the same text. What fails then for reasons of its own is
-    broken, so no program can make it look broken; what passes with all three is no case; and the
-    number of cases is known even if the program ends a test early.
+    The tests are tried before the program starts, with three stand-ins: one returns None, one
+    returns a text, one raises. A test that raises ImportError or NameError is broken, and so is a
+    set of tests that passes with every stand-in; no program can make them look broken. A case that
+    passes with every stand-in does not count. The number of cases is known even if the program
+    ends a test early.
 
     Raises:
-        Unsupported, SyntaxError, ValueError: they cannot be run.
+        Unsupported, SyntaxError, ValueError: the tests cannot be run.
     """
 
     def __init__(self, work: dict[str, Any], entry: str) -> None:
@@ -293,7 +294,7 @@ class AssertCases:
         self.constants = {number for number, _ in known} - failed
 
     def attempt(self, names: dict[str, Any]) -> Iterator[list[tuple[int, BaseException | None]]]:
-        """Run setup and sources; yield the cases of each, by number, and what they raised."""
+        """Run setup and sources; yield, for each, (case number, exception or None) of its cases."""
         found: list[tuple[int, BaseException | None]] = []
         names["candidate"] = names.get(self.entry)
         names["_passed"] = lambda number: found.append((number, None))
@@ -302,12 +303,12 @@ class AssertCases:
             found = []
             try:
                 exec(code, names)
-            except BaseException as error:  # noqa: BLE001  (whatever it is, the source ended)
+            except BaseException as error:  # noqa: BLE001  (any exception ends the source)
                 found.append((ENDED_EARLY, error))
             yield found
 
     def run(self, program: Program, report: Callable[..., None]) -> None:
-        """Run them against the program."""
+        """Run the tests against the program, and report how many cases of each test passed."""
         least = [0, *(len(part.always - self.constants) for part in self.parts)]
         report(total=sum(least))
         attempts = zip(self.attempt(dict(program.names)), self.tried, least, strict=True)
@@ -320,7 +321,7 @@ class AssertCases:
 
 
 def receive(size: int) -> bytes:
-    """Read from stdin and no further."""
+    """Read `size` bytes from stdin, and none beyond them."""
     text = b""
     while len(text) < size and (piece := os.read(0, min(size - len(text), 1 << 16))):
         text += piece

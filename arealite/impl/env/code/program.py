@@ -102,7 +102,7 @@ def be_program(job: dict[str, Any], line: Line, out: int) -> None:
 
 
 def serve(visible: dict[str, Any], line: Line) -> None:
-    """Answer what is asked of these values of the program."""
+    """Answer the tests' requests about the visible values of the program."""
     kept: list[Any] = []
 
     def keep(value: Any) -> int:
