@@ -5,8 +5,8 @@ parent that has math-verify loaded takes milliseconds instead of a second. `pool
 script; it imports nothing of the package.
 
 A line of JSON on stdin, [completion, truth, CPU seconds, seconds to wait], is answered by one line
-on stdout: true or false; null if the truth cannot be read; or what happened to the child of
-the check. "cpu": it used up its CPU seconds. "crashed": it ended by itself. "killed": another process
+on stdout: true or false; null if the truth cannot be read; or what happened to the child of the
+check. "cpu": it used up its CPU seconds. "crashed": it ended by itself. "killed": another process
 killed it. "waited": in the seconds to wait it neither answered nor used up its CPU seconds.
 
 The answer of a completion is
