@@ -51,9 +51,7 @@ class PPOConfig:
     batch_size: int = opt(512, "episodes; a multiple of collector.group_size", at_least=1)
     updates: int = opt(1, "optimizer updates a batch; must divide its number of groups", at_least=1)
     epochs: int = opt(1, "times these updates are made", at_least=1)
-    max_staleness: int = opt(
-        4, "eta: no trained token is older than so many versions", at_least=0
-    )
+    max_staleness: int = opt(4, "eta: no trained token is older than so many versions", at_least=0)
     staleness_policy: Literal["pace", "mask", "drop"] = opt(
         "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
     )
