@@ -46,7 +46,7 @@ class Upkeep:
             if not found.ok:
                 logger.error("ledger out of balance", problems=found.problems)
                 return
-            self.ledger.set_meta("audited", found.mark)
+            self.ledger.mark_audited(found.mark)
             self.writer.after_commit(self._drop)
 
     def _go_on(self, *_: int) -> None:

@@ -203,6 +203,11 @@ class Ledger:
             "DELETE FROM meta WHERE key = 'audited' AND json_extract(value, '$.step') > ?", step
         )
 
+    def mark_audited(self, mark: str) -> None:
+        """Keep an audit's mark, unless its newest checkpoint was rolled back since it was read."""
+        is_held = "json_extract(?1, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
+        self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_held}", mark)
+
     def forget_plans(self) -> None:
         """Free rolled-back groups of their step (the batch size was changed)."""
         self._change("state = 'complete' AND step NOTNULL", step="NULL", place="NULL")

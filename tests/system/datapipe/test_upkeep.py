@@ -9,14 +9,17 @@ import sqlite3
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from arealite.api.config import run_paths
 from arealite.base.errors import InvariantError
+from arealite.system.datapipe import upkeep as upkeep_module
 from arealite.system.datapipe.upkeep import Upkeep
 from arealite.system.ledger.audit import audit
+from arealite.system.ledger.audit_report import AuditReport
 from arealite.system.ledger.ledger import connect, read_payloads
 from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links.trainer_link import TrainerLink
@@ -157,6 +160,24 @@ async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
     whole = audit(run.paths.ledger)
     assert whole.ok, whole.table()
     assert audit(run.paths.ledger, new_only=True).tokens == whole.tokens
+    run.ledger.close()
+
+
+async def test_audit_leaves_no_mark_when_its_steps_are_rolled_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = grown(tmp_path, 6)
+
+    def interrupted(*args: Any, **kwargs: Any) -> AuditReport:
+        report = audit(*args, **kwargs)
+        run.book.roll_back(4)
+        return report
+
+    monkeypatch.setattr(upkeep_module, "audit", interrupted)
+    await keep_house(run)
+    assert mark(run.paths.ledger) == {}
+    new = audit(run.paths.ledger, new_only=True)
+    assert new.ok, new.table()
     run.ledger.close()
 
 
