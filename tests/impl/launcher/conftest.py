@@ -20,7 +20,7 @@ BALANCED = AuditReport(NONE, NONE, {}, {}, 1000, 0, 0, 0, 0, 0, 0)
 @pytest.fixture(autouse=True)
 def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted roles write no ledger; a run whose ledger cannot be audited would fail."""
-    monkeypatch.setattr(local, "audit", lambda ledger: BALANCED)
+    monkeypatch.setattr(local, "audit", lambda ledger, **_: BALANCED)
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def test_run_that_did_everything_ends_with_0(tmp_path: Path) -> None:
 def test_good_end_with_something_undone_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Any, lines: Any, reason: str, code: int
 ) -> None:
-    def audited(ledger: Path) -> Any:
+    def audited(ledger: Path, **_: Any) -> Any:
         if isinstance(report, UserError):
             raise report
         return report
@@ -71,14 +71,14 @@ def test_later_evaluation_with_a_result_makes_up_for_one_without(tmp_path: Path)
 def test_roles_beside_torchrun_do_not_count_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "audit", lambda ledger: replace(BALANCED, steps=1))
+    monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
     assert closed(tmp_path, 0, is_companion=True)[0] == 0
 
 
 def test_trainer_that_someone_else_ends_early_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "audit", lambda ledger: replace(BALANCED, steps=1))
+    monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
     scripts = {"datapipe": "pass", "rollout": "pass", "trainer": trains(1)}
     code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, steps=3))
     assert code == 1
