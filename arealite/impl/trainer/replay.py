@@ -68,7 +68,7 @@ class LedgerLink:
         for index, payload in zip(batch.mine, payloads, strict=True):
             if what := unlike(headers[index], payload):
                 name = headers[index].trajectory_id
-                raise Differs(f"step {step}: payload and header of {name} differ: {what}")
+                raise Differs(f"step {step + 1}: payload and header of {name} differ: {what}")
         return batch, payloads
 
     def report(self, report: StepReport) -> None:
@@ -82,8 +82,8 @@ class LedgerLink:
         held = json.loads(metrics).get("reward/mean")
         if held not in (None, reward := report.metrics.get("reward/mean")):
             raise Differs(
-                f"step {report.step} is the first that differs: its mean reward is {reward} here, "
-                f"{held} in the run."
+                f"step {report.step + 1} is the first that differs: its mean reward is "
+                f"{reward} here, {held} in the run."
             )
         if report.fingerprint != noted:
             raise Differs(

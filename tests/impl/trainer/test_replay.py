@@ -40,7 +40,7 @@ def test_a_changed_reward_in_a_payload_differs_at_its_step(
         db.execute("UPDATE trajectories SET payload = ? WHERE trajectory_id = ?", (changed, key))
     replayed = link()
     assert replayed.next_batch(0) is not None
-    with pytest.raises(Differs, match=f"step 1: payload and header of {key} differ: reward"):
+    with pytest.raises(Differs, match=f"step 2: payload and header of {key} differ: reward"):
         replayed.next_batch(1)
     replayed.close()
 
@@ -52,7 +52,7 @@ def test_the_mean_reward_of_a_step_is_compared(
     replayed = link()
     report = StepReport(1, [], {"reward/mean": reward}, 1, "1")
     if differs:
-        with pytest.raises(Differs, match=r"step 1 .*mean reward is 0\.75 here, 0\.5 in the run"):
+        with pytest.raises(Differs, match=r"step 2 .*mean reward is 0\.75 here, 0\.5 in the run"):
             replayed.report(report)
     else:
         replayed.report(report)
