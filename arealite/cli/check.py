@@ -49,7 +49,7 @@ MIN_FREE_BYTES = 64 << 20
 
 
 def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
-    """Check the name store, numbers, names, files, dataset and server of an experiment, in this
+    """Check the name registry, numbers, names, files, dataset and server of an experiment, in this
     order.
 
     `has_servers` False: none needs to be there yet.
