@@ -1,6 +1,6 @@
-"""What mkdocs is told besides mkdocs.yml: the examples are pages, and links may leave docs/.
+"""Hooks of mkdocs for `make docs`: examples become pages, and links may leave docs/.
 
-Hooks of `make docs`. Pages are written to be read in the repository; here a link to an example
+mkdocs.yml names this file. Pages are written for the repository; here a link to an example
 leads to its page, and one to another file of the repository becomes that file's name. The search is
 docs/search.js, which works without a web server.
 """

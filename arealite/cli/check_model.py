@@ -15,10 +15,10 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_json, read_shapes, vocab_size
+from arealite.system.data.tasks import FIRST_ROWS
 
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
 """Tensors that transformers fuses or renames as it loads them."""
-FIRST_ROWS = 1000
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
-from arealite.base.errors import RoleError
 from arealite.base.names import TMPFS
 from arealite.system.health.diagnosis import read
 from arealite.system.health.snapshot import is_alive
@@ -31,7 +30,7 @@ def clear(config: ExperimentConfig, *kinds: str) -> None:
     dead = {role.name: role.vitals.pid for role in read(folder) if not is_alive(role)}
     words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds), *[ASK][: len(kinds)]]
     own = config.trainer.ppo.publisher.disk.dir
-    with suppress(OSError, RoleError):  # the folder is away: nothing depends on this
+    with suppress(OSError):  # the folder is away: nothing depends on this
         for word in words:
             for file in [*folder.glob(f"{word}*"), *folder.glob(f".{word}*")]:
                 file.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
-from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
@@ -237,9 +237,8 @@ class LocalLauncher(Launcher):
         options = self.options
         if options.max_workers <= options.rollout_workers or self.over.is_set():
             return []
-        with suppress(RoleError):  # the store is away
-            for entry in await asyncio.to_thread(self._names.list, "datapipe"):
-                return self._resized(entry.value.get("workers", 0))
+        for entry in await asyncio.to_thread(self._names.list, "datapipe"):
+            return self._resized(entry.value.get("workers", 0))
         return []
 
     def _resized(self, wanted: int) -> list[Role]:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from arealite.api.config import ServerConfig, name_dir
-from arealite.base.errors import RoleError
 from arealite.base.signals import STOP
 from arealite.impl.launcher.doctor import EXAMINE_S, Doctor
 from arealite.impl.launcher.processes import PARENT, how_ended
@@ -112,10 +111,8 @@ class ServerKeeper:
 
     def _named(self, pid: int) -> list[str]:
         """Return the ids of the names that the server process `pid` holds."""
-        with suppress(RoleError):  # the store is away
-            own, entries = {"pid": pid, "host": self._host}, self._names.list(KIND)
-            return [entry.id for entry in entries if own.items() <= entry.value.items()]
-        return []
+        own, entries = {"pid": pid, "host": self._host}, self._names.list(KIND)
+        return [entry.id for entry in entries if own.items() <= entry.value.items()]
 
     def _forget(self, pid: int) -> None:
         """Remove the name and the vitals that a killed server leaves: nobody need wait for it."""

@@ -18,7 +18,7 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
 from arealite.system.data.dataset import COLUMNS, load_tasks, make_task, read_rows
 
-CHECKED = 1000
+FIRST_ROWS = 1000
 """How many rows at the beginning of a file are checked before a run starts."""
 GENERATED = "generated"
 """The name of a file that is none: the environment makes the rows."""
@@ -45,7 +45,7 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
 
 
 def first_rows(config: ExperimentConfig) -> Iterator[tuple[str, PartConfig, Task]]:
-    """Yield (file and line, environment's config, task) of the first CHECKED rows of each file.
+    """Yield (file and line, environment's config, task) of the first FIRST_ROWS rows of each file.
 
     Raises:
         UserError: as load_tasks.
@@ -54,7 +54,7 @@ def first_rows(config: ExperimentConfig) -> Iterator[tuple[str, PartConfig, Task
     for part, split in product(collector.parts.values(), ("train", "eval")):
         path = getattr(part if collector.envs else config.dataset, split)
         if path and path != GENERATED:
-            rows = islice(read_rows(path, split, COLUMNS), CHECKED)
+            rows = islice(read_rows(path, split, COLUMNS), FIRST_ROWS)
             for index, (where, row) in enumerate(rows):
                 yield where, part, make_task(row, f"{split}-{index}", where)
 

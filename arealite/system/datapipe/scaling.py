@@ -16,7 +16,6 @@ from typing import Any, cast
 from arealite.algo.autoscale import Autoscaler, Reading
 from arealite.api.config import ExperimentConfig
 from arealite.base import log
-from arealite.base.errors import RoleError
 from arealite.system.datapipe.group_book import GroupBook
 from arealite.system.datapipe.workers import Workers
 from arealite.system.names.registry import NameRegistry
@@ -68,10 +67,7 @@ class Scaling:
         while not over.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), self._sample_s)
-            try:
-                found = await asyncio.to_thread(self._registry.list, "llm_server")
-            except RoleError:  # the store is away: what was decided holds
-                continue
+            found = await asyncio.to_thread(self._registry.list, "llm_server")
             self._sample([entry.value.get("load") for entry in found])
             if time.monotonic() - decided >= self.options.period_s:
                 decided = time.monotonic()

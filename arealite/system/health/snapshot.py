@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
 from arealite.api.trainer import TrainerConfig
 from arealite.base import config as base_config
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.clocks import folder_time
 from arealite.system.health import diagnosis
@@ -155,9 +155,8 @@ class Watch:
             if self.paths.config.stat().st_mtime != self._changed:
                 self._read_config()
         self.metrics.poll()
-        servers, metrics, config = list[Entry](), self.metrics, self._config
-        with suppress(RoleError):  # the store is away
-            servers = self._names.list("llm_server")
+        metrics, config = self.metrics, self._config
+        servers = self._names.list("llm_server")
         roles, failures = diagnosis.read(self._vitals), Counter[str]()
         for role in roles:
             of_role = {k: int(v) for k, v in role.vitals.counters.items() if k.startswith(FAILED)}

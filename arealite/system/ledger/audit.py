@@ -246,7 +246,7 @@ class Audit:
             tally[f"sum {table}"] += found or 0
             if schema.checksum(*row) != found:
                 name = str(row[0] + 1 if table == "steps" else row[0])
-                self.problems["broken"][f"{table} changed by another hand"].append(name)
+                self.problems["broken"][f"{table} unlike their checksum"].append(name)
 
     def _check(self, state: str, row: Row, step: int | None, found: int, payload: Any) -> None:
         """Compare a trajectory's columns and payload with its header, and count its tokens."""
@@ -262,7 +262,7 @@ class Audit:
             elif not isinstance(payload, bytes) or (
                 self.has_sums and schema.checksum(name, payload=payload) != found
             ):
-                what = "payloads changed by another hand"
+                what = "payloads unlike their checksum"
             elif different := unlike(h, payload):
                 what = f"payloads unlike their header ({different})"
             tally[f"tokens {state}"] += row[5]
