@@ -89,7 +89,8 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     from arealite.cli.check import check
 
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
-    names, is_new = name_dir(config), not paths.root.exists()
+    names = name_dir(config)
+    new = [folder for folder in (paths.root, *paths.root.parents) if not folder.exists()]
     with ExitStack() as stack:
         with suppress(OSError):  # the check reports it
             paths.root.mkdir(parents=True, exist_ok=True)
@@ -98,8 +99,11 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
         try:
             check(config, has_servers=has_servers)
         except BaseException:
-            if is_new:
+            if new:
                 shutil.rmtree(paths.root, ignore_errors=True)
+            with suppress(OSError):  # another trial has begun in it
+                for folder in new[1:]:
+                    folder.rmdir()
             raise
     for folder in (names, paths.root):
         folder.mkdir(parents=True, exist_ok=True)
