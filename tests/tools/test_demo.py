@@ -143,7 +143,6 @@ def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
 
 INTERRUPTS = """
 import os, pathlib, signal, sys, time
-from tests.waiting import until_exited
 signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
 assert os.getpgrp() == os.getpid()
 while not pathlib.Path("waited-for").exists():
