@@ -135,7 +135,7 @@ def test_a_run_ends_well_when_everybody_has_left(tmp_path: Path):
 def test_the_audit_does_not_block_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     threads: list[threading.Thread] = []
 
-    def looks(_: Path) -> None:
+    def looks(_: Path, **__: bool) -> None:
         threads.append(threading.current_thread())
         raise UserError("there is no ledger")
 
