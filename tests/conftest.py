@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from tests.sglang.shared import SharedServer, shared_server
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1000))
+
+
+@pytest.fixture(autouse=True)
+def log_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo a test's settings of structlog; a logger that kept them could not be captured later."""
+    before, configure = structlog.get_config(), structlog.configure
+    never = {"cache_logger_on_first_use": False}
+    monkeypatch.setattr(structlog, "configure", lambda **given: configure(**given | never))
+    yield
+    configure(**before | never)
 
 
 @pytest.fixture(scope="session")

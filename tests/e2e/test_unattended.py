@@ -13,7 +13,7 @@ from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
-from tests.waiting import spawned, until
+from tests.waiting import spawned, until, until_exited
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -43,7 +43,7 @@ def test_killed_launcher_is_run_again_and_loses_and_repeats_nothing(
         roles = launcher.children(recursive=True)
         assert len(roles) >= 3, "datapipe, worker and trainer"
         launcher.kill()
-        assert not psutil.wait_procs([launcher, *roles], timeout=60)[1], "roles die with it"
+        until_exited(launcher, *roles)  # the roles die with it
         gate.unlink()
         shown = script.communicate(timeout=SLOW_S)[0]
     assert script.returncode == 0, shown

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
@@ -21,7 +20,7 @@ from arealite.system.names.registry import NameRegistry
 from tests.impl.launcher.test_local import UNTIL_TERM
 from tests.impl.launcher.test_starting import launched, showing
 from tests.system.health.living import IDLE, MY_START, living, show
-from tests.waiting import until
+from tests.waiting import until, until_exited
 
 STAGES = """
 import threading
@@ -171,7 +170,7 @@ def test_next_launcher_removes_what_a_killed_one_left(
     with launched(tmp_path, trainer=showing("trainer", STAGES)):
         pids = staging(tmp_path, 2)
         NameRegistry.of(scripted).put("datapipe", "0", {"pid": pids[0]})
-    until(lambda: not any(map(psutil.pid_exists, pids)), what="the end of its ranks")
+    until_exited(*pids)
     assert len(left(pids)) == 2
     vitals = name_dir(scripted) / "vitals"
     assert (vitals / "trainer-0.json").exists()
