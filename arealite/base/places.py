@@ -50,13 +50,15 @@ def check_address(host: str, port: int = 0, *, at: str) -> None:
     """
     flags = socket.AI_PASSIVE | (0 if re.search(r"[^\d.]", host) else socket.AI_NUMERICHOST)
     try:
+        if port >> 16:  # getaddrinfo would take its last 16 bits
+            raise OSError(errno.EINVAL, "no such port")
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
         with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[0][4])
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        is_used = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        is_used = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES, errno.EINVAL)
         wrong = f"{at}.port={port}" if is_used else f"{at}.host={host}"
         fix = "Use another, or 0 for a free one" if is_used else "Give one of this machine's"
         raise UserError(f"{wrong}: cannot listen on {host}:{port}: {why}. {fix}.") from error

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from arealite.api.config import ClusterConfig, ServerConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DistributedPublisherConfig, PublisherConfig
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.server import IS_KEPT
 from arealite.impl.publisher import control
@@ -161,7 +161,7 @@ def test_no_server_ends_the_run_in_time(empty: Servers) -> None:
 
 def test_wrong_tensors_touch_no_server(empty: Servers) -> None:
     empty.weights["a"]["model.norm.weight"] = torch.zeros(7)
-    with pytest.raises(RoleError, match=r"'model\.norm\.weight' has shape \[7\].*\[32\] in "):
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' has shape \[7\].*\[32\] in "):
         empty.publish(1, "a")
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.fakes.sglang_program import Program
 from tests.models import tiny_model
@@ -24,9 +26,12 @@ def program(tmp_path: Path) -> Program:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A model's description without its weights: enough for who only reads that."""
+    """A folder with a config.json and one tensor, for tests that load no model."""
     folder = tmp_path / "model"
     folder.mkdir()
     about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64}
     (folder / "config.json").write_text(json.dumps(about))
+    save_file(
+        {"model.embed_tokens.weight": np.zeros((64, 4), np.float32)}, folder / "m.safetensors"
+    )
     return folder

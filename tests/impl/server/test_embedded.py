@@ -256,7 +256,7 @@ async def test_wrong_models_are_refused_before_anything(
     with pytest.raises(UserError, match=r"no config\.json in it"):
         async with running(server_config(tmp_path / "nothing", tmp_path)):
             pass
-    with pytest.raises(UserError, match="more than the model's own 512"):
+    with pytest.raises(UserError, match="above the model's own 512"):
         async with running(server_config(folders[0], tmp_path, context_length=513)):
             pass
     assert not os.listdir(tmp_path)
@@ -272,7 +272,7 @@ async def test_a_context_in_which_rows_change_each_other_is_refused(tmp_path: Pa
         original_max_position_embeddings=32,
         rope_parameters=rope,
     )
-    with pytest.raises(UserError, match="more than the model's own 32"):
+    with pytest.raises(UserError, match="above the model's own 32"):
         async with running(server_config(path, tmp_path, context_length=33)):
             pass
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -97,7 +98,11 @@ def episode(lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
     draw = np.random.default_rng([member, *name.encode()])
     tokens = draw.integers(3, 60, size=int(draw.integers(4, 20))).tolist()
     parts = [segment(tokens, sampled=len(tokens) - 2, version=lease.version, logprob=-4.0)]
-    made = header(name, parts, reward=float(draw.integers(0, 2)), task_id=lease.task.task_id)
+    reward = float(draw.integers(0, 2))
+    rewards = np.zeros(len(tokens), np.float32)
+    rewards[-1] = reward
+    parts = [msgspec.structs.replace(parts[0], rewards=rewards.tobytes())]
+    made = header(name, parts, reward=reward, task_id=lease.task.task_id)
     done = Episode(lease.lease_id, lease.group_id, member, headers=[made], failure=None)
     return done, [encode_segments(parts)]
 

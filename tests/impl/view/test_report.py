@@ -318,6 +318,6 @@ def test_a_report_says_which_payloads_were_dropped(paths: RunPaths) -> None:
     db.close()
     write_report(paths, paths.report, most=100)
     blocks = page_data(paths.report)
-    note = "payloads of steps 0 to 3 were dropped (datapipe.keep_payloads)"
+    note = "payloads of steps 1 to 4 were dropped (datapipe.keep_payloads)"
     assert json.loads(blocks["about"])["ledger"]["notes"] == [note]
     assert json.loads(blocks["end"])["unreadable"] == 0, "they are no damage"
