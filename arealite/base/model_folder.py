@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from arealite.base.errors import RoleError, UserError
 
 LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidden_size"}
-"""By the end of a tensor's name: the field of config.json that its first dimension must equal."""
+"""Maps the end of a tensor's name to the config.json field that its first dimension equals."""
 
 
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _check_names(model: Any, path: Path, missing: set[str], unexpected: set[str]
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put new parameters on the meta device; buffers, which no file holds, are still computed."""
+    """Put new parameters on the meta device; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -347,17 +347,15 @@ class LocalLauncher(Launcher):
         0 requires a balanced ledger, every step trained, and a result of the last evaluation.
         """
         progress, lack = self.progress, ""
-        trained = (
-            progress.newest or progress.total
-        )  # an offline run that was complete trains no step
+        # An offline run that was complete before trains no step.
+        trained = progress.newest or progress.total
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger, new_only=True)
                 progress.say(report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
-                code = (
-                    0 if lack and code == STOPPED else code
-                )  # a requested stop is a good end, too
+                # A ledger out of balance also fails a run that a person stopped.
+                code = 0 if lack and code == STOPPED else code
             except UserError as error:  # the run ended before there was a ledger to hold against
                 progress.say(f"no audit: {error}")
                 lack = "the ledger cannot be audited"

@@ -39,7 +39,7 @@ from typing import Any
 MEMORY_BYTES = 2 << 30
 PR_SET_PDEATHSIG = 1
 ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "killed"}
-"""By exit code of a child: what ended it; any other code is a crash."""
+"""Maps a child's exit code to the reason; any other code is a crash."""
 
 DIGITS = r"(?:(?:\d{1,3}(?:[ ,]\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
 NOT_UNITS = r"or|and|to|nor|vs|pi|plus|minus|times|over|hundred|thousand|[mbtr]\w*illion|dozen"

@@ -59,7 +59,7 @@ COVERED = {
     "steps": "step, trained, metrics, ranks, fingerprint",
     "failures": "group_id, member, lease_id, class, detail",
 }
-"""By table: the columns that a row's checksum covers."""
+"""Maps a table to the columns that a row's checksum covers."""
 SUMS = (1 << 62) - 1
 """The largest checksum; SQLite adds two checksums without overflow."""
 DROP = """
