@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
+from arealite.api.rollout_messages import Failure
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
@@ -27,6 +28,7 @@ from tests.impl.trainer.trajectories import header
 from tests.system.scenes import experiment
 
 CHARACTER = {byte: character for character, byte in ALPHABET.items()}
+FINGERPRINT = {"group_size": "2"}
 MARKS = ("<|im_start|>", "<|im_end|>")
 Trajectory = tuple[int | None, TrajectoryHeader, list[Segment]]
 """The step that trained it, if any."""
@@ -50,7 +52,7 @@ def make_run(
 ) -> RunPaths:
     """Write a run's folder; trajectories of a group follow each other, steps ascend."""
     paths = RunPaths(root)
-    ledger = Ledger(paths.ledger, fingerprint={"group_size": "2"})
+    ledger = Ledger(paths.ledger, fingerprint=FINGERPRINT)
     trained: dict[int, list[str]] = {}
     groups = groupby(trajectories, key=lambda each: (each[0], each[1].group_id))
     for seq, ((step, group_id), members) in enumerate(groups):
@@ -75,6 +77,14 @@ def make_run(
     )
     paths.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return paths
+
+
+def add_failure(paths: RunPaths, group_id: str, detail: str) -> None:
+    """Add the failure of an attempt to a run's ledger, as a run does."""
+    ledger = Ledger(paths.ledger, fingerprint=FINGERPRINT)
+    ledger.add_failure(group_id, 1, "l", Failure("crash", detail))
+    ledger.commit()
+    ledger.close()
 
 
 def metrics(steps: int) -> list[dict[str, float]]:

@@ -22,7 +22,15 @@ from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect
 from arealite.system.ledger.token_stats import TokenStats
 from tests.impl.trainer.trajectories import header, segment
-from tests.impl.view.runs import add_token_stats, make_run, make_tokenizer, many, metrics, page_data
+from tests.impl.view.runs import (
+    add_failure,
+    add_token_stats,
+    make_run,
+    make_tokenizer,
+    many,
+    metrics,
+    page_data,
+)
 
 CUP = "☕".encode()
 
@@ -213,9 +221,7 @@ def test_a_ledger_that_is_none_is_the_users_to_mend(paths: RunPaths) -> None:
 
 
 def test_the_balance_and_the_failures(paths: RunPaths) -> None:
-    db = connect(paths.ledger)
-    db.execute("INSERT INTO failures VALUES ('g2', 1, 'l', 'crash', 'KeyError: x', 0)")
-    db.close()
+    add_failure(paths, "g2", "KeyError: x")
     about = report_run.describe(paths)
     assert about["told"]["reward/mean"].startswith("reward of the batch's trajectories")
     ledger = about["ledger"]

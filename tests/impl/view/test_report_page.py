@@ -16,11 +16,10 @@ from arealite.base.names import RunPaths
 from arealite.impl.view import report_rows
 from arealite.impl.view.report import write_report
 from arealite.system.ledger import token_stats
-from arealite.system.ledger.ledger import connect
 from arealite.system.ledger.token_stats import TokenStats
 from tests.impl.browser.sites import needs_chromium
 from tests.impl.trainer.trajectories import header, segment
-from tests.impl.view.runs import make_run, make_tokenizer, many, metrics
+from tests.impl.view.runs import add_failure, make_run, make_tokenizer, many, metrics
 
 pytestmark = [pytest.mark.processes, needs_chromium]
 
@@ -129,9 +128,7 @@ def texts(page: Any, selector: str) -> list[str]:
 
 
 def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
-    db = connect(paths.ledger)
-    db.execute("INSERT INTO failures VALUES ('g0', 1, 'l', 'crash', ?, 0)", (HOSTILE,))
-    db.close()
+    add_failure(paths, "g0", HOSTILE)
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         assert texts(page, "nav a") == [
