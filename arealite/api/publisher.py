@@ -34,8 +34,6 @@ class PublishReport:
     """Servers that confirmed the version."""
     quarantined: list[str]
     """Server ids that failed; they get no traffic until they hold the newest version."""
-    verify_s: float = 0.0
-    """Comparing what servers hold, while they generate."""
 
 
 class WeightPublisher(ABC):

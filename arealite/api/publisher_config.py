@@ -49,7 +49,6 @@ class PublisherConfig:
     )
     timeout_s: float = opt(60.0, "for a server to take a version, else it is quarantined", above=0)
     bucket_mb: int = opt(256, "weights travel in buckets of this size ; files, too", at_least=1)
-    verify_every: int = opt(1, "compare the servers' weights each n versions; 0: never", at_least=0)
     disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")
     distributed: DistributedPublisherConfig = sub(
         DistributedPublisherConfig, "options of type=distributed"

@@ -49,7 +49,6 @@ def test_another_model_is_told_by_what_is_known_of_it(
         ("launcher.silent_s", 0),
         ("trainer.ppo.checkpoint.every_steps", -5),
         ("trainer.ppo.checkpoint.keep", 0),
-        ("trainer.ppo.publisher.verify_every", -1),
     ],
 )
 def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, value: int) -> None:

@@ -191,12 +191,6 @@ def accuracy(kit: Path, sampler: Sampler) -> float:
     return sum(right) / len(right)
 
 
-class Lagging(PPOTrainer):
-    """The synchronous loop, but for a sampler that may be behind."""
-
-    is_synchronous = False
-
-
 def learn(
     kit: Path, run_root: Path, preset: str, *overrides: str, staleness: int = 0, seed: int = 1
 ) -> tuple[float, float]:
@@ -211,5 +205,5 @@ def learn(
     connect: Any = lambda: task  # noqa: E731
     parts = Parts(world, connect=connect, publisher=sampler, **make_engines(config))
     with contextlib.redirect_stdout(None):
-        Lagging(config, parts).train()
+        PPOTrainer(config, parts).train()
     return before, accuracy(kit, sampler)

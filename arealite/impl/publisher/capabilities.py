@@ -24,13 +24,11 @@ class Capabilities:
     """Weights come between begin_weight_update and end_weight_update."""
     buckets: bool
     """It takes a broadcast of many tensors as one."""
-    checksum: bool
     relabel: bool
     """Its version can be changed without its weights."""
     distributed: bool
     tp: int
     dp: int
-    dtype: str
 
     @classmethod
     def read(
@@ -53,13 +51,11 @@ class Capabilities:
             spans="weight_versions" in meta,
             sessions="/begin_weight_update" in paths,
             buckets=enum("UpdateWeightsFromDistributedReqInput", "load_format") is not None,
-            checksum="/weights_checker" in paths,
             relabel="/update_weight_version" in paths,
             distributed="/init_weights_update_group" in paths
             and "/update_weights_from_distributed" in paths,
             tp=int(info.get("tp_size") or 1),
             dp=int(info.get("dp_size") or 1),
-            dtype=str(info.get("dtype", "unknown")),
         )
 
     def pause_mode(self, wanted: str) -> str:

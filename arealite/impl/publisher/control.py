@@ -31,7 +31,7 @@ logger = log.get(__name__)
 CONTINUE_S = 5.0
 """For the continue call: time of its own, so that also a load that ran out of it is continued."""
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-"""Its logprobs tell weights apart where a server has no checksum."""
+"""Token ids of the request whose answer shows what a server can do."""
 
 
 class Refused(RoleError):
@@ -68,8 +68,6 @@ class Server:
     """What the newest version cost, whoever asked for it."""
     error: str | None = None
     """Why it is quarantined; None while it is in traffic."""
-    doubts: int = 0
-    """Times in a row that it turned out to hold other weights than it confirmed."""
     broken: bool = False
     """Only a part of a version has come: it must not generate under a version's name."""
     is_open: bool = False
@@ -221,25 +219,6 @@ class Server:
         """Ask which version it holds; None where the server does not say."""
         async with self.bounded("model info", CONTINUE_S):
             return (await self._get("/model_info", needed=True)).get("weight_version")
-
-    async def fingerprint(self) -> str | tuple[float, ...]:
-        """Return the checksum of its weights, or logprobs under them where it has none."""
-        if self.can.checksum:
-            status, text = await self.post("/weights_checker", {"action": "checksum"})
-            answer = msgspec.json.decode(text) if status == 200 else {}
-            if found := answer.get("per_engine_checksum"):
-                return str(found)
-        body = {
-            "input_ids": PROMPT,
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        status, text = await self.post("/generate", body)
-        self._check("/generate", status, text)
-        meta = msgspec.json.decode(text)["meta_info"]
-        parts = (meta.get("input_token_logprobs") or []) + meta["output_token_logprobs"]
-        return tuple(float(part[0]) for part in parts if part[0] is not None)
 
     # ------------------------------------------------------------ inside
 

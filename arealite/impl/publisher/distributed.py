@@ -26,7 +26,7 @@ import torch.distributed as dist
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, Refused, Server
-from arealite.impl.publisher.servers import MAX_DOUBTS, RETRY_S, ServersPublisher
+from arealite.impl.publisher.servers import RETRY_S, ServersPublisher
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Bucket, pack
 
@@ -55,7 +55,7 @@ class Update:
 
 
 class DistributedPublisher(ServersPublisher):
-    """`stage` does everything; `push` verifies and reports."""
+    """`stage` does everything; `push` reports."""
 
     wants_device = True
 
@@ -247,7 +247,7 @@ class DistributedPublisher(ServersPublisher):
     # ------------------------------------------------------------ in the publisher's thread
 
     def _needs(self, server: Server) -> bool:
-        well = server.known is not None and server.error is None and server.doubts < MAX_DOUBTS
+        well = server.known is not None and server.error is None
         rested = time.monotonic() >= self._rests.get(server, 0.0)
         return well and rested and self.newest is not None and server.held != self.newest
 

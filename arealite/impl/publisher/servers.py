@@ -1,4 +1,4 @@
-"""What every publisher does, however its bytes travel: watch, quarantine, heal, verify, report.
+"""What every publisher does, however its bytes travel: watch, quarantine, heal, report.
 
 A thread of its own runs the event loop, so that late and restarted servers are healed while the
 trainer computes.
@@ -21,7 +21,6 @@ import torch
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine
-from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
@@ -29,7 +28,6 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, PushTimes, Server
 from arealite.impl.publisher.shapes import Shapes, check_shapes
-from arealite.impl.publisher.verify import Print, wrong
 from arealite.system.health.vitals import watch as watch_loop
 from arealite.system.names.registry import NameRegistry
 
@@ -39,8 +37,6 @@ WATCH_S = 1.0
 """How often registered servers are compared with the newest version."""
 RETRY_S = 0.25
 """Pause between attempts while no server has taken a version (the only one may be restarting)."""
-MAX_DOUBTS = 2
-"""A server found with wrong weights so often in a row stays out until it restarts."""
 
 T = TypeVar("T")
 
@@ -72,10 +68,7 @@ class ServersPublisher(WeightPublisher):
         """The version that every server should hold."""
         self.shapes: Shapes = {}
         """Of the tensors that are sent; {} before the first version."""
-        self.digest = 0
-        """Hash of the staged bytes."""
         self.num_bytes, self.stage_s = 0, 0.0
-        self._prints: dict[str, Print] = {}
         self._servers: dict[tuple[str, Any], Server] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -99,7 +92,7 @@ class ServersPublisher(WeightPublisher):
     # ------------------------------------------------------------ called by the trainer
 
     def push(self, version: int) -> PublishReport:
-        confirmed, quarantined, verify_s = self.call(self._push(version))
+        confirmed, quarantined = self.call(self._push(version))
         times = [server.times for server in confirmed] or [PushTimes(0.0, 0.0, 0.0, 0.0)]
         report = PublishReport(
             version=version,
@@ -107,7 +100,6 @@ class ServersPublisher(WeightPublisher):
             num_bytes=self.num_bytes,
             servers=len(confirmed),
             quarantined=quarantined,
-            verify_s=verify_s,
             **{f.name: max(getattr(t, f.name) for t in times) for f in fields(PushTimes)},
         )
         stall_s = report.stall_s
@@ -142,13 +134,13 @@ class ServersPublisher(WeightPublisher):
     def noted(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on; add up their bytes and a hash, and check them when all have passed.
+        """Pass tensors on; add up their bytes, and check them when all have passed.
 
         Raises:
             RoleError: one is not of the version before.
             UserError: they are not the tensors of `model_path`, or of the version before.
         """
-        shapes, digest, num_bytes = dict[str, list[int]](), 0, 0
+        shapes, num_bytes = dict[str, list[int]](), 0
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
             if self.shapes:  # a way that sends at once must not send this one
@@ -156,7 +148,6 @@ class ServersPublisher(WeightPublisher):
                     {name: shapes[name]}, self.shapes, where="the version before", whole=False
                 )
             num_bytes += tensor.nbytes
-            digest = hash((digest, _sum(tensor)))
             yield name, tensor
         held = self.shapes or read_shapes(self.model_path)
         where = "the version before" if self.shapes else self.model_path
@@ -164,7 +155,7 @@ class ServersPublisher(WeightPublisher):
             check_shapes(shapes, held, where=where)
         except RoleError as error:  # a restart would fail in the same way
             raise UserError(f"{error}. The model cannot be published to servers.") from error
-        self.shapes, self.digest, self.num_bytes = shapes, digest, num_bytes
+        self.shapes, self.num_bytes = shapes, num_bytes
 
     async def find_servers(self) -> list[Server]:
         """Return the registered servers; one that restarted is new, and nothing is known of it."""
@@ -202,8 +193,8 @@ class ServersPublisher(WeightPublisher):
                 broken = [server.resume() for server in self._servers.values() if server.broken]
                 await asyncio.gather(*broken, return_exceptions=True)
 
-    async def _push(self, version: int) -> tuple[list[Server], list[str], float]:
-        """Bring every server in traffic to `version`, and verify; again until one has it.
+    async def _push(self, version: int) -> tuple[list[Server], list[str]]:
+        """Bring every server in traffic to `version`; again until one has it.
 
         Raises:
             RoleError: none has it; names the servers and what each said.
@@ -213,12 +204,9 @@ class ServersPublisher(WeightPublisher):
             servers = await self.find_servers()
             asked = [server for server in servers if server.error is None] or servers
             await asyncio.gather(*(self._bring(server) for server in asked))
-            begin = time.monotonic()
-            doubted = await self._verify(version)
             confirmed = [server for server in asked if server.held == version]
             if confirmed or self.starving:
-                out = [server.id for server in servers if server.error or server.id in doubted]
-                return confirmed, out, time.monotonic() - begin
+                return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:
                 raise self.nobody(version, servers)
             await asyncio.sleep(RETRY_S)
@@ -235,7 +223,7 @@ class ServersPublisher(WeightPublisher):
         """Bring one server to the newest version, if there is one. `ask`: trust no memory of it."""
         async with server.lock:
             version = self.newest
-            if version is None or server.doubts >= MAX_DOUBTS:
+            if version is None:
                 return
             try:
                 if server.held == version and (not ask or await server.version() == str(version)):
@@ -266,56 +254,3 @@ class ServersPublisher(WeightPublisher):
                 for server in await self.find_servers():
                     if not server.lock.locked():
                         tasks.create_task(self._bring(server, ask=True), name=f"heal {server.id}")
-
-    # ------------------------------------------------------------ what servers really hold
-
-    async def _verify(self, version: int) -> set[str]:
-        """Compare what servers hold; return those that were wrong, distrusted and brought again."""
-        every, found = self.config.verify_every, set[str]()
-        while every and version % every == 0:
-            servers = {s.id: s for s in await self.find_servers() if s.held == version}
-            shown = await asyncio.gather(*(self._print(s, version) for s in servers.values()))
-            now = {each[0]: each[1] for each in shown if each is not None}
-            reasons = wrong(now, self._prints)
-            good = {name: each for name, each in now.items() if name not in reasons}
-            self._prints |= good
-            for name in good:
-                servers[name].doubts = 0
-            if not reasons:
-                break
-            found |= reasons.keys()
-            doubted = [servers[name] for name in reasons]
-            await asyncio.gather(*(self._distrust(s, reasons[s.id]) for s in doubted))
-            await asyncio.gather(*(self._bring(s) for s in doubted))
-        return found
-
-    async def _print(self, server: Server, version: int) -> tuple[str, Print] | None:
-        async with server.lock:
-            if server.held != version:
-                return None
-            try:
-                value = await asyncio.wait_for(server.fingerprint(), self.config.timeout_s)
-            except FAILURES as error:
-                self.quarantine(server, error)
-                return None
-        can, way = server.can, "checksum" if isinstance(value, str) else "logprobs"
-        kind = (server.type, can.version, str(can.tp), way, can.dtype)
-        return server.id, Print(kind, self.digest, value)
-
-    async def _distrust(self, server: Server, reason: str) -> None:
-        """Take it out of traffic: clients drop what it says under a version below theirs."""
-        server.doubts += 1
-        logger.error("server holds other weights", server=server.id, reason=reason)
-        async with server.lock:
-            self.quarantine(server, RoleError(f"{server.address} {reason}"))
-            try:
-                if server.can.relabel:
-                    await asyncio.wait_for(server.relabel(UNTRUSTED, abort=True), CONTINUE_S)
-            except FAILURES as error:
-                logger.warning("server not relabelled", server=server.id, error=repr(error))
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    """Add up the bytes, as integers of eight where they can be: it changes with any bit."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return int(flat.view(torch.int64).sum() if flat.numel() % 8 == 0 else flat.sum())

@@ -20,8 +20,6 @@ from arealite.impl.trainer.ppo import Answer, PPOTrainer
 class AsyncPPOTrainer(PPOTrainer):
     """While a batch is trained, policies up to `max_staleness` versions old generate the next."""
 
-    is_synchronous = False
-
     def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
         super().__init__(config, parts)
         self._fetched: Future[Answer] | None = None

@@ -16,7 +16,7 @@ from arealite.api.publisher import PublishReport
 from arealite.api.trainer import Trainer
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import RoleError
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.estimate import critic_rows, estimate, take_values
@@ -45,15 +45,8 @@ T = TypeVar("T")
 class PPOTrainer(Trainer):
     """One rank. Version k is the policy before batch k is trained; version k + 1 comes out."""
 
-    is_synchronous = True
-
     def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
         self.config, self.ppo = config, config.trainer.ppo
-        if self.is_synchronous and (staleness := self.ppo.max_staleness) != 0:
-            raise UserError(
-                f"trainer.type=ppo is synchronous, but max_staleness is {staleness}. Set "
-                "trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
-            )
         self.stop = StopRequest()
         self.parts = parts or assemble(config)
         self.world, self.engine = self.parts.world, self.parts.engine

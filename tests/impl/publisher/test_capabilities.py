@@ -25,14 +25,14 @@ def spec(paths: list[str], **fields: Any) -> dict[str, Any]:
     return {"paths": {path: {} for path in paths}, "components": {"schemas": described}}
 
 
-INFO = {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "dtype": "bfloat16"}
+INFO = {"version": "0.5.23", "tp_size": 2, "dp_size": 1}
 
 
 def test_a_new_server() -> None:
     can = Capabilities.read(spec(PATHS), INFO, {"weight_versions": []})
-    assert (can.spans, can.sessions, can.buckets, can.checksum) == (True, True, True, True)
+    assert (can.spans, can.sessions, can.buckets) == (True, True, True)
     assert (can.relabel, can.distributed) == (True, True)
-    assert (can.tp, can.dp, can.dtype) == (2, 1, "bfloat16")
+    assert (can.tp, can.dp) == (2, 1)
     assert can.pause_mode("retract") == "retract"
     assert can.pause_mode("in_place") == "abort", "a mode it does not know"
 
@@ -45,7 +45,7 @@ def test_a_server_without_spans_is_paused_by_aborting() -> None:
 def test_an_old_server() -> None:
     old = spec(["/generate"], UpdateWeightsFromDistributedReqInput={"names": {}})
     can = Capabilities.read(old, {}, {})
-    assert not any((can.sessions, can.buckets, can.checksum, can.relabel, can.distributed))
+    assert not any((can.sessions, can.buckets, can.relabel, can.distributed))
     assert (can.tp, can.dp) == (1, 1)
 
 

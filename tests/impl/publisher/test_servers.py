@@ -1,4 +1,4 @@
-"""What all publishers do with what servers really hold: found out, distrusted, put right."""
+"""Publishers refuse tensors that do not fit, and bring restarted and broken servers up to date."""
 
 from __future__ import annotations
 
@@ -13,71 +13,6 @@ from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
 from tests.waiting import eventually
-
-
-def labels(server: FakeSGLang) -> list[str]:
-    return [body["new_version"] for path, body in server.calls if path == "/update_weight_version"]
-
-
-async def push(site: Site, version: int):
-    assert site.publisher is not None
-    return await asyncio.to_thread(site.publisher.push, version)
-
-
-async def test_a_server_that_lies_is_found_relabelled_and_healed(site: Site) -> None:
-    async with servers(site, 3) as (first, second, liar):
-        await site.publish(1)
-        liar.weights.content = "other weights, same label"
-        report = await push(site, 1)
-        assert report.quarantined == ["s2"] and report.servers == 3
-        assert labels(liar) == ["-1"] and labels(first) == labels(second) == []
-        assert liar.version == "1"
-        assert liar.weights.content == first.weights.content
-
-
-async def test_one_server_alone_is_compared_with_itself(site: Site) -> None:
-    async with servers(site, 1) as (server,):
-        await site.publish(1)
-        server.weights.content = "other weights, same label"
-        report = await push(site, 1)
-        assert report.quarantined == ["s0"] and labels(server) == ["-1"]
-        assert server.version == "1"
-
-
-async def test_a_server_that_stays_wrong_stays_out(
-    site: Site, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async with servers(site, 3) as (_, _, bad):
-        bad.checksum = "wrong for ever"
-        report = await site.publish(1)
-        assert (report.servers, report.quarantined, bad.version) == (2, ["s2"], "-1")
-        report = await site.publish(2)
-        assert (report.servers, report.quarantined, bad.version) == (2, ["s2"], "-1")
-        assert labels(bad) == ["-1", "-1"], "once brought again, then left alone"
-
-
-async def test_two_that_never_agree_end_the_run_with_both_values(site: Site) -> None:
-    async with servers(site, 2) as (one, other):
-        one.checksum, other.checksum = "x", "y"
-        twice = lambda: labels(one) == labels(other) == ["-1", "-1"]  # noqa: E731
-        await site.refused(1, twice, r"no server took version 1.*holds x, s1 holds y")
-
-
-async def test_verify_every_second_version_or_never(site: Site) -> None:
-    async with servers(site, 2) as (_, bad):
-        bad.checksum = "wrong"
-        assert (await site.publish(1, verify_every=2)).quarantined == []
-        checks = [path for path, _ in bad.calls if path == "/weights_checker"]
-        assert checks == []
-
-
-async def test_servers_without_checksums_show_logprobs(site: Site) -> None:
-    async with servers(site, 3) as made:
-        for server in made:
-            server.checksum = None
-        made[2].logprob = lambda token: -9.0  # type: ignore[method-assign]
-        report = await site.publish(1)
-        assert report.quarantined == ["s2"] and made[2].version == "-1"
 
 
 async def test_tensors_that_do_not_fit_the_model_touch_no_server(site: Site) -> None:
