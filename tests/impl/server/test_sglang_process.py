@@ -469,7 +469,8 @@ def test_the_command_ends_well_when_told(
 def test_nothing_survives_a_killed_command(program: Program, model_folder: Path):
     program.tell(grandchild=True, ignores_term=True)
     with command(program, model_folder, "llm_server.sglang.num_servers=2") as process:
-        until((program.folder / "started-2.json").exists, what="the second server")
+        files = [program.folder / f"started-{seed}.json" for seed in (1, 2)]
+        until(lambda: all(file.exists() for file in files), what="both servers")
         pids = program.started(1)["pids"] + program.started(2)["pids"]
         group = psutil.Process(process.pid).children(recursive=True)
         assert len(pids) == 4 and {p.pid for p in group} >= set(pids)
