@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from arealite.base.names import RunPaths
 from arealite.impl.view import report_rows
@@ -54,31 +55,29 @@ def paths(tmp_path: Path) -> RunPaths:
     tokens = asked + said + heard + then
     mask = [0] * len(asked) + [1] * 2 + [0] * len(heard) + [1] * 4
     chat = segment(tokens, sampled=0)
-    chat = type(chat)(
-        chat.tokens,
-        bytes(mask),
-        (np.array(mask) * np.linspace(-3.0, -0.1, len(mask))).astype("<f4").tobytes(),
-        np.where(mask, np.arange(len(mask)) >= len(asked) + 2, -1).astype("<i4").tobytes(),
-        np.where(np.arange(len(mask)) == len(mask) - 1, 1.5, 0).astype("<f4").tobytes(),
-        1.0,
+    chat = replace(
+        chat,
+        loss_mask=bytes(mask),
+        logprobs=(np.array(mask) * np.linspace(-3.0, -0.1, len(mask))).astype("<f4").tobytes(),
+        versions=np.where(mask, np.arange(len(mask)) >= len(asked) + 2, -1).astype("<i4").tobytes(),
     )
     odd = segment(
         talk(ids, "user", HOSTILE, ODD, WORDS[12], WORDS[13]), sampled=4, version=1, reward=-0.5
     )
-    made = []
+    made, is_last = [], np.arange(len(mask)) == len(mask) - 1
+    chats = {
+        reward: replace(chat, rewards=np.where(is_last, reward, 0).astype("<f4").tobytes())
+        for reward in (1.5, 0.0, 9.0)
+    }
     for member, reward in enumerate((1.5, 0.0)):
-        name = f"g0/{member}/agent"
+        name, said = f"g0/{member}/agent", [chats[reward]]
         parts = {"right": reward, "form": 0.25}
-        made.append(
-            (
-                1,
-                header(name, [chat], reward=reward, reward_parts=parts, turns=2, source="tools"),
-                [chat],
-            )
-        )
+        about = header(name, said, reward=reward, reward_parts=parts, turns=2, source="tools")
+        made.append((1, about, said))
     for member in range(2):
         made.append((2, header(f"g1/{member}/guest", [odd], reward=-0.5, source="odd"), [odd]))
-    made.append((None, header("g2/0/agent", [chat], reward=9.0, source="tools"), [chat]))
+    said = [chats[9.0]]
+    made.append((None, header("g2/0/agent", said, reward=9.0, source="tools"), said))
     paths = make_run(tmp_path / "run", made, lines=metrics(3))
     for step, ids_, count in ((1, ["g0/0/agent"], 6),):
         half = np.linspace(-1, 1, count).astype("<f2")
