@@ -35,12 +35,11 @@ async def test_two_servers_take_a_version_and_continue(site: Site) -> None:
         report = await site.publish(7, 2.0)
         for server in (first, second):
             assert (server.version, server.paused) == ("7", None)
-            assert paths(server)[-5:] == [
+            assert paths(server)[-4:] == [
                 "/pause_generation",
                 "/end_weight_update",
                 "/update_weights_from_disk",
                 "/continue_generation",
-                "/weights_checker",
             ]
             body = dict(server.calls)["/update_weights_from_disk"]
             assert body["flush_cache"] is True
@@ -192,13 +191,12 @@ async def test_updated_but_not_flushed_is_flushed_and_confirmed(
     async with servers(site, 1) as (server,):
         report = await site.publish(3)
         assert (report.servers, server.reported, server.paused) == (1, "3", None)
-        assert paths(server)[-6:] == [
+        assert paths(server)[-5:] == [
             "/update_weights_from_disk",
             "/pause_generation",
             "/flush_cache",
             "/update_weight_version",
             "/continue_generation",
-            "/weights_checker",
         ]
 
 
