@@ -12,6 +12,7 @@ from typing import Any
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
+from arealite.api.env import envs
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_json, read_shapes, vocab_size
@@ -19,6 +20,8 @@ from arealite.system.data.tasks import FIRST_ROWS
 
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
 """Tensors that transformers fuses or renames as it loads them."""
+SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
+"""Environments that show a row's prompt to the agent; others may use it as a name of a task."""
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
@@ -46,7 +49,9 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
         )
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
-    check_tokens(config.model.path, tasks)
+    parts = config.trainer.ppo.collector.parts.values()
+    if {envs.base_of(part.env.type) for part in parts} <= SHOWN:
+        check_tokens(config.model.path, tasks)
     # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
     long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
     tokenizer = load_tokenizer(config.model.path) if long else None

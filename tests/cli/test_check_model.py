@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model, weight_files
-from arealite.cli.check_model import check_tokens
+from arealite.cli.check_model import check_prompts, check_tokens
 from arealite.cli.main import main
 from tests.e2e.conftest import ENVIRONMENT, ROOT, write_rows
 from tests.models import tiny_mixture, tiny_model
@@ -206,3 +208,19 @@ def test_prompts_without_tokens_or_of_unknown_ones_are_named(
     file.write_text("[]")
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
         check_tokens(str(model), [Task("t", "1", None, {})])
+
+
+def test_prompts_that_the_agent_does_not_see_are_not_tokenized(model: Path) -> None:
+    (model / "tokenizer.json").write_text("[]")
+    given = ExperimentConfig(model=ModelConfig(path=str(model)))
+    collector = given.trainer.ppo.collector
+
+    def check(kind: str) -> None:
+        env = replace(collector, env=replace(collector.env, type=kind))
+        ppo = replace(given.trainer.ppo, collector=env)
+        config = replace(given, trainer=replace(given.trainer, ppo=ppo))
+        check_prompts(config, [Task("t", "click-test", None, {})], [4096])
+
+    check("browser")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        check("math")

@@ -30,8 +30,6 @@ logger = log.get(__name__)
 
 CONTINUE_S = 5.0
 """For the continue call: time of its own, so that also a load that ran out of it is continued."""
-PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-"""Token ids of the request whose answer shows what a server can do."""
 
 
 class Refused(RoleError):
@@ -103,8 +101,7 @@ class Server:
         async with self.bounded("an answer to a greeting", CONTINUE_S):
             await self.demand("/continue_generation", {})  # so that it can generate
         spec, info = await self._get("/openapi.json"), await self._get("/server_info")
-        sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        body = {"input_ids": PROMPT, "sampling_params": sampling}
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         status, text = await self.post("/generate", body)
         meta = msgspec.json.decode(text)["meta_info"] if status == 200 else {}
         self.known = Capabilities.read(spec, info, meta)

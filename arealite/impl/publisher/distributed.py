@@ -247,9 +247,9 @@ class DistributedPublisher(ServersPublisher):
     # ------------------------------------------------------------ in the publisher's thread
 
     def _needs(self, server: Server) -> bool:
-        well = server.known is not None and server.error is None
-        rested = time.monotonic() >= self._rests.get(server, 0.0)
-        return well and rested and self.newest is not None and server.held != self.newest
+        is_behind = self.newest is not None and server.held != self.newest
+        well = is_behind and server.known is not None and server.error is None
+        return well and time.monotonic() >= self._rests.get(server, 0.0)
 
     async def _hungry(self, version: int) -> Sequence[Server]:
         """Return the servers that lack `version` and can take it, [] if none lacks it.
