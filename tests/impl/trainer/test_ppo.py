@@ -280,11 +280,6 @@ def test_resume_must_and_never(config: MakeConfig) -> None:
         PPOTrainer(config(resume="never"), Stage().parts()).train()
 
 
-def test_the_synchronous_trainer_refuses_staleness(config: MakeConfig) -> None:
-    with pytest.raises(UserError, match="max_staleness is 3"):
-        PPOTrainer(config(max_staleness=3), Stage().parts())
-
-
 @BOTH
 def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     stage = Stage()
