@@ -170,7 +170,10 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
     process = subprocess.Popen(command, process_group=0)
     while True:
         try:
-            return process.wait()
+            # A wait without end would not see a Ctrl-C that comes just before its system call.
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            continue
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
 
