@@ -57,7 +57,6 @@ class Server:
     id: str
     address: str
     session: aiohttp.ClientSession
-    type: str = ""
     folder: str = ""
     """Where its model came from, if it says so."""
     held: int | None = None

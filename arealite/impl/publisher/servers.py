@@ -1,4 +1,4 @@
-"""What every publisher does, however its bytes travel: watch, quarantine, heal, report.
+"""The base of publishers that bring weights to servers: it watches, quarantines and heals servers.
 
 A thread of its own runs the event loop, so that late and restarted servers are healed while the
 trainer computes.
@@ -165,8 +165,8 @@ class ServersPublisher(WeightPublisher):
             del self._servers[key]
         for key in found.keys() - self._servers.keys():
             entry = found[key]
-            kind, folder = (str(entry.value.get(name) or "") for name in ("type", "model_path"))
-            self._servers[key] = Server(entry.id, key[0], self._session, kind, folder)
+            folder = str(entry.value.get("model_path") or "")
+            self._servers[key] = Server(entry.id, key[0], self._session, folder)
         return [self._servers[key] for key in found]
 
     # ------------------------------------------------------------ in the publisher's thread
