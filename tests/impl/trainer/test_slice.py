@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -97,11 +96,8 @@ def episode(lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
     name = f"{lease.group_id}/{member}/agent"
     draw = np.random.default_rng([member, *name.encode()])
     tokens = draw.integers(3, 60, size=int(draw.integers(4, 20))).tolist()
-    parts = [segment(tokens, sampled=len(tokens) - 2, version=lease.version, logprob=-4.0)]
-    reward = float(draw.integers(0, 2))
-    rewards = np.zeros(len(tokens), np.float32)
-    rewards[-1] = reward
-    parts = [msgspec.structs.replace(parts[0], rewards=rewards.tobytes())]
+    reward, told = float(draw.integers(0, 2)), {"version": lease.version, "logprob": -4.0}
+    parts = [segment(tokens, sampled=len(tokens) - 2, reward=reward, **told)]
     made = header(name, parts, reward=reward, task_id=lease.task.task_id)
     done = Episode(lease.lease_id, lease.group_id, member, headers=[made], failure=None)
     return done, [encode_segments(parts)]

@@ -54,21 +54,21 @@ def paths(tmp_path: Path) -> RunPaths:
     then = talk(ids, *WORDS[6:8], "four", end)
     tokens = asked + said + heard + then
     mask = [0] * len(asked) + [1] * 2 + [0] * len(heard) + [1] * 4
-    chat = segment(tokens, sampled=0)
-    chat = replace(
-        chat,
-        loss_mask=bytes(mask),
-        logprobs=(np.array(mask) * np.linspace(-3.0, -0.1, len(mask))).astype("<f4").tobytes(),
-        versions=np.where(mask, np.arange(len(mask)) >= len(asked) + 2, -1).astype("<i4").tobytes(),
-    )
+    versions = np.where(mask, np.arange(len(mask)) >= len(asked) + 2, -1)
+    changes = {
+        "loss_mask": bytes(mask),
+        "logprobs": (np.array(mask) * np.linspace(-3.0, -0.1, len(mask))).astype("<f4").tobytes(),
+        "versions": versions.astype("<i4").tobytes(),
+        "temperature": 1.0,
+    }
+    chats = {
+        reward: replace(segment(tokens, sampled=0, reward=reward), **changes)
+        for reward in (1.5, 0.0, 9.0)
+    }
     odd = segment(
         talk(ids, "user", HOSTILE, ODD, WORDS[12], WORDS[13]), sampled=4, version=1, reward=-0.5
     )
-    made, is_last = [], np.arange(len(mask)) == len(mask) - 1
-    chats = {
-        reward: replace(chat, rewards=np.where(is_last, reward, 0).astype("<f4").tobytes())
-        for reward in (1.5, 0.0, 9.0)
-    }
+    made = []
     for member, reward in enumerate((1.5, 0.0)):
         name, said = f"g0/{member}/agent", [chats[reward]]
         parts = {"right": reward, "form": 0.25}
