@@ -32,6 +32,8 @@ class ClusterConfig:
         "127.0.0.1", "address under which this host's roles are reached; auto: each host's own"
     )
 
+    security: bool = opt(True, "ports ask for the trial's secret; off: anybody is let in")
+
     @property
     def bound(self) -> str:
         """What servers of a run bind: loopback, unless other hosts are to reach this one."""

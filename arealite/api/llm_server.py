@@ -73,6 +73,7 @@ class ExternalServersConfig:
     addresses: list[str] = sub(
         list, "host:port of running SGLang servers; used and updated, never stopped"
     )
+    api_key_env: str = opt("", "environment variable with their API key; empty: they have none")
 
 
 class LLMServer(ABC):

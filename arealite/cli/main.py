@@ -33,6 +33,7 @@ COMMANDS = {
     "eval": ("arealite.cli.evaluate", "sample held-out tasks: rewards and pass@k by source"),
     "collect": ("arealite.cli.collect", "sample tasks and write trajectories as rows for sft"),
     "export": ("arealite.cli.export", "write a run's checkpoint as a Hugging Face folder"),
+    "secret": ("arealite.cli.secret", "print where a trial's secret is, or replace it"),
     "info": ("arealite.cli.info", "show versions, devices and what is missing"),
     "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
 }

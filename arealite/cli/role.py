@@ -105,6 +105,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         lambda: names.address("datapipe"),
         worker_id=f"rollout-{index}@{host}",
         capacity=collector.concurrency,
+        secret=names.secret,
     )
     worker = RolloutWorker(
         config,

@@ -43,10 +43,13 @@ class Brake:
 
 
 def server_config(model: Path | str, names: Path | str, **server: Any) -> ServerConfig:
-    """Return the config of a server; `max_running_requests` goes where it belongs."""
+    """Return the config of a server that asks for no token; `max_running_requests` goes where it
+    belongs."""
     rows = server.pop("max_running_requests", 64)
     embedded = EmbeddedServerConfig(max_running_requests=rows, device="cpu")
-    cluster = ClusterConfig(name_root=str(names), user="test", heartbeat_s=0.2, ttl_s=600.0)
+    cluster = ClusterConfig(
+        name_root=str(names), user="test", heartbeat_s=0.2, ttl_s=600.0, security=False
+    )
     return ServerConfig(
         cluster=cluster,
         model=ModelConfig(path=str(model)),

@@ -18,7 +18,7 @@ from arealite.api.llm_server import LLMServerConfig, SGLangServerConfig
 OPTIONS = {field.name for field in dataclasses.fields(SGLangServerConfig)}
 
 SOURCE = """#!{python} -S
-import json, os, pathlib, signal, socketserver, subprocess, sys, threading, time
+import hmac, json, os, pathlib, signal, socketserver, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler
 
 FOLDER = pathlib.Path(__file__).parent
@@ -29,12 +29,16 @@ def orders():
     return json.loads((FOLDER / "orders.json").read_text())
 
 
-if sys.argv[1] == "-c":
+boot = sys.argv[1] == "-c" and "launch_server" in sys.argv[2]
+if sys.argv[1] == "-c" and not boot:
     if not orders()["sglang"]:
         sys.exit("it has no sglang")
     print(0 if sys.argv[3] == "cpu" else orders()["gpus"])
     sys.exit()
-words = sys.argv[3:]
+words, token = sys.argv[3:], ""
+if boot:
+    key = bytes.fromhex(pathlib.Path(words.pop(0)).read_text())
+    token = hmac.digest(key, b"http", "sha256").hex()
 port = int(words[words.index("--port") + 1])
 seed = words[words.index("--random-seed") + 1]
 about = {{"arguments": words, "environment": dict(os.environ), "pids": [os.getpid()]}}
@@ -68,7 +72,9 @@ class Handler(BaseHTTPRequestHandler):
         body = now["answers"].get(path)
         if seed in now["sick"]:
             body = None
-        self.send_response(503 if body is None else 200)
+        sent = self.headers.get("Authorization", "")
+        known = path == "/health" or sent == ("Bearer " + token if token else "")
+        self.send_response((503 if body is None else 200) if known else 401)
         self.end_headers()
         self.wfile.write(b"" if body is None else json.dumps(body).encode())
 

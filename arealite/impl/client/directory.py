@@ -77,7 +77,8 @@ class Directory:
             if held is None or held.address != value["address"]:
                 if held is not None:
                     held.lose()
-                held = servers[entry.id] = Server(entry.id, value["address"])
+                headers = self.registry.headers(str(value.get("type")))
+                held = servers[entry.id] = Server(entry.id, value["address"], headers=headers)
                 logger.info("llm server found", id=entry.id, address=value["address"])
             held.vocab_size = value.get("vocab_size") or self.vocab_size
             held.context_length = value.get("context_length")
@@ -111,7 +112,10 @@ class Directory:
                 "its version", owner="llm client", on=server.name, seconds=seconds, prompt=True
             ) as wait:
                 wait.heard = server.heard
-                async with asyncio.timeout(seconds), self._session.get(url) as response:
+                async with (
+                    asyncio.timeout(seconds),
+                    self._session.get(url, headers=server.headers) as response,
+                ):
                     response.raise_for_status()
                     info = wire.decode_model_info(await response.read())
         except TimeoutError:

@@ -24,6 +24,8 @@ class Server:
     address: str
     version: int = 0
     """Newest policy version it has confirmed."""
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """Of every request: the token that the server asks for."""
     vocab_size: int | None = None
     """None where nobody told: prompts are then not checked."""
     context_length: int | None = None

@@ -177,7 +177,8 @@ class SGLangClient(LLMClient):
         server.served += 1
         try:
             with limit:
-                response = await self._session.post(server.generate_url, data=body)
+                url, headers = server.generate_url, server.headers
+                response = await self._session.post(url, data=body, headers=headers)
                 outcome = response.status, await response.read()
         except asyncio.CancelledError:
             self._abort(server, rid)
@@ -317,7 +318,7 @@ class SGLangClient(LLMClient):
         try:
             async with (
                 asyncio.timeout(self.config.connect_timeout_s),
-                self._control.post(url, data=body) as response,
+                self._control.post(url, data=body, headers=server.headers) as response,
             ):
                 await response.read()
         except (aiohttp.ClientError, OSError) as error:

@@ -6,7 +6,6 @@ In an event loop that belongs to the environment, too: what blocks it is the env
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -25,6 +24,7 @@ from arealite.base.places import check_address
 from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, Refused, encode, frame, refusal
+from arealite.impl.server.guard import guard
 from arealite.system.health.limits import END_S, Limit, Limits
 
 logger = log.get(__name__)
@@ -81,7 +81,8 @@ class EnvServer:
             yield f"{host}:{runner.addresses[0][1]}"
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_bytes, middlewares=[self._guard])
+        checks = [guard(self._token, self.options.host)]
+        app = web.Application(client_max_size=self._max_bytes, middlewares=checks)
         routes = web.post("/reset", self._post), web.post("/step", self._post)
         app.add_routes([web.get("/ws", self._socket), web.get("/ws/batch", self._socket), *routes])
         for path, tell in {
@@ -93,18 +94,6 @@ class EnvServer:
         }.items():
             app.router.add_get(path, self._get(tell))
         return app
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Let in who has the token, and no page of a browser: that may reach loopback, too."""
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._token and not hmac.compare_digest(
-            sent.encode(errors="surrogateescape"), self._token.encode()
-        ):
-            return web.Response(status=401, text="a bearer token is needed\n")
-        if "Origin" in request.headers:
-            return web.Response(status=403, text="not for pages of a browser\n")
-        return await handler(request)
 
     async def _ended(self) -> None:
         if self._ending:

@@ -59,6 +59,8 @@ class Server:
     session: aiohttp.ClientSession
     folder: str = ""
     """Where its model came from, if it says so."""
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """Of every request: the token that the server asks for."""
     held: int | None = None
     """Version this publisher saw it confirm last; None before the first and after a failure."""
     times: PushTimes = PushTimes(0.0, 0.0, 0.0, 0.0)
@@ -239,12 +241,13 @@ class Server:
         """Return status and text of the answer."""
         prompt = "weights" not in path and path != "/generate"
         with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
-            async with self.session.post(self.address + path, json=body) as response:
+            url, headers = self.address + path, self.headers
+            async with self.session.post(url, json=body, headers=headers) as response:
                 return response.status, await response.text()
 
     async def _get(self, path: str, *, needed: bool = False) -> dict[str, Any]:
         with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=True):
-            response = await self.session.get(self.address + path)
+            response = await self.session.get(self.address + path, headers=self.headers)
         async with response:
             if needed:
                 response.raise_for_status()

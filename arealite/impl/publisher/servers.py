@@ -166,7 +166,8 @@ class ServersPublisher(WeightPublisher):
         for key in found.keys() - self._servers.keys():
             entry = found[key]
             folder = str(entry.value.get("model_path") or "")
-            self._servers[key] = Server(entry.id, key[0], self._session, folder)
+            headers = self.registry.headers(str(entry.value.get("type") or ""))
+            self._servers[key] = Server(entry.id, key[0], self._session, folder, headers)
         return [self._servers[key] for key in found]
 
     # ------------------------------------------------------------ in the publisher's thread

@@ -28,16 +28,23 @@ MAX_BODY = 2**26
 class App:
     """Routes and their handlers."""
 
-    def __init__(self, engine: Engine, model: ServedModel, *, is_shared: bool = False) -> None:
-        """`is_shared`: no request pauses the engine or changes the model; only its owner does."""
+    def __init__(
+        self, engine: Engine, model: ServedModel, *, is_shared: bool = False, check: Any = None
+    ) -> None:
+        """Serve `model`, which `engine` runs.
+
+        Args:
+            is_shared: No request pauses the engine or changes the model; only its owner does.
+            check: Middleware that decides which requests are answered; None answers all.
+        """
         self.engine = engine
         self.model = model
-        self._is_shared = is_shared
+        self._is_shared, self._checks = is_shared, [check] if check else []
         self._started = int(time.time())
 
     def make(self) -> web.Application:
         """Return the aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_refusals])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[*self._checks, _refusals])
         app.add_routes(
             [
                 web.post("/generate", self._generate),

@@ -28,6 +28,7 @@ from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
+from arealite.impl.server.guard import guard
 from arealite.impl.server.protocol import ServedModel
 from arealite.impl.server.weights import load_model
 from arealite.system.health import vitals
@@ -50,6 +51,7 @@ class EmbeddedServer(LLMServer):
         self.address = ""
         """Where it listens; set before `ready`."""
         self.ready = asyncio.Event()
+        self._registry = NameRegistry.of(args)
         self._stopped: asyncio.Future[BaseException | None]
         """None: told to terminate; else why the engine died."""
 
@@ -65,7 +67,10 @@ class EmbeddedServer(LLMServer):
         self._stopped = loop.create_future()
         self.engine = engine = self._make_engine(model, loop)
         self._model = self._describe(model, tokenizer)
-        app = App(engine, self._model, is_shared=is_shared)
+        secret, config = self._registry.secret, self.config
+        names = config.llm_server.host, config.cluster.host, config.reachable_host
+        check = guard(secret.token if secret else "", *names)
+        app = App(engine, self._model, is_shared=is_shared, check=check)
         runner = web.AppRunner(
             app.make(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -116,11 +121,10 @@ class EmbeddedServer(LLMServer):
     async def _until_stopped(self, app: App) -> None:
         """Hold the server's name until told to stop or the engine dies."""
         cluster = self.config.cluster
-        registry = NameRegistry.of(self.config)
         entry_id = self.address.removeprefix("http://").replace(":", "-")
         if self._shared is None:
             vitals.rename(f"llm_server-{entry_id}")
-        async with registry.registered(
+        async with self._registry.registered(
             "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
         ):
             logger.info("server ready", address=self.address, model=app.model.folder)

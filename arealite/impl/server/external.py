@@ -49,7 +49,11 @@ class ExternalServers:
 
     async def run(self) -> None:
         """Speak for every server until cancelled."""
-        async with aiohttp.ClientSession() as self._session, asyncio.TaskGroup() as tasks:
+        headers = self.registry.headers("external")
+        async with (
+            aiohttp.ClientSession(headers=headers) as self._session,
+            asyncio.TaskGroup() as tasks,
+        ):
             for address in self.addresses:
                 tasks.create_task(self._hold(address), name=f"external server {address}")
 
@@ -137,7 +141,8 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
 
 async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
     addresses, problems = config.llm_server.addresses, list[str]()
-    async with aiohttp.ClientSession() as session:
+    headers = NameRegistry.of(config).headers("external")
+    async with aiohttp.ClientSession(headers=headers) as session:
         questions = (describe(session, address) for address in addresses)
         answers = await asyncio.gather(*questions, return_exceptions=True)
     found: list[Entry] = []

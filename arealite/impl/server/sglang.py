@@ -24,6 +24,8 @@ from arealite.base.names import RunPaths
 from arealite.base.places import check_address, check_folder
 from arealite.base.signals import STOP
 from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
+from arealite.system.names.registry import NameRegistry
+from arealite.system.names.secret import FILE
 
 ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 """Else /health generates, and a paused server is not healthy."""
@@ -46,6 +48,25 @@ CPU_ARGUMENTS = {
 }
 CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
 """The warm-up is an English sentence, which a toy model's tokenizer may not be able to spell."""
+
+BOOT = """
+import hmac, runpy, sys
+from sglang.srt import server_args
+class Key(str):
+    def __repr__(self):
+        return "'***'"
+    def __reduce__(self):
+        return str, (str(self),)
+key, prepare = bytes.fromhex(open(sys.argv.pop(1)).read()), server_args.prepare_server_args
+def prepare_with_key(argv):
+    args = prepare(argv)
+    args.api_key = Key(hmac.digest(key, b"http", "sha256").hex())
+    return args
+server_args.prepare_server_args = prepare_with_key
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+"""Starts SGLang with the trial's token as its API key: on a command line `ps` would show the key,
+and SGLang logs its arguments, which is why the key has another repr."""
 
 PROBE = """
 import importlib.util, sys
@@ -233,4 +254,7 @@ def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int)
         given = {name: str(value) for name, value in CPU_ARGUMENTS.items()} | given
     words = [word for pair in given.items() for word in pair]
     switches = CPU_SWITCHES if cpu else []
-    return [python, "-m", "sglang.launch_server", *words, *switches, *options.extra_args]
+    start, names = ["-m", "sglang.launch_server"], NameRegistry.of(config)
+    if names.secret is not None:
+        start = ["-c", BOOT, str(names.root / FILE)]
+    return [python, *start, *words, *switches, *options.extra_args]

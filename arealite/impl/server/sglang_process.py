@@ -290,9 +290,10 @@ class SGLangProcess:
 
     async def _get(self, path: str, kind: type[T], seconds: float, body: Any = None) -> T | None:
         """Return the answer, to a POST if there is a body; None if it is not one SGLang gives."""
-        url, method = self.address + path, "POST" if body else "GET"
+        url, method, ask = self.address + path, "POST" if body else "GET", self._session.request
+        headers = self._registry.headers()
         try:  # a total of aiohttp's would swallow a deadline around it that ends in the same moment
-            async with asyncio.timeout(seconds), self._session.request(method, url, json=body) as r:
+            async with asyncio.timeout(seconds), ask(method, url, json=body, headers=headers) as r:
                 r.raise_for_status()
                 return msgspec.json.decode(await r.read() or b"{}", type=kind)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):

@@ -58,7 +58,10 @@ def assemble(config: ExperimentConfig) -> Parts:
         world=world,
         **make_engines(config),
         connect=lambda: TrainerLink(
-            lambda: registry.address("datapipe"), rank=world.rank, world_size=world.size
+            lambda: registry.address("datapipe"),
+            rank=world.rank,
+            world_size=world.size,
+            secret=registry.secret,
         ),
     )
     if world.lead:

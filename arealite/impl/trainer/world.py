@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from arealite.base.errors import RoleError
+from arealite.impl.weights.group import open_store
 from arealite.system.health.waits import OTHER_RANKS, counters, waiting
 
 TIMEOUT = timedelta(hours=1)
@@ -60,6 +62,10 @@ class World:
         store = HashStore() if size == 1 else None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = meet(rank, size)
+        elif size > 1:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            listener = socket.create_server((host, port)) if rank == 0 else None
+            store = open_store(host, port, size, TIMEOUT, listener=listener)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         return cls(rank, size)
 

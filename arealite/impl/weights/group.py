@@ -16,6 +16,19 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 
+def open_store(
+    host: str, port: int, world_size: int, timeout: timedelta, *, listener: socket.socket | None
+) -> TCPStore:
+    """Return the store at which ranks meet; rank 0 serves it on `listener`, which is used up.
+
+    Without a listener of ours, torch would listen on every interface.
+    """
+    options: dict[str, Any] = {"world_size": world_size, "timeout": timeout}
+    if listener is not None:
+        options |= {"is_master": True, "master_listen_fd": listener.detach()}
+    return TCPStore(host, port, **options)
+
+
 def join(
     address: tuple[str, int] | socket.socket,
     name: str,
@@ -37,9 +50,7 @@ def join(
     timeout = timedelta(seconds=seconds)
     if isinstance(address, socket.socket):
         host, port = address.getsockname()[:2]
-        store: Store = TCPStore(
-            host, port, world_size, True, timeout, master_listen_fd=address.detach()
-        )
+        store: Store = open_store(host, port, world_size, timeout, listener=address)
     else:
         url = f"tcp://{address[0]}:{address[1]}"
         store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))

@@ -101,6 +101,8 @@ class Datapipe:
             self.scaling = Scaling(config, registry, book=self.book, workers=self.workers)
         self._stopped_at = self._progress = self._told = time.monotonic()
         self._fatal: InvariantError | None = None
+        self._refusals = 0
+        """Connections refused because of another secret."""
         self._done = asyncio.Event()
 
     # ------------------------------------------------------------ life
@@ -111,7 +113,8 @@ class Datapipe:
         Raises:
             InvariantError: a promise broke, or the ledger cannot be written; the trainer was told.
         """
-        server = wire.open_socket(self._context, zmq.ROUTER)
+        secret = self._registry.secret if self._registry is not None else None
+        server = wire.open_socket(self._context, zmq.ROUTER, secret)
         server.bind(self.address)
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
@@ -332,6 +335,9 @@ class Datapipe:
             logger.warning("worker silent", worker=worker.worker_id, leases=len(leases))
             self._release(leases, is_lost=True)
         self._check_stall(now)
+        if (refused := wire.refusals(self._channel.socket)) and not self._refusals:
+            logger.warning("connection refused", why=wire.REFUSED)
+        self._refusals += refused
         if now - self._told >= WAITING_S and self._fatal is None:
             self._told = now
             self.desk.tell_waiting()

@@ -27,6 +27,7 @@ from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.system.health.waits import waiting
 from arealite.system.links import wire
+from arealite.system.names.secret import Secret
 
 logger = log.get(__name__)
 
@@ -55,12 +56,13 @@ class TrainerLink:
         world_size: int,
         silence_s: float = 30.0,
         context: wire.Context | None = None,
+        secret: Secret | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.silence_s = silence_s
         self._resolve = resolve
-        self._context = context
+        self._context, self._secret = context, secret
         self._socket: zmq.Socket[bytes] | None = None
         self._address: str | None = None
         self._evals: dict[int, EvalRequest] = {}
@@ -134,7 +136,7 @@ class TrainerLink:
     def close(self, *, linger_ms: int = 1000) -> None:
         """Close the connection, giving what was sent `linger_ms` to leave."""
         if self._socket is not None:
-            self._socket.close(linger=linger_ms)
+            wire.close(self._socket, linger_ms=linger_ms)
             self._socket = None
 
     # ------------------------------------------------------------ inside
@@ -212,12 +214,14 @@ class TrainerLink:
     def _connect(self) -> None:
         self._address = self._resolve()
         if self._address is not None:
-            self._socket = wire.open_socket(self._context, zmq.DEALER)
+            self._socket = wire.open_socket(self._context, zmq.DEALER, self._secret)
             self._socket.connect(self._address)
 
     def _reconnect(self, request: FromTrainer) -> None:
         """Look the datapipe up again and repeat what it has not answered."""
         before = self._address
+        if self._socket is not None and wire.refusals(self._socket):
+            logger.warning("no connection to the datapipe", address=before, why=wire.REFUSED)
         self.close(linger_ms=0)
         self._connect()
         if self._address != before:

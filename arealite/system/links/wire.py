@@ -14,14 +14,23 @@ from typing import cast
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from arealite.api.rollout_messages import FromWorker, ToWorker
 from arealite.api.trainer_messages import FromTrainer, ToTrainer
+from arealite.system.names.secret import Secret
 
 TURN_S = 0.005
 """How long messages are handled before the loop gets its turn."""
 STOP_WAITING = "a rank was asked to stop while it waited"
 """Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
+
+REFUSED = "the two processes have different secrets: one has none, or that of another trial"
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ToDatapipe = FromWorker | FromTrainer
@@ -37,16 +46,50 @@ def request_name(request: FromTrainer) -> str:
     return " ".join([type(request).__name__, *(str(n) for n in numbers if n != "")])
 
 
-def open_socket(context: Context | None, kind: int) -> zmq.Socket[bytes]:
+def open_socket(
+    context: Context | None, kind: int, secret: Secret | None = None
+) -> zmq.Socket[bytes]:
     """Make a socket that never blocks in send and drops what is unsent when closed.
 
     Queues are unbounded because credit bounds what is in flight, and acknowledgements, not queues,
-    keep results safe.
+    keep results safe. With a secret, messages are encrypted (CURVE, https://rfc.zeromq.org/spec/26):
+    only a process that has the same secret can derive the key of the ROUTER, which no message
+    contains, and without that key no connection comes about.
     """
     socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
     for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
+    if secret is not None:
+        router, dealer = (z85.encode(secret.derive(f"zmq {side}")) for side in ("router", "dealer"))
+        if kind == zmq.ROUTER:
+            socket.curve_server, socket.curve_secretkey = True, router
+        else:
+            socket.curve_serverkey = zmq.curve_public(router)
+            socket.curve_secretkey, socket.curve_publickey = dealer, zmq.curve_public(dealer)
+        socket.get_monitor_socket(REFUSALS)
     return socket
+
+
+def refusals(socket: zmq.Socket[bytes]) -> int:
+    """Return how many connections have failed since the last call because of the secret: the other
+    side has another one or none."""
+    monitor, count = _monitor(socket), 0
+    while monitor is not None and monitor.poll(0):
+        monitor.recv_multipart()
+        count += 1
+    return count
+
+
+def close(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
+    """Close a socket, giving sent messages `linger_ms` to leave."""
+    if (monitor := _monitor(socket)) is not None:
+        socket.disable_monitor()
+        monitor.close(0)
+    socket.close(linger=linger_ms)
+
+
+def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes] | None:
+    return getattr(socket, "_monitor_socket", None)
 
 
 class Channel:
@@ -73,7 +116,7 @@ class Channel:
             self._loop.remove_reader(self._fd)
             if self._again is not None:
                 self._again.cancel()
-            self.socket.close(linger=linger_ms)
+            close(self.socket, linger_ms=linger_ms)
 
     def _soon(self) -> None:
         if self._again is None:

@@ -28,6 +28,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.system.health.waits import Wait, waiting
 from arealite.system.links import wire
+from arealite.system.names.secret import Secret
 
 logger = log.get(__name__)
 
@@ -62,6 +63,7 @@ class WorkerLink:
         worker_id: str,
         capacity: int,
         context: wire.Context | None = None,
+        secret: Secret | None = None,
         silence_s: float = 120.0,
     ) -> None:
         self.worker_id = worker_id
@@ -73,7 +75,7 @@ class WorkerLink:
         a datapipe that died may be lost. The worker sets it."""
         self._resolve = resolve
         self._silence_s = silence_s
-        self._context = context
+        self._context, self._secret = context, secret
         self._channel: wire.Channel | None = None
         self._address = ""
         self._heard = self._connected = time.monotonic()
@@ -161,10 +163,12 @@ class WorkerLink:
         if address is None:
             return
         if self._channel is not None:
+            if wire.refusals(self._channel.socket):
+                logger.warning("no connection to the datapipe", address=address, why=wire.REFUSED)
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
-        socket = wire.open_socket(self._context, zmq.DEALER)
+        socket = wire.open_socket(self._context, zmq.DEALER, self._secret)
         socket.connect(address)
         self._address = address
         self._connected = time.monotonic()

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.deadlines import deadline
+from arealite.system.names.secret import Secret, create, read
 
 logger = log.get(__name__)
 
@@ -53,9 +54,20 @@ class _Look(NamedTuple):
 class NameRegistry:
     """The names of one trial, below `root`; one not renewed for `ttl_s` is dead and not listed."""
 
-    def __init__(self, root: Path, *, ttl_s: float = 5.0) -> None:
+    def __init__(
+        self, root: Path, *, ttl_s: float = 5.0, is_secured: bool = False, key_env: str = ""
+    ) -> None:
+        """Names are listed from `root`, and written there.
+
+        Args:
+            root: The trial's folder.
+            ttl_s: Seconds after which a name that was not renewed is dead.
+            is_secured: Whether the trial has a secret.
+            key_env: Name of the environment variable with the API key of external servers.
+        """
         self.root = root
         self.ttl_s = ttl_s
+        self.is_secured, self.key_env = is_secured, key_env
         self._looks = dict[Path, _Look]()
 
     @classmethod
@@ -63,15 +75,45 @@ class NameRegistry:
         cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
     ) -> NameRegistry:
         """Return the registry of a config's trial."""
-        return cls(name_dir(config), ttl_s=config.cluster.ttl_s if ttl_s is None else ttl_s)
+        return cls(
+            name_dir(config),
+            ttl_s=config.cluster.ttl_s if ttl_s is None else ttl_s,
+            is_secured=config.cluster.security,
+            key_env=getattr(config.llm_server, "api_key_env", ""),
+        )
 
-    def check(self) -> None:
-        """Check that the folder of names can be made and written.
+    @cached_property
+    def secret(self) -> Secret | None:
+        """The trial's secret, made if there is none yet; None where security is off.
 
         Raises:
-            UserError: the folder cannot be made or written.
+            UserError: it cannot be read or written.
+        """
+        return create(self.root) if self.is_secured else None
+
+    def headers(self, kind: str = "") -> dict[str, str]:
+        """Return the HTTP headers that a server of type `kind` asks for."""
+        token = self.secret.token if self.secret else ""
+        if kind == "external":
+            token = os.environ.get(self.key_env, "").strip()
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def check(self) -> None:
+        """Check that the folder of names can be made and written, and who is in it.
+
+        Raises:
+            UserError: the folder cannot be made or written, or has live names of processes without
+                a secret.
         """
         check_folder(self.root, "folder of names", "cluster.name_root")
+        if self.is_secured and read(self.root) is None:
+            for role in ("llm_server", "datapipe"):
+                if found := [e for e in self.list(role) if e.value.get("type") != "external"]:
+                    raise UserError(
+                        f"{role} {found[0].id} in {self.root} runs without a secret: it is of "
+                        "AReaLite 0.1.0, or has cluster.security=off. Stop it, or choose another "
+                        "trial_name."
+                    )
 
     def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
         """Write or renew a name atomically: readers see the old file or the new, never half of one.

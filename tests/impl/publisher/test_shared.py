@@ -40,7 +40,9 @@ class Pair:
 
     def __init__(self, folder: Path, config: PublisherConfig, **options: Any) -> None:
         self.config = ExperimentConfig(
-            cluster=ClusterConfig(name_root=str(folder / "names"), run_root=str(folder)),
+            cluster=ClusterConfig(
+                name_root=str(folder / "names"), run_root=str(folder), security=False
+            ),
             model=ModelConfig(path=str(tiny_model(folder / "model", init_std=0.1))),
             trainer=TrainerConfig(ppo=PPOConfig(publisher=config)),
         )

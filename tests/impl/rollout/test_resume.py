@@ -15,7 +15,7 @@ import pytest
 
 from arealite.api.agent import AgentConfig
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir, run_paths
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, run_paths
 from arealite.api.datapipe import DatapipeConfig
 from arealite.api.env import EnvConfig
 from arealite.api.episode import decode_turn
@@ -103,10 +103,8 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
         return sampled[-1]
 
     server = FakeSGLang(next_token=next_token, vocab_size=64, version="0")
-    pipe = Datapipe(
-        config, train=[Task("t0", "ab", None, {})], eval=[], registry=NameRegistry.of(config)
-    )
-    names = NameRegistry(name_dir(config), ttl_s=600.0)
+    names = NameRegistry.of(config, ttl_s=600.0)
+    pipe = Datapipe(config, train=[Task("t0", "ab", None, {})], eval=[], registry=names)
 
     def kept() -> dict[int, int]:
         with closing(connect(pipe.book.ledger.path, read_only=True)) as db:
@@ -117,7 +115,7 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
         names.put("llm_server", "fake", server.entry())
         piping = roles.create_task(pipe.run())
         await pipe.ready.wait()
-        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, secret=names.secret)
         training = roles.create_task(in_thread(lambda: train(link)))
         first = await start(config)
         await server.held(1, seconds=240.0)

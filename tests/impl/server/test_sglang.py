@@ -40,8 +40,10 @@ def test_options_become_arguments_and_the_users_own_come_last(program: Program, 
             extra_args=["--max-running-requests", "7", "--enable-metrics"],
         )
     )
-    python, dash_m, module, *words = launch.command(1234)
-    assert (python, dash_m, module) == (str(program.path), "-m", "sglang.launch_server")
+    python, dash_c, boot, secret, *words = launch.command(1234)
+    assert (python, dash_c) == (str(program.path), "-c") and "sglang.launch_server" in boot
+    text = Path(secret).read_text().strip()
+    assert len(text) == 64 and not any(text in word for word in [boot, *words])
     given = options(words)
     assert (
         given

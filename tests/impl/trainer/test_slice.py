@@ -20,7 +20,6 @@ from arealite.api.config import (
     ExperimentConfig,
     LoggerConfig,
     ModelConfig,
-    name_dir,
     run_paths,
 )
 from arealite.api.rollout_messages import Episode, Lease
@@ -57,7 +56,7 @@ class Others:
 
     def __init__(self, config: ExperimentConfig) -> None:
         self.config = config
-        self.names = NameRegistry(name_dir(config), ttl_s=config.cluster.ttl_s)
+        self.names = NameRegistry.of(config)
         self.failure: BaseException | None = None
         self.server: Server | None = None
         self.thread = threading.Thread(target=self._run)
@@ -74,7 +73,7 @@ class Others:
             self.names.registered("llm_server", "s0", self.server.entry),
         ):
             pipe = Datapipe(self.config, train=TASKS, eval=[], registry=self.names)
-            link = WorkerLink(self._resolve, worker_id="w0", capacity=16)
+            link = WorkerLink(self._resolve, worker_id="w0", capacity=16, secret=self.names.secret)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.run())
                 tasks.create_task(self._work(link))

@@ -369,7 +369,7 @@ async def test_a_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) 
         link = TrainerLink(lambda: address, rank=0, world_size=1)
         known = pipe.workers.by_id  # a worker that comes after the end is never told to drain
         await eventually(lambda: any(each.route for each in known.values()), "the worker")
-        second = await in_thread(lambda: train(link, steps=3, begin=1))
+        second = await in_thread(lambda: train(link, config, steps=3, begin=1))
         await working
     assert second[:2] == first[1:], "rolled-back batches come back as they were"
     flat = [t for ids in [first[0], *second] for t in ids]

@@ -1,0 +1,41 @@
+"""`arealite secret`: prints where a trial's secret is, or the token made of it; replaces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arealite.api.config import ServerConfig
+from arealite.base.errors import UserError
+from arealite.cli import configs, options
+from arealite.system.names.registry import NameRegistry
+from arealite.system.names.secret import FILE, read, rotate
+
+ROTATE, TOKEN = "--rotate", "--token"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the path of a trial's secret, or with --token its token; --rotate replaces it first.
+
+    Raises:
+        UserError: the trial has no secret, or a process of it is alive and has the old secret.
+    """
+    layers = options.parse(
+        [word for word in argv if word not in (ROTATE, TOKEN)],
+        command="arealite secret",
+        about="Print the path of a trial's secret, as in: arealite secret trial_name=a\n"
+        "--token prints the token that its servers ask for: curl -H 'Authorization: Bearer TOKEN'\n"
+        "--rotate makes a new secret; no process of the trial may run then.",
+        schema=ServerConfig,
+        default=configs.CONFIG_DIR / "llm_server.yaml",
+    )
+    names = NameRegistry.of(configs.load(ServerConfig, layers.files, layers.overrides))
+    found = read(names.root)
+    if found is None:
+        raise UserError(f"{names.root} has no secret: no process of this trial was started yet.")
+    if ROTATE in argv:
+        for role in ("llm_server", "datapipe"):
+            if alive := names.list(role):
+                raise UserError(f"{role} {alive[0].id} runs with the secret. Stop the trial first.")
+        found = rotate(names.root)
+    print(found.token if TOKEN in argv else names.root / FILE)
+    return 0

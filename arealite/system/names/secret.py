@@ -1,0 +1,105 @@
+"""The secret of a trial: 32 random bytes in a file that only its owner can read.
+
+Every token and key with which a trial's processes prove that they belong to it is derived from this
+secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arealite.base.errors import UserError
+
+FILE = "secret"
+NUM_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The secret of one trial."""
+
+    key: bytes = field(repr=False)
+
+    @property
+    def token(self) -> str:
+        """The bearer token of the trial's HTTP servers."""
+        return self.derive("http").hex()
+
+    def derive(self, purpose: str) -> bytes:
+        """Return 32 bytes for one purpose; they reveal neither the secret nor those of others."""
+        return hmac.digest(self.key, purpose.encode(), "sha256")
+
+
+def read(folder: Path) -> Secret | None:
+    """Return the secret of the trial whose names are in `folder`; None if it has none.
+
+    Raises:
+        UserError: the file is not a secret, or other users can read it.
+    """
+    path = folder / FILE
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
+            about, text = os.fstat(file.fileno()), file.read(1024)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        raise UserError(f"other users can read the secret {path}: chmod 600 it, and rotate it.")
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != NUM_BYTES:
+        raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
+    return Secret(key)
+
+
+def create(folder: Path) -> Secret:
+    """Return the trial's secret, and make it if there is none yet; safe to call in parallel.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    return read(folder) or _put(folder, os.link)
+
+
+def rotate(folder: Path) -> Secret:
+    """Replace the trial's secret, and return the new one.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    return _put(folder, os.replace)
+
+
+def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
+    """Write a new secret and `put` it in place (os.link or os.replace): never half of one."""
+    name = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".secret-")  # mode 0600
+        with open(handle, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(NUM_BYTES) + "\n")
+        with suppress(FileExistsError):  # another process of the trial was faster
+            put(name, folder / FILE)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the secret in {folder}: {error.strerror}. Set cluster.name_root to a "
+            "folder that is writable."
+        ) from error
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+    made = read(folder)
+    assert made is not None
+    return made

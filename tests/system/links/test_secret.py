@@ -1,0 +1,95 @@
+"""Links with CURVE: a process with the trial's secret connects, others are refused and told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from arealite.base.errors import RoleError
+from arealite.system.links import wire
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.links.worker_link import WorkerLink
+from arealite.system.names.secret import Secret
+from tests.waiting import eventually
+
+OURS, THEIRS = Secret(b"a" * 32), Secret(b"b" * 32)
+
+
+def sockets(
+    server: Secret | None, client: Secret | None
+) -> tuple[wire.Context, list[zmq.Socket[bytes]]]:
+    context: wire.Context = zmq.Context()
+    router = wire.open_socket(context, zmq.ROUTER, server)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    dealer = wire.open_socket(context, zmq.DEALER, client)
+    dealer.connect(f"tcp://127.0.0.1:{port}")
+    return context, [router, dealer]
+
+
+def end(context: wire.Context, opened: list[zmq.Socket[bytes]]) -> None:
+    for socket in opened:
+        wire.close(socket, linger_ms=0)
+    context.term()
+
+
+@pytest.mark.parametrize("secret", [OURS, None])
+def test_both_directions_work_with_one_secret(secret: Secret | None) -> None:
+    context, (router, dealer) = sockets(secret, secret)
+    dealer.send(b"question")
+    route, text = router.recv_multipart()
+    router.send_multipart([route, text + b" answered"])
+    assert dealer.recv() == b"question answered"
+    assert wire.refusals(router) == wire.refusals(dealer) == 0
+    end(context, [router, dealer])
+
+
+@pytest.mark.parametrize(
+    ("server", "client"), [(OURS, THEIRS), (OURS, None), (None, OURS)], ids=["other", "none", "old"]
+)
+def test_another_secret_or_none_is_refused_and_counted(
+    server: Secret | None, client: Secret | None
+) -> None:
+    context, (router, dealer) = sockets(server, client)
+    dealer.send(b"question")
+    watched = router if server else dealer
+    assert watched.get_monitor_socket(wire.REFUSALS).poll(60_000)
+    assert wire.refusals(watched) > 0
+    assert not router.poll(0)
+    end(context, [router, dealer])
+
+
+def test_trainer_with_another_secret_is_told_and_ends() -> None:
+    context: wire.Context = zmq.Context()
+    router = wire.open_socket(context, zmq.ROUTER, OURS)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    link = TrainerLink(
+        lambda: f"tcp://127.0.0.1:{port}",
+        rank=0,
+        world_size=1,
+        silence_s=5.0,
+        context=context,
+        secret=THEIRS,
+    )
+    with capture_logs() as logs, pytest.raises(RoleError, match="silent"):
+        link.start(0)
+    assert wire.REFUSED in {str(line.get("why")) for line in logs}
+    link.close(linger_ms=0)
+    end(context, [router])
+
+
+async def test_worker_with_another_secret_is_told() -> None:
+    context: wire.Context = zmq.Context()
+    router = wire.open_socket(context, zmq.ROUTER, OURS)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    address = f"tcp://127.0.0.1:{port}"
+    link = WorkerLink(lambda: address, worker_id="w", capacity=1, context=context, secret=THEIRS)
+    with capture_logs() as logs:
+        running = asyncio.ensure_future(link.run())
+        why = lambda: [line for line in logs if line.get("why") == wire.REFUSED]  # noqa: E731
+        await eventually(why, "the line")
+        running.cancel()
+        await asyncio.wait([running])
+    end(context, [router])
