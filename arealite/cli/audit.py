@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     ledger = run if run.is_file() else RunPaths(run).ledger
     if not ledger.is_file():
         raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    console = Console(stderr=True)
+    console = Console(file=sys.__stderr__)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("trajectories", total=None)
         report = audit(ledger, on_row=lambda n, of: progress.update(task, completed=n, total=of))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from arealite.algo.pass_at_k import Estimate, ks, mean_of_tasks, mean_pass_at_k
@@ -20,6 +18,7 @@ from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
 from arealite.cli import check, sampling
 from arealite.cli.fold import fold
+from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
 
 ABOUT = """\
@@ -129,6 +128,8 @@ def show(result: Score) -> None:
         table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
         about = f"{row['samples']} samples of {row['tasks']} tasks"
         table.add_row("", "truncated", f"{row['truncated']:.3f}", about, end_section=True)
-    Console(markup=False, width=None if sys.stdout.isatty() else 1000).print(table)
+    terminal = Terminal()
+    terminal.width = terminal.width if terminal.is_terminal else 1000
+    terminal.print(table, soft_wrap=False)
     for name, failure in result["failures"].items():
         print(fold(f"{failure['attempts']} × {name}: {failure['first']}"))

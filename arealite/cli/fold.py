@@ -11,6 +11,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+from arealite.base.printable import unguarded
+
 ROOM, INDENT = 24, 4
 """Columns that the last field needs to be folded below itself, and the indent where it has less."""
 GAP = re.compile(r"^\s+|(?<![\s.!?:])\s{2,}")
@@ -20,7 +22,7 @@ COMMAND = re.compile(r"=\S+ [\w.]+=")
 
 def fold(text: str, stream: TextIO | None = None) -> str:
     """Return what to print on `stream`, by default stdout: a pipe or a file gets it unchanged."""
-    if not (stream or sys.stdout).isatty():
+    if not unguarded(stream or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns
     return "\n".join(_fold(row, width) for row in text.split("\n"))

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from arealite import __version__
 from arealite.base.errors import ArealiteError, UserError
+from arealite.base.printable import guard_output
 from arealite.base.registry import unknown
 from arealite.cli.fold import fold
 
@@ -71,6 +72,7 @@ def _main(args: Sequence[str]) -> int:
 
 def _piped(call: Callable[..., int], *words: Any) -> int:
     """Return the exit code of `call(*words)`; 141 where nobody reads on, as after `| head`."""
+    guard_output()
     try:
         code = call(*words)
         sys.stdout.flush()

@@ -65,9 +65,9 @@ def tell(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
         select.select([], [], [], every_s)
         shot = watch.read()
         progress.poll()
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(terminal.file, io.TextIOWrapper):
         # A terminal may know no blocks.
-        sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportUnknownMemberType]
+        terminal.file.reconfigure(errors="replace")  # pyright: ignore[reportUnknownMemberType]
     terminal.print(panel(shot, width=terminal.width))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.live import Live
 
 from arealite.base.names import RunPaths
+from arealite.base.printable import guard_output
 from arealite.impl.view.terminal import Terminal
 from arealite.system.health.snapshot import Metrics, Watch, is_step
 
@@ -102,6 +103,7 @@ class Progress:
             return
         over = threading.Event()
         with self._terminal.keep_panel() as live:
+            guard_output()  # rich has put its own streams before ours; they obey terminal codes
             # A thread, because a store or a disk that is away must not hold the launcher up.
             thread = threading.Thread(target=self._draw, args=(live, over), daemon=True)
             thread.start()

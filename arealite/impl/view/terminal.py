@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from arealite.base.printable import printable, unguarded
 from arealite.impl.view.panel import panel
 from arealite.system.health.snapshot import Watch
 
@@ -20,7 +21,14 @@ class Terminal(Console):
     """Where lines go as they are."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        super().__init__(
+            file=unguarded(sys.stdout), highlight=False, soft_wrap=True, markup=False, emoji=False
+        )
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None):
+        """Yield what is printed, with control characters in texts replaced; rich's own stay."""
+        for part in super().render(renderable, options):
+            yield part if part.control else part._replace(text=printable(part.text))
 
     def show_cursor(self, show: bool = True) -> bool:
         """Leave it as it is: who is killed could not bring it back."""
@@ -38,16 +46,14 @@ class Terminal(Console):
 
     def keep_panel(self) -> Live:
         """Return what keeps the panel below all that is printed in its body's time."""
-        return Live(console=self, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        return Live(console=self, auto_refresh=False, redirect_stderr=os.isatty(2))
 
     def draw(self, live: Live, watch: Watch) -> None:
         """Read the run, and then draw its panel: who prints waits for the drawing only."""
-        live.update(self._read(watch), refresh=True)
-
-    def _read(self, watch: Watch) -> RenderableType:
-        size = self.size
+        shown: RenderableType
         try:
             # The two columns at the right are for the ^C that a terminal echoes.
-            return panel(watch.read(), width=size.width - 2, height=size.height - 1)
+            shown = panel(watch.read(), width=self.width - 2, height=self.height - 1)
         except Exception as error:  # noqa: BLE001  (who looks must not end what it looks at)
-            return Text(f"no panel: {error!r}", no_wrap=True)
+            shown = Text(f"no panel: {error!r}", no_wrap=True)
+        live.update(shown, refresh=True)

@@ -117,6 +117,8 @@ def test_lines_of_a_host_whose_clock_is_behind_are_shown(
 SHOWN = """
 import subprocess, sys
 from pathlib import Path
+from arealite.base.printable import guard_output
+guard_output()
 from arealite.base import log
 from arealite.impl.launcher import progress as module
 from tests.waiting import until
