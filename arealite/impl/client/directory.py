@@ -123,7 +123,7 @@ class Directory:
             if server.misses >= MAX_MISSES or not is_named:
                 self._lose(server, f"no answer for {server.misses} x {self.timeout_s} s")
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            self._lose(server, repr(error))
+            self._lose(server, f"{type(error).__name__}: {error}")  # its repr may show a key
         else:
             server.misses, server.heard = 0, time.monotonic()
             server.version = wire.parse_version(info.weight_version)

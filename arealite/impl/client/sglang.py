@@ -267,7 +267,7 @@ class SGLangClient(LLMClient):
         self._directory.want()
         self._stats["failovers"] += 1
         generation.failed_at = server
-        logger.debug("failover", request=generation.request.request_id, error=repr(error))
+        logger.debug("failover", request=generation.request.request_id, error=str(error))
         await self._back_off(generation)
 
     async def _server_error(self, generation: Generation, server: Server, message: str) -> None:
@@ -322,7 +322,7 @@ class SGLangClient(LLMClient):
             ):
                 await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            logger.debug("abort failed", rid=rid, error=repr(error))
+            logger.debug("abort failed", rid=rid, error=str(error))
 
     def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -138,7 +138,7 @@ class Channel:
         except TimeoutError as error:
             raise EnvStepTimeout(f"{name}: no answer to {kind} in answer_s={seconds}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise EnvServerLost(f"{name}: {error!r}") from error
+            raise EnvServerLost(f"{name}: {type(error).__name__}: {error}") from error
         except asyncio.CancelledError:
             if not is_cancelled():
                 raise EnvServerLost(f"{name} is gone or silent") from None

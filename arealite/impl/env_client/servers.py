@@ -194,7 +194,8 @@ class Servers:
             except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
                 is_silent = time.monotonic() - server.heard > self.config.silence_s
                 if server.alive and (is_silent or isinstance(error, aiohttp.ClientConnectorError)):
-                    logger.warning("environment server lost", server=server.name, why=repr(error))
+                    why = f"{type(error).__name__}: {error}"  # its repr may show the token
+                    logger.warning("environment server lost", server=server.name, why=why)
                     server.lose()
             else:
                 if not server.alive:

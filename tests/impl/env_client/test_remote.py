@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from msgspec import structs
 from structlog.testing import capture_logs
 
@@ -16,9 +17,10 @@ from arealite.api.agent import AgentConfig
 from arealite.api.env import EnvConfig, envs
 from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.rollout_messages import Episode
+from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.env_client import servers as servers_module
-from arealite.impl.env_client.servers import parse
+from arealite.impl.env_client.servers import Servers, parse
 from arealite.impl.env_server.app import EnvServer
 from tests.fakes.client import response
 from tests.fakes.env_hosts import Moods
@@ -245,6 +247,30 @@ async def test_a_token_is_sent(monkeypatch) -> None:
         with pytest.raises(UserError, match=r"no server answers.* env\.runtime\.token_env"):
             async with collecting("host_steps", address, wait_s=0.1):
                 pass
+
+
+async def test_token_stays_out_of_the_log_when_a_server_answers_with_errors(monkeypatch) -> None:
+    async def fail(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer s3cret-token"
+        return web.Response(status=503)
+
+    monkeypatch.setenv("HOST_TOKEN", "s3cret-token")
+    monkeypatch.setattr(servers_module, "PROBE_S", 0.01)
+    app = web.Application()
+    app.router.add_get("/health", fail)
+    async with TestServer(app) as host:
+        config = EnvServersConfig(addresses=[str(host.make_url(""))], token_env="HOST_TOKEN")
+        servers = Servers(config)
+        with capture_logs() as events:
+            await servers.start()
+            try:
+                (server,) = servers.known
+                await asyncio.sleep(0)  # its task begins
+                server.alive, server.heard = True, float("-inf")
+                await eventually(lambda: events, what="a lost server")
+            finally:
+                await servers.close()
+    assert "503" in events[0]["why"] and "s3cret" not in str(events)
 
 
 async def test_no_redirect_is_followed(monkeypatch) -> None:
