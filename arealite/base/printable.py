@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import sys
 from typing import Any
@@ -37,7 +36,6 @@ def guard_output() -> None:
 
     Another call changes nothing, unless a library has replaced the streams since.
     """
-    os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 and later colour tracebacks
     for name in ("stdout", "stderr"):
         setattr(sys, name, PrintableStream(unguarded(getattr(sys, name))))
 

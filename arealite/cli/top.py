@@ -12,7 +12,7 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arealite.base import log
@@ -38,13 +38,11 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     watch, terminal = Watch(RunPaths(options.run)), Terminal()
-    try:
+    with suppress(KeyboardInterrupt):
         if terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
         else:
             tell(watch, terminal, every_s=0.0 if options.once else options.every)
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

@@ -70,10 +70,10 @@ class Progress:
         step = int(metrics["step"])
         if any(key.startswith("eval/") for key in metrics):
             self._evaluated = step
-            held_out = [
-                key for key in ("eval/reward", "eval/loss", "eval/accuracy") if key in metrics
-            ]
-            told = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in held_out)
+            found = {name: metrics.get(f"eval/{name}") for name in ("reward", "loss", "accuracy")}
+            told = ", ".join(
+                f"{name} {mean:.3f}" for name, mean in found.items() if mean is not None
+            )
             self.is_unevaluated = not told
             told = f"held-out {told}" if told else "every sample failed"
             self.say(f"eval at step {step}: {told}")

@@ -153,8 +153,7 @@ def let_go_of(held: Iterable[Callable[[], None]]) -> None:
         try:
             let_go()
         except Exception as error:  # noqa: BLE001  (the others must be let go of, too)
-            why = f"{type(error).__name__}: {error}"
-            logger.error("not closed", part=let_go.__qualname__, error=why)
+            logger.error("not closed", part=let_go.__qualname__, error=repr(error))
 
 
 def critic_of(config: ExperimentConfig, path: Path) -> Path:

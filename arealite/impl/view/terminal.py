@@ -21,9 +21,8 @@ class Terminal(Console):
     """Where lines go as they are."""
 
     def __init__(self) -> None:
-        super().__init__(
-            file=unguarded(sys.stdout), highlight=False, soft_wrap=True, markup=False, emoji=False
-        )
+        out = unguarded(sys.stdout)
+        super().__init__(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None):
         """Yield what is printed, with control characters in texts replaced; rich's own stay."""
@@ -41,8 +40,7 @@ class Terminal(Console):
             os.tcgetpgrp(sys.stdout.fileno())  # a terminal, and this session's own
         except OSError:
             return False
-        is_utf8 = self.encoding.startswith("utf")
-        return is_utf8 and not self.is_dumb_terminal and not os.environ.get("CI")
+        return self.encoding[:3] == "utf" and not self.is_dumb_terminal and not os.environ.get("CI")
 
     def keep_panel(self) -> Live:
         """Return what keeps the panel below all that is printed in its body's time."""
