@@ -34,7 +34,7 @@ class PrintableStream(codecs.StreamWriter):
 def guard_output() -> None:
     """Replace control characters in whatever this process prints from now on.
 
-    Another call changes nothing, unless a library has replaced the streams since.
+    A second call changes nothing, unless a library has put its own streams in place of the filter.
     """
     for name in ("stdout", "stderr"):
         setattr(sys, name, PrintableStream(unguarded(getattr(sys, name))))

@@ -71,7 +71,10 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _piped(call: Callable[..., int], *words: Any) -> int:
-    """Return the exit code of `call(*words)`; 141 where nobody reads on, as after `| head`."""
+    """Return the exit code of `call(*words)`; 141 where nobody reads on, as after `| head`.
+
+    Control characters in what it prints are replaced; the filter stays for what Python prints last.
+    """
     guard_output()
     os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 and later colour tracebacks
     try:

@@ -70,10 +70,8 @@ class Progress:
         step = int(metrics["step"])
         if any(key.startswith("eval/") for key in metrics):
             self._evaluated = step
-            found = {name: metrics.get(f"eval/{name}") for name in ("reward", "loss", "accuracy")}
-            told = ", ".join(
-                f"{name} {mean:.3f}" for name, mean in found.items() if mean is not None
-            )
+            held_out = [n for n in ("reward", "loss", "accuracy") if f"eval/{n}" in metrics]
+            told = ", ".join(f"{name} {metrics[f'eval/{name}']:.3f}" for name in held_out)
             self.is_unevaluated = not told
             told = f"held-out {told}" if told else "every sample failed"
             self.say(f"eval at step {step}: {told}")

@@ -18,7 +18,7 @@ from arealite.system.health.snapshot import Watch
 
 
 class Terminal(Console):
-    """Where lines go as they are."""
+    """Prints lines without markup, below the filter of `base.printable`; the panel draws itself."""
 
     def __init__(self) -> None:
         out = unguarded(sys.stdout)
@@ -48,7 +48,6 @@ class Terminal(Console):
 
     def draw(self, live: Live, watch: Watch) -> None:
         """Read the run, and then draw its panel: who prints waits for the drawing only."""
-        shown: RenderableType
         try:
             # The two columns at the right are for the ^C that a terminal echoes.
             shown = panel(watch.read(), width=self.width - 2, height=self.height - 1)
