@@ -106,6 +106,8 @@ class NameRegistry:
                 a secret.
         """
         check_folder(self.root, "folder of names", "cluster.name_root")
+        if not self.is_secured:
+            logger.warning("cluster.security is off: whoever reaches a port controls the run")
         if self.is_secured and read(self.root) is None:
             for role in ("llm_server", "datapipe"):
                 if found := [e for e in self.list(role) if e.value.get("type") != "external"]:
