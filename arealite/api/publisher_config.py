@@ -48,6 +48,9 @@ class PublisherConfig:
         "retract", "recompute prefixes, keep the old KV, or abort and resubmit"
     )
     timeout_s: float = opt(60.0, "for a server to take a version, else it is quarantined", above=0)
+    continue_paused: bool = opt(
+        True, "continue a server that another client paused; false: for servers shared on purpose"
+    )
     bucket_mb: int = opt(256, "weights travel in buckets of this size ; files, too", at_least=1)
     disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")
     distributed: DistributedPublisherConfig = sub(

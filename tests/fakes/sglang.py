@@ -71,6 +71,10 @@ class FakeSGLang:
         """False: like SGLang before 0.5.19, no per-token versions."""
         self.sessions = True
         """False: like SGLang before 0.5.21, no begin_weight_update and end_weight_update."""
+        self.stubborn = 0
+        """So many more calls of /continue_generation leave it paused."""
+        self.tells_pause = True
+        """False: like SGLang 0.5.9, no /ready."""
         self.pause_modes = ("abort", "retract", "in_place")
         self.buckets = True
         """False: a distributed update takes no flattened_bucket."""
@@ -95,6 +99,8 @@ class FakeSGLang:
         self._faults: defaultdict[str, deque[str]] = defaultdict(deque)
         self._changed = asyncio.Condition()
         self._updating = False
+        self.asked_ready = asyncio.Event()
+        """Set when it is asked whether it is ready."""
         self._reported: str | None = None
         """What /model_info says where it is not `version`: after an update that was not flushed."""
         self.weights = WeightRoutes(self)
@@ -210,6 +216,7 @@ class FakeSGLang:
         for path, handler in (own | self.weights.handlers()).items():
             app.router.add_post(path, handler)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_get("/openapi.json", self._openapi)
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
@@ -258,6 +265,12 @@ class FakeSGLang:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        self.asked_ready.set()
+        if not self.tells_pause:
+            return web.Response(status=404)
+        return web.Response(status=503 if self.paused else 200)
 
     async def _info(self, request: web.Request) -> web.Response:
         extra = {"is_generation": True, "weight_version": self.reported, "status": "ready"}
@@ -420,7 +433,8 @@ class FakeSGLang:
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:
-        self.paused = None
+        self.stubborn, stays = max(0, self.stubborn - 1), self.stubborn > 0
+        self.paused = self.paused if stays else None
         await self._notify()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 

@@ -24,7 +24,7 @@ from arealite.base.model_folder import read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.impl.publisher.shapes import Shapes, check_shapes
 from arealite.system.health.deadlines import deadline
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import PAUSER, Wait, table, waiting
 
 logger = log.get(__name__)
 
@@ -71,6 +71,8 @@ class Server:
     """Only a part of a version has come: it must not generate under a version's name."""
     is_open: bool = False
     """In a weight-update session."""
+    foreign_pause: Wait | None = None
+    """Since when a pause by another client is seen; None: there was none when last asked."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     known: Capabilities | None = None
     _greeted: bool = False
@@ -217,6 +219,34 @@ class Server:
         """Ask which version it holds; None where the server does not say."""
         async with self.bounded("model info", CONTINUE_S):
             return (await self._get("/model_info", needed=True)).get("weight_version")
+
+    async def end_foreign_pause(self, *, resume: bool) -> None:
+        """Look for a pause by another client. Continue the server, or show the pause in vitals.
+
+        The caller holds `lock`: no update of its own is under way. SGLang 0.5.9 has no /ready. Such
+        a server is continued every time, which has no effect on a server that is not paused.
+        """
+        url, bound = self.address + "/ready", self.bounded("whether it is paused", CONTINUE_S)
+        async with bound, self.session.get(url) as response:
+            status = response.status
+        if status != 503:
+            self.forget_pause()
+        elif self.foreign_pause is None:
+            why = "by a client that is not this trial's publisher"
+            why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
+            self.foreign_pause = Wait("its continuation", PAUSER, self.role, detail=why)
+            logger.warning("server is paused " + why, server=self.id, continued=resume)
+        if resume and status != 200:
+            async with self.bounded("a continue", CONTINUE_S):
+                await self.demand("/continue_generation", {})
+        elif self.foreign_pause is not None:
+            table.add(self.foreign_pause)
+
+    def forget_pause(self) -> None:
+        """Take a pause by another client out of vitals."""
+        if self.foreign_pause is not None:
+            table.discard(self.foreign_pause)
+            self.foreign_pause = None
 
     # ------------------------------------------------------------ inside
 

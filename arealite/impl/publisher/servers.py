@@ -162,7 +162,7 @@ class ServersPublisher(WeightPublisher):
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
         found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
         for key in self._servers.keys() - found.keys():
-            del self._servers[key]
+            self._servers.pop(key).forget_pause()
         for key in found.keys() - self._servers.keys():
             entry = found[key]
             folder = str(entry.value.get("model_path") or "")
@@ -228,6 +228,8 @@ class ServersPublisher(WeightPublisher):
                 return
             try:
                 if server.held == version and (not ask or await server.version() == str(version)):
+                    if ask:
+                        await server.end_foreign_pause(resume=self.config.continue_paused)
                     return
                 server.held = None
                 async with server.bounded(f"{server.id} to answer", self.config.timeout_s):

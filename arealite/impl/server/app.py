@@ -127,6 +127,7 @@ class App:
             "architectures": model.architectures,
             "vocab_size": model.vocab_size,
             "context_length": model.context_length,
+            "paused_s": self.engine.paused_s,
         }
 
     async def _model_info(self, request: web.Request) -> web.Response:

@@ -176,7 +176,7 @@ class EmbeddedServer(LLMServer):
     def _entry(self, app: App) -> dict[str, Any]:
         """Return what stands in the name registry."""
         about = app.describe()
-        names = ("model_type", "architectures", "vocab_size", "context_length")
+        names = ("model_type", "architectures", "vocab_size", "context_length", "paused_s")
         return {
             "address": self.address,
             "type": "embedded" if self._shared is None else "shared",

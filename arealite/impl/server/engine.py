@@ -53,8 +53,13 @@ class Engine:
         """Each waits for a pause, or for the running requests to end; none is admitted then."""
         self._outbox: list[Generation] = []
         self._closing = False
-        self._paused_at = 0.0
+        self._paused_at = time.perf_counter()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def paused_s(self) -> float | None:
+        """Seconds since the pause began; None while not paused."""
+        return None if self.paused is None else round(time.perf_counter() - self._paused_at, 1)
 
     def start(self) -> None:
         """Start the thread."""

@@ -128,6 +128,8 @@ def told(entries: Sequence[Entry]) -> str:
     versions = sorted({str(entry.value.get("version")) for entry in entries})
     loads = [load for entry in entries if (load := entry.value.get("load"))]
     text = f"  version {' '.join(versions)}" if versions else ""
+    paused = [seconds for entry in entries if (seconds := entry.value.get("paused_s"))]
+    text += f"  paused for {max(paused):,.0f} s" if paused else ""
     for kind in ("running", "waiting"):
         text += f"  {sum(load[kind] for load in loads):,} {kind}" if loads else ""
     return text

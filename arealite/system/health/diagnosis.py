@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,16 +21,17 @@ import msgspec
 
 from arealite.system.clocks import folder_time
 from arealite.system.health.vitals import BEAT_S, Vitals, Waits, process, spent
-from arealite.system.health.waits import ITSELF, KEEPER, OTHER_RANKS
+from arealite.system.health.waits import ITSELF, KEEPER, OTHER_RANKS, PAUSER
 
 Cause = Literal[
-    "stopped", "dead", "crashing", "silent", "blocked", "starved", "overdue", "starting"
+    "stopped", "dead", "crashing", "silent", "blocked", "starved", "paused", "overdue", "starting"
 ]
 """stopped: the kernel holds the process (SIGSTOP, a debugger). dead: the process is gone. crashing:
 the process died and its parent restarts it. silent: the process runs, but shows no sign of life.
 blocked: the event loop runs nothing. starved: the process would be neither if it got a CPU.
-overdue: the process lives, but others wait for it beyond their deadline. starting: the parent
-started the process, which has shown no vitals yet."""
+paused: a client that is not this trial's publisher paused the server. overdue: the process lives,
+but others wait for it beyond their deadline. starting: the parent started the process, which has
+shown no vitals yet."""
 ORDER: tuple[Cause, ...] = get_args(Cause)
 
 SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0
@@ -165,7 +167,8 @@ def examine(
     waitings = Waitings(roles, troubled=found)
     crashing = {each.culprit: each for each in waitings.restarted()}
     found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
-    for late in [*waitings.absent(), *waitings.overdue(overdue_s), *waitings.slow()]:
+    late_ones = waitings.paused(), waitings.absent(), waitings.overdue(overdue_s), waitings.slow()
+    for late in chain(*late_ones):
         found.setdefault(late.culprit, late)
     whole = [replace(each, victims=tuple(waitings.victims(name))) for name, each in found.items()]
     kept = [f for f in whole if f.cause != "dead" or f.victims or f.since_s < FORGOTTEN_S]
@@ -191,6 +194,12 @@ class Waitings:
                 cause: Cause = "crashing" if wait.detail else "starting"
                 what = f"{wait.what}: {wait.detail or 'it is not up yet'}"
                 yield Finding(wait.on, cause, wait.waited_s + role.age_s, what)
+
+    def paused(self) -> Iterator[Finding]:
+        """Find servers that a publisher found paused by another client."""
+        for role, wait, _ in self.all:
+            if wait.owner == PAUSER:
+                yield Finding(wait.on, "paused", wait.waited_s + role.age_s, wait.detail)
 
     def absent(self) -> Iterator[Finding]:
         """Find ranks that others meet in a collective, and that are no more."""
@@ -235,7 +244,7 @@ class Waitings:
             size = len(held)
             held |= {role.name for role, _, targets in self.all if targets & held}
         for role, wait, targets in self.all:
-            if targets & held and role.name != culprit and wait.owner != KEEPER:
+            if targets & held and role.name != culprit and wait.owner not in (KEEPER, PAUSER):
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
                 yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"
 

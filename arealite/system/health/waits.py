@@ -16,6 +16,8 @@ OTHER_RANKS = "the other ranks"
 KEEPER = "keeper"
 """As `owner`: a parent process that is starting role `on`. `detail` is the reason of the last death
 of that role; "" if there was none."""
+PAUSER = "pauser"
+"""As `owner`: a publisher that finds server `on` paused by another client. `detail` says more."""
 ITSELF = "itself"
 """As `on`, of a computation: by experience, it takes no longer than `seconds`."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from arealite.base.errors import UserError
 from arealite.impl.publisher.disk import DiskPublisher
+from arealite.system.health.waits import PAUSER, Wait, table
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
 from tests.waiting import eventually
@@ -68,3 +72,69 @@ async def test_a_thread_that_fails_as_it_starts_is_not_waited_for(
     async with asyncio.timeout(60):
         with pytest.raises(RuntimeError, match="closed"):
             await site.publish(1)
+
+
+def pauses() -> list[Wait]:
+    """Return the foreign pauses that this process shows in its vitals."""
+    return [wait for wait in list(table) if wait.owner == PAUSER]
+
+
+def told(events: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return, for each line about a foreign pause, whether the server was continued."""
+    return [e["continued"] for e in events if e["event"].startswith("server is paused by a client")]
+
+
+@pytest.mark.parametrize("tells_pause", [True, False], ids=["ready", "no /ready"])
+async def test_server_paused_by_another_client_is_continued(site: Site, tells_pause: bool) -> None:
+    async with servers(site, 2) as (one, other):
+        one.tells_pause = tells_pause
+        await site.publish(1)
+        one.paused = "retract"
+        await eventually(lambda: one.paused is None, "a continue")
+        assert (one.version, other.version, pauses()) == ("1", "1", [])
+
+
+async def test_one_pause_by_another_client_is_one_line_of_the_log(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        await site.publish(1)
+        with capture_logs() as events:
+            server.stubborn, server.paused = 3, "abort"
+            await eventually(lambda: server.paused is None, "a continue")
+            assert told(events) == [True]
+            server.asked_ready.clear()
+            await asyncio.wait_for(server.asked_ready.wait(), 60)
+            server.paused = "abort"
+            await eventually(lambda: server.paused is None, "a continue")
+        assert told(events) == [True, True]
+
+
+async def test_server_shared_on_purpose_stays_paused_and_vitals_show_it(site: Site) -> None:
+    async with servers(site, 1) as (server,):
+        with capture_logs() as events:
+            await site.publish(1, continue_paused=False)
+            server.paused = "retract"
+            (wait,) = await eventually(pauses, "a pause")
+        assert (wait.on, server.paused, told(events)) == ("llm_server-s0", "retract", [False])
+        assert "continue_paused=false" in wait.detail
+        server.paused = None
+        await eventually(lambda: not pauses(), "no pause")
+        server.paused = "retract"
+        await eventually(pauses, "a pause")
+        site.names.remove("llm_server", "s0")
+        await eventually(lambda: not pauses(), "no server")
+
+
+async def test_pause_of_an_update_under_way_is_not_ended(site: Site) -> None:
+    async with servers(site, 2) as (slow, other):
+        await site.publish(1)
+        hangs = asyncio.Event()
+        slow.on_hang = hangs.set
+        slow.fail_next("hang", path="/update_weights_from_disk")
+        pushing = asyncio.ensure_future(site.publish(2))
+        await hangs.wait()
+        await eventually(lambda: other.version == "2" and other.paused is None, "an update")
+        other.paused = "retract"
+        await eventually(lambda: other.paused is None, "the watch to come round")
+        assert (slow.paused, slow.version) == ("retract", "1")
+        site.patience.end("llm_server-s0")
+        assert (await pushing).quarantined == ["s0"]

@@ -205,6 +205,24 @@ async def test_paused_servers_are_healthy_but_not_ready(session: aiohttp.ClientS
         assert (await response.json())["data"][0]["max_model_len"] == 512
 
 
+async def test_paused_server_tells_since_when(folders: list[Path], tmp_path: Path) -> None:
+    config = server_config(folders[0], tmp_path)
+    registry = NameRegistry.of(config)
+    async with running(config) as server, aiohttp.ClientSession(server.address) as session:
+        for mode in ("retract", "abort"):  # a second pause does not begin anew
+            await post(session, "/pause_generation", mode=mode)
+        server.engine._paused_at -= 3600.0
+        for path in ("/model_info", "/server_info"):
+            async with session.get(path) as response:
+                assert 3600.0 <= (await response.json())["paused_s"] < 7200.0
+        await eventually(
+            lambda: (registry.list("llm_server")[0].value["paused_s"] or 0.0) >= 3600.0, "a name"
+        )
+        await post(session, "/continue_generation")
+        async with session.get("/model_info") as response:
+            assert (await response.json())["paused_s"] is None
+
+
 async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Path) -> None:
     config = server_config(folders[0], tmp_path, context_length=100)
     registry = NameRegistry.of(config)
@@ -218,6 +236,7 @@ async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Pa
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 64,
             "context_length": 100,
+            "paused_s": None,
             "version": "default",
             "load": {"running": 0, "waiting": 0, "capacity": 64},
             "host": "127.0.0.1",

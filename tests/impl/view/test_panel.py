@@ -140,6 +140,12 @@ def test_many_servers_are_told_together():
     assert sum("host-" in line for line in lines) == 8
 
 
+def test_paused_server_is_shown_with_the_seconds_of_its_pause():
+    lines = drawn(shot(servers=[server(1, paused_s=83.4), server(2, paused_s=None)]))
+    assert any("host-1  version 9  paused for 83 s  3 running" in line for line in lines)
+    assert any("host-2  version 9  3 running" in line for line in lines)
+
+
 def test_a_server_that_says_little_is_shown():
     lines = drawn(shot(servers=[Entry("llm_server", "a", {"version": None, "load": None}, 0.0)]))
     assert any("a  version None  beat 0.0 s" in line for line in lines)

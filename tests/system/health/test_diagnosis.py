@@ -13,7 +13,7 @@ import pytest
 from arealite.system.health import diagnosis, vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.vitals import Waits
-from arealite.system.health.waits import KEEPER, OTHER_RANKS
+from arealite.system.health.waits import KEEPER, OTHER_RANKS, PAUSER
 from tests.system.health.living import MY_START, show, wait
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -89,6 +89,20 @@ def test_who_shows_no_life_is_silent_and_all_who_wait_are_its_victims(tmp_path: 
         "trainer-0: BatchRequest 12",
         "trainer-1: collective 8",
     ]
+
+
+def test_server_paused_by_another_client_is_named_at_once(tmp_path: Path) -> None:
+    """Also where those who wait for it would be said to wait for something else."""
+    show(tmp_path, "llm_server-a")
+    show(tmp_path, "rollout-0", wait("g3/0", "llm_server-a", 9.0, seconds=300.0, count=256))
+    why = "by a client that is not this trial's publisher"
+    seen = wait("its continuation", "llm_server-a", 1.5, owner=PAUSER, detail=why)
+    show(tmp_path, "trainer-0", seen)
+    finding = only(examine(tmp_path))
+    assert (finding.culprit, finding.cause) == ("llm_server-a", "paused")
+    assert finding.since_s == pytest.approx(1.5, abs=0.1)
+    assert finding.victims == ("rollout-0: g3/0 (and 255 more), 9.0 s",)
+    assert finding.detail == why
 
 
 def test_a_blocked_loop_is_named_with_its_stack_only_after_a_while(tmp_path: Path) -> None:
