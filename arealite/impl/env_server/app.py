@@ -23,17 +23,26 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_address
 from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
-from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, Refused, encode, frame, refusal
+from arealite.impl.env_server.wire import (
+    CAPACITY,
+    MessageTooLarge,
+    Refused,
+    decoder,
+    encode,
+    frame,
+    refusal,
+)
+from arealite.impl.http_limits import LimitedRunner
 from arealite.impl.server.guard import guard
 from arealite.system.health.limits import END_S, Limit, Limits
 
 logger = log.get(__name__)
-decode = msgspec.json.Decoder(Message).decode
-decode_reset = msgspec.json.Decoder(Reset).decode
-decode_step = msgspec.json.Decoder(Step).decode
-decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-decode_batch = msgspec.json.Decoder(list[Message]).decode
+decode, decode_batch = decoder(Message), decoder(list[Message])
+decode_reset, decode_step = decoder(Reset), decoder(Step)
+decode_members = decoder(dict[str, msgspec.Raw])
 
+NOT_ENCODED = (MessageTooLarge, TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding an answer raises."""
 CLOSE_S = 1.0
 """A peer that is told good-bye has this long to say it, too."""
 STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
@@ -72,9 +81,8 @@ class EnvServer:
             stack.push_async_callback(self.env.close)
             await self.env.setup()
             stack.push_async_callback(self._ended)
-            runner = web.AppRunner(
-                self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
-            )
+            bodies = {"/reset": self._max_bytes, "/step": self._max_bytes}
+            runner = LimitedRunner(self._app(), bodies=bodies, shutdown_timeout=0.1)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, host, port).start()
@@ -82,7 +90,7 @@ class EnvServer:
 
     def _app(self) -> web.Application:
         checks = [guard(self._token, self.options.host)]
-        app = web.Application(client_max_size=self._max_bytes, middlewares=checks)
+        app = web.Application(middlewares=checks)
         routes = web.post("/reset", self._post), web.post("/step", self._post)
         app.add_routes([web.get("/ws", self._socket), web.get("/ws/batch", self._socket), *routes])
         for path, tell in {
@@ -154,7 +162,8 @@ class EnvServer:
             if received.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 return
             try:
-                message = decode(received.data)
+                text = received.data
+                message = decode(text if isinstance(text, bytes) else text.encode())
                 if message.type == "close":
                     await socket.close()
                     return
@@ -164,7 +173,7 @@ class EnvServer:
                 text = frame(kind, data, self._max_bytes)
             except (Refused, msgspec.MsgspecError) as error:
                 text = frame("error", refusal(error), self._max_bytes)
-            except (MessageTooLarge, TypeError, ValueError) as error:
+            except NOT_ENCODED as error:
                 for session in own.values():  # what cannot be told ends the episode
                     await session.end()
                 text = frame("error", refusal(error), self._max_bytes)

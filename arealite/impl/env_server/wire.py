@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +22,12 @@ FATAL: dict[str, type[ArealiteError]] = {
 INVALID_ACTION = "env_action_invalid"
 """As a failure class: the server cannot follow a message; its session stays as it was."""
 MAX_NAME, MAX_TEXT = 64, 2000
+MAX_PARTS = 2**16
+"""Lists and objects in a message: each costs about 0.5 us of CPU time, for Python's garbage
+collector visits them all while they are made. Brackets in texts count, too."""
+
+
+T = TypeVar("T")
 
 
 class MessageTooLarge(EpisodeError):
@@ -43,6 +50,26 @@ class Refused(Exception):
     def __init__(self, message: str, code: str = INVALID) -> None:
         super().__init__(message)
         self.code = code
+
+
+def decoder(kind: type[T]) -> Callable[[bytes | msgspec.Raw], T]:
+    """Return a function that decodes a message, or a part of a message.
+
+    It raises Refused or msgspec.MsgspecError.
+    """
+    decode = msgspec.json.Decoder(kind).decode
+
+    def checked(raw: bytes | msgspec.Raw) -> T:
+        parts = bytes(raw).count(b"[") + bytes(raw).count(b"{")
+        if parts > MAX_PARTS:
+            why = f"{parts} lists, objects and brackets in texts; at most {MAX_PARTS}"
+            raise Refused(why, "TOO_MANY_PARTS")
+        try:
+            return decode(raw)
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise Refused(str(error), "INVALID_JSON") from error
+
+    return checked
 
 
 def frame(kind: str, data: Any, max_bytes: int) -> str:

@@ -24,6 +24,7 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import check_layers, exact_length
 from arealite.base.places import check_address
 from arealite.base.signals import STOP
+from arealite.impl.http_limits import LimitedRunner
 from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
@@ -71,9 +72,7 @@ class EmbeddedServer(LLMServer):
         names = config.llm_server.host, config.cluster.host, config.reachable_host
         check = guard(secret.token if secret else "", *names)
         app = App(engine, self._model, is_shared=is_shared, check=check)
-        runner = web.AppRunner(
-            app.make(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
+        runner = LimitedRunner(app.make(), bodies=app.bodies(), shutdown_timeout=SHUTDOWN_S)
         await runner.setup()
         if is_shared:
             engine.paused = "in_place"

@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+"""Longer numbers are refused before they are decoded, which takes the square of their length."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SGLang's sampling parameters, those that are served here."""
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
+    max_new_tokens: Int32 | None = 128
+    min_new_tokens: Int32 = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: Int32 = -1
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int32] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False

@@ -10,11 +10,11 @@ import math
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from arealite.impl.server.generation import Generation, SamplingParams
+from arealite.impl.server.generation import Generation, Int32, SamplingParams
 
 
 class Refusal(Exception):
@@ -24,12 +24,12 @@ class Refusal(Exception):
 class GenerateBody(msgspec.Struct, frozen=True):
     """POST /generate. Unknown fields are ignored, as SGLang does."""
 
-    input_ids: list[int] | None = None
+    input_ids: list[Int32] | None = None
     sampling_params: SamplingParams | None = None
     rid: str | None = None
     return_logprob: bool = False
-    logprob_start_len: int | None = None
-    top_logprobs_num: int = 0
+    logprob_start_len: Int32 | None = None
+    top_logprobs_num: Int32 = 0
     stream: bool = False
 
 
@@ -70,7 +70,7 @@ class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
 
     names: list[str]
     dtypes: list[str]
-    shapes: list[list[int]]
+    shapes: list[list[Int32]]
     group_name: str = "weight_update_group"
     load_format: str | None = None
     """"flattened_bucket": one broadcast of all bytes."""
@@ -80,9 +80,9 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
     """POST /init_weights_update_group."""
 
     master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
+    master_port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, lt=2**16)]
     group_name: str = "weight_update_group"
     backend: str = "nccl"
 

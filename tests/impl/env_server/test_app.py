@@ -73,6 +73,36 @@ async def test_garbage_is_refused(raw: str) -> None:
         assert (await wire.reset("go"))["done"] is False
 
 
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b'{"type": "reset", "data": ' + b"[" * 5_000, "INVALID_JSON"),
+        (
+            b'{"type": "reset", "data": {"task": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_002,
+            "INVALID_JSON",
+        ),
+        (b'{"type": "reset", "data": {"task": {"prompt": "\xff"}}}', "INVALID_JSON"),
+        (b'{"type": "reset", "data": {"seed": 1' + b"0" * 5_000 + b"}}", "VALIDATION_ERROR"),
+        (b'{"type": "reset", "data": {"task": [' + b"[]," * 70_000 + b"1]}}", "TOO_MANY_PARTS"),
+        (b'{"type": "batch", "data": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", "INVALID_JSON"),
+    ],
+    ids=["open", "deep", "no text", "long number", "many parts", "deep batch"],
+)
+async def test_message_too_hard_to_decode_is_refused_and_changes_nothing(
+    raw: bytes, code: str
+) -> None:
+    async with hosted("host_steps") as (_, address), wired(address) as wire:
+        await wire.reset("go")
+        await wire.socket.send_bytes(raw)
+        said = await wire.said()
+        assert (said["type"], said["data"]["code"]) == ("error", code)
+        assert (await wire.ask("step", {"text": "a"}))["reward"] == 0.5
+        async with aiohttp.ClientSession() as session:
+            data = raw.partition(b'"data": ')[2][:-1]
+            async with session.post(f"http://{address}/reset", data=data) as answer:
+                assert answer.status == 422
+
+
 async def test_a_reset_without_a_task_draws_one_by_its_seed() -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from arealite.base.errors import RoleError, UserError
+from arealite.impl.server import app as app_module
 from arealite.impl.server import embedded as embedded_module
+from arealite.impl.server import protocol
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.embedded import Brake, embedded, running, server_config
@@ -139,13 +142,23 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         (b"\xff\xfe", ""),
         (b"[1, 2]", "Expected `object`"),
         (b"", "Either text, input_ids"),
-        (b'{"x": ' + b"[" * 100_000, ""),
+        (b'{"x": ' + b"[" * 5_000, "recursion"),
+        (b'{"input_ids": [' + b"1" * 4_000 + b"]}", "Expected `int` <= 2147483647"),
+        (b'{"input_ids": [5], "sampling_params": {"top_k": 9999999999}}', "Expected `int` <="),
+        (b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}', "malformed"),
+        (b'{"input_ids": [5], "sampling_params": {"temperature": 1e999}}', "out of range"),
+        ({"sampling_params": {"temperature": -0.5}}, "temperature must be a non-negative finite"),
+        ({"sampling_params": {"top_p": -0.5}}, "top_p must be in (0, 1]"),
+        ({"sampling_params": {"top_k": -2}}, "top_k must be"),
+        ({"sampling_params": {"min_new_tokens": -1}}, "min_new_tokens must be"),
+        ({"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids must lie"),
         ({"input_ids": "abc"}, "Expected"),
         ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),
         ({"input_ids": [1.5]}, "Expected"),
         ({"input_ids": []}, "takes input_ids only"),
         ({"stream": True}, "does not stream"),
-        ({"input_ids": [10**30]}, "input_ids must lie"),
+        ({"input_ids": [-1]}, "input_ids must lie"),
+        ({"input_ids": [64]}, "input_ids must lie"),
         ({"sampling_params": {"foo": 1}}, "unknown field `foo`, expected one of"),
         ({"sampling_params": {"max_new_tokens": "3"}}, "Expected `int"),
         ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be"),
@@ -170,6 +183,82 @@ async def test_nonsense_is_refused_with_a_reason(
         answer = msgspec.json.decode(await response.read())
     assert text in answer["error"]["message"]
     assert (await post(session, "/generate", **GOOD))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/generate", 2**16 + 512 * len("64, ")),
+        ("/pause_generation", 2**16),
+        ("/abort_request", 2**16),
+        ("/update_weights_from_disk", 2**16),
+        ("/init_weights_update_group", 2**16),
+    ],
+)
+async def test_body_is_as_long_as_its_route_needs_and_no_longer(
+    session: aiohttp.ClientSession, path: str, most: int
+) -> None:
+    for size, statuses in ((most, (200, 400)), (most + 1, (413,))):
+        async with session.post(path, data=b" " * size) as response:
+            assert response.status in statuses
+            assert response.status != 413 or f"size {most} exceeded" in await response.text()
+    assert (await post(session, "/continue_generation"))[0] == 200
+    assert (await post(session, "/generate", **GOOD))[0] == 200
+
+
+async def test_prompt_of_the_whole_context_with_long_stop_strings_is_taken(
+    session: aiohttp.ClientSession,
+) -> None:
+    """Spaces behind commas, as json.dumps writes them."""
+    sampling = {"max_new_tokens": 1, "stop": ["never there" * 400] * 10}
+    assert (await post(session, "/generate", input_ids=[63] * 511, sampling_params=sampling))[
+        0
+    ] == 200
+
+
+async def test_layout_of_all_tensors_is_not_too_long(
+    server: EmbeddedServer, session: aiohttp.ClientSession
+) -> None:
+    tensors = server.engine.decoder.model.state_dict()
+    body = {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": "g" * 2**16,
+    }
+    assert (await post(session, "/begin_weight_update"))[0] == 200
+    status, answer = await post(session, "/update_weights_from_distributed", **body)
+    assert (status, "init_weights_update_group" in answer["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"master_port": 0}, {"master_port": 2**16}, {"world_size": 1}, {"rank_offset": -1}]
+)
+async def test_impossible_group_is_refused_without_a_thread(
+    session: aiohttp.ClientSession, change: dict[str, int]
+) -> None:
+    body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
+    threads = threading.active_count()
+    status, answer = await post(session, "/init_weights_update_group", **(body | change))
+    assert (status, threading.active_count()) == (400, threads)
+    assert f"$.{next(iter(change))}" in answer["message"]
+
+
+async def test_long_answers_are_made_in_another_thread(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+    plain = protocol.answer
+
+    def answer(*args: Any, **options: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(protocol, "answer", answer)
+    monkeypatch.setattr(app_module, "LONG_ANSWER", 5)
+    assert len((await generate(session, [5], 6))["output_ids"]) == 6
+    assert len((await generate(session, [5], 5))["output_ids"]) == 5
+    assert [name == "MainThread" for name in threads] == [False, True]
 
 
 async def test_unknown_top_level_fields_are_ignored(session: aiohttp.ClientSession) -> None:
