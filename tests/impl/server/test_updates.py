@@ -57,6 +57,10 @@ async def join(trainer: Trainer, server: Backend) -> None:
         ({"dtypes": ["int32"]}, "has dtype torch.int32, the model torch.float32"),
         ({"dtypes": ["nonsense"]}, "has no dtype of torch: 'nonsense'"),
         ({"dtypes": ["add"]}, "has no dtype of torch: 'add'"),
+        (
+            {"names": ["model.norm.weight"] * 2, "dtypes": ["float32"] * 2, "shapes": [[32]] * 2},
+            "twice",
+        ),
         ({"shapes": []}, "names, dtypes and shapes differ in length"),
         ({"shapes": [["a"]]}, "Expected `int`"),
     ],

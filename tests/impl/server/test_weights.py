@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,74 @@ def test_broken_files_are_refused(model: Any, folders: list[Path], tmp_path: Pat
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match="Failed to get weights iterator"):
         stage(model, tmp_path)
+
+
+def fifo(folder: Path) -> str:
+    os.mkfifo(folder / "fifo")
+    return str(folder / "fifo")
+
+
+def fifo_inside(folder: Path) -> str:
+    os.mkfifo(folder / "model.safetensors")
+    return str(folder)
+
+
+def device_inside(folder: Path) -> str:
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    return str(folder)
+
+
+def folder_inside(folder: Path) -> str:
+    (folder / "model.safetensors").mkdir()
+    return str(folder)
+
+
+def dangling(folder: Path) -> str:
+    (folder / "model.safetensors").symlink_to(folder / "nothing")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (fifo, "fifo' is not a folder"),
+        (lambda _: "/dev/zero", "'/dev/zero' is not a folder"),
+        (lambda _: __file__, "is not a folder"),
+        (lambda _: "", "No such file"),
+        (lambda _: "a" * 50_000, "aaa.*File name too long"),
+        (lambda _: "a\0b", "embedded null"),
+        (lambda _: "\ud800", "surrogates not allowed"),
+        (lambda folder: str(folder), "no safetensors in"),
+        (fifo_inside, "model.safetensors' is not a regular file"),
+        (device_inside, "model.safetensors' is not a regular file"),
+        (folder_inside, "model.safetensors' is not a regular file"),
+        (dangling, "No such file"),
+    ],
+)
+def test_path_that_is_no_folder_of_regular_files_is_refused_unopened(
+    model: Any, tmp_path: Path, make: Callable[[Path], str], text: str
+) -> None:
+    before = snapshot(model)
+    with pytest.raises(Refusal, match=f"^Failed to get weights iterator: .*{text}") as refused:
+        stage_weights(model.state_dict(keep_vars=True), make(tmp_path))
+    assert len(str(refused.value)) < 1_000
+    assert same(before, model.state_dict())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_numbers_that_are_not_finite_are_refused_untouched(
+    model: Any, folders: list[Path], tmp_path: Path, value: float, is_file: bool
+) -> None:
+    """1e39 is finite in float64, and not in the model's float32."""
+    tensors = load_file(folders[1] / "model.safetensors")
+    norm = tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    norm[-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    before, targets = snapshot(model), model.state_dict(keep_vars=True)
+    with pytest.raises(Refusal, match=r"'model\.norm\.weight' has numbers from .* finite in torch"):
+        stage(model, tmp_path) if is_file else stage_tensors(targets, [*tensors.items()])
+    assert same(before, model.state_dict())
 
 
 def test_bfloat16_and_several_files_are_taken(
