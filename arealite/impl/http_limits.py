@@ -6,6 +6,7 @@ aiohttp alone lets a client that sends its headers or its body slowly hold a con
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,49 +28,40 @@ MAX_BODY = 2**16
 class LimitedRunner(web.AppRunner):
     """Runs an application within these limits. A handler finds its body read."""
 
-    def __init__(
-        self, app: web.Application, *, bodies: Mapping[str, int], shutdown_timeout: float
-    ) -> None:
+    def __init__(self, app: web.Application, *, bodies: Mapping[str, int], **options: Any) -> None:
         """`bodies`: most bytes of a body, by path; MAX_BODY elsewhere."""
-        super().__init__(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout
-        )
+        super().__init__(app, access_log=None, handler_cancellation=True, **options)
         app.middlewares.append(self._serve)
         self._bodies = bodies
-        self._busy, self._idle_since = set[Any](), dict[Any, float]()
-        self._timer: asyncio.TimerHandle | None = None
+        self._idle_since = dict[Any, float]()
+        """When each connection was made or last answered; in the future while it is answered."""
 
     async def setup(self) -> None:
         await super().setup()
         self._sweep()
 
-    async def cleanup(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        await super().cleanup()
-
     @web.middleware
     async def _serve(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Read the body; the connection is not idle from there to the answer."""
         if request.method == "POST":
-            most = self._bodies.get(request.path, MAX_BODY)
-            request = request.clone(client_max_size=most)
+            request = request.clone(client_max_size=self._bodies.get(request.path, MAX_BODY))
             await request.read()
-        self._busy.add(request.protocol)
+        self._idle_since[request.protocol] = math.inf
         try:
             return await handler(request)
         finally:
-            self._busy.discard(request.protocol)
             self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
-        """Close the connections that were idle for too long."""
-        loop, server = asyncio.get_running_loop(), self.server
-        now, found = loop.time(), server.connections if server is not None else []
-        idle = {each: self._idle_since.get(each, now) for each in found if each not in self._busy}
+        """Close the connections that were idle for too long; again in SWEEP_S."""
+        if self.server is None:  # after `cleanup`
+            return
+        loop = asyncio.get_running_loop()
+        before, now = self._idle_since, loop.time()
+        self._idle_since = {each: before.get(each, now) for each in self.server.connections}
+        idle = {each: since for each, since in self._idle_since.items() if since <= now}
         limit_s = CROWDED_S if len(idle) > MAX_IDLE else IDLE_S
         for connection, since in idle.items():
             if now - since >= limit_s and connection.transport is not None:
                 connection.transport.abort()
-        self._idle_since = idle
-        self._timer = loop.call_later(SWEEP_S, self._sweep)
+        loop.call_later(SWEEP_S, self._sweep)

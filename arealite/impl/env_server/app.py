@@ -23,15 +23,7 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_address
 from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
-from arealite.impl.env_server.wire import (
-    CAPACITY,
-    MessageTooLarge,
-    Refused,
-    decoder,
-    encode,
-    frame,
-    refusal,
-)
+from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
 from arealite.impl.http_limits import LimitedRunner
 from arealite.impl.server.guard import guard
 from arealite.system.health.limits import END_S, Limit, Limits
@@ -41,8 +33,6 @@ decode, decode_batch = decoder(Message), decoder(list[Message])
 decode_reset, decode_step = decoder(Reset), decoder(Step)
 decode_members = decoder(dict[str, msgspec.Raw])
 
-NOT_ENCODED = (MessageTooLarge, TypeError, ValueError, OverflowError, RecursionError)
-"""What encoding an answer raises."""
 CLOSE_S = 1.0
 """A peer that is told good-bye has this long to say it, too."""
 STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
@@ -162,8 +152,7 @@ class EnvServer:
             if received.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 return
             try:
-                text = received.data
-                message = decode(text if isinstance(text, bytes) else text.encode())
+                message = decode(received.data)
                 if message.type == "close":
                     await socket.close()
                     return
@@ -173,7 +162,7 @@ class EnvServer:
                 text = frame(kind, data, self._max_bytes)
             except (Refused, msgspec.MsgspecError) as error:
                 text = frame("error", refusal(error), self._max_bytes)
-            except NOT_ENCODED as error:
+            except Exception as error:  # noqa: BLE001  (whatever an environment's answer raises)
                 for session in own.values():  # what cannot be told ends the episode
                     await session.end()
                 text = frame("error", refusal(error), self._max_bytes)

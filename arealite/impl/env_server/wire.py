@@ -52,20 +52,20 @@ class Refused(Exception):
         self.code = code
 
 
-def decoder(kind: type[T]) -> Callable[[bytes | msgspec.Raw], T]:
+def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
     """Return a function that decodes a message, or a part of a message.
 
     It raises Refused or msgspec.MsgspecError.
     """
     decode = msgspec.json.Decoder(kind).decode
 
-    def checked(raw: bytes | msgspec.Raw) -> T:
-        parts = bytes(raw).count(b"[") + bytes(raw).count(b"{")
+    def checked(raw: bytes | str | msgspec.Raw) -> T:
+        text = raw.encode() if isinstance(raw, str) else bytes(raw)
+        parts = text.count(b"[") + text.count(b"{")
         if parts > MAX_PARTS:
-            why = f"{parts} lists, objects and brackets in texts; at most {MAX_PARTS}"
-            raise Refused(why, "TOO_MANY_PARTS")
+            raise Refused(f"{parts} brackets and braces; at most {MAX_PARTS}", "TOO_MANY_PARTS")
         try:
-            return decode(raw)
+            return decode(text)
         except (RecursionError, UnicodeDecodeError) as error:
             raise Refused(str(error), "INVALID_JSON") from error
 

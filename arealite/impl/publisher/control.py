@@ -226,8 +226,8 @@ class Server:
         The caller holds `lock`: no update of its own is under way. SGLang 0.5.9 has no /ready. Such
         a server is continued every time, which has no effect on a server that is not paused.
         """
-        url, bound = self.address + "/ready", self.bounded("whether it is paused", CONTINUE_S)
-        async with bound, self.session.get(url) as response:
+        url = self.address + "/ready"
+        async with self.bounded(url, CONTINUE_S), self.session.get(url) as response:
             status = response.status
         if status != 503:
             self.forget_pause()

@@ -23,9 +23,9 @@ from arealite.impl.server.updates import UpdateRoutes
 
 logger = log.get(__name__)
 
-MAX_PROMPT = 2**21
-"""Bytes of a body of /generate at any context length: decoded and checked in 30 ms of CPU time. The
-attention mask of a prompt that is longer (260,000 tokens) would take 250 GB."""
+MAX_PROMPT = MAX_BODY + 2**20
+"""Bytes of a body of /generate at any context length: decoded and checked in less than 50 ms of CPU
+time (tools/measure_requests.py). A prompt of 131,072 tokens fits; its attention mask takes 64 GB."""
 
 LONG_ANSWER = 10_000
 """Tokens, which take 7 ms of CPU time to answer; a longer answer is made in another thread."""
@@ -82,8 +82,8 @@ class App:
     def bodies(self) -> dict[str, int]:
         """Return the most bytes of a body, by path: a prompt, or the layout of all tensors."""
         digits = len(str(self.model.vocab_size)) + len(", ")
-        tensors = self.engine.decoder.model.state_dict(keep_vars=True)
-        layout = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
+        tensors = self.engine.decoder.model.state_dict(keep_vars=True).items()
+        layout = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors]
         return {
             "/generate": min(MAX_PROMPT, MAX_BODY + self.model.context_length * digits),
             "/update_weights_from_distributed": MAX_BODY + 2 * len(encode(layout)),

@@ -16,6 +16,9 @@ import msgspec
 
 from arealite.impl.server.generation import Generation, Int32, SamplingParams
 
+MAX_STOPS = 1024
+"""Stop strings, and stop token ids, of a request: each generated token is compared with them."""
+
 
 class Refusal(Exception):
     """The request is wrong: status 400 with this text."""
@@ -171,9 +174,13 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
 def _check_sampling(sampling: SamplingParams) -> None:
     temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
     new, least = sampling.max_new_tokens, sampling.min_new_tokens
+    stops = [] if isinstance(sampling.stop, str) else sampling.stop or []
     checks = {
         f"temperature must be a non-negative finite number, got {temperature}.": (
             math.isfinite(temperature) and temperature >= 0
+        ),
+        f"stop and stop_token_ids may have at most {MAX_STOPS} members each.": (
+            max(len(stops), len(sampling.stop_token_ids or [])) <= MAX_STOPS
         ),
         f"top_p must be in (0, 1], got {top_p}.": 0 < top_p <= 1,
         f"top_k must be -1 (disable) or at least 1, got {top_k}.": top_k >= 1 or top_k == -1,

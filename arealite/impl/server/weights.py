@@ -7,7 +7,6 @@ success would poison the training data.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from hashlib import sha256
@@ -72,10 +71,10 @@ def stage_tensors(
 
 def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
     """Check tensors that are still to come; Refusal: one would not fit."""
-    if not len(layout.names) == len(layout.dtypes) == len(layout.shapes):
-        raise Refusal("Failed to receive weights: names, dtypes and shapes differ in length.")
-    if len(set(layout.names)) < len(layout.names):
-        raise Refusal("Failed to receive weights: a name comes twice.")
+    names = layout.names
+    if not len(set(names)) == len(names) == len(layout.dtypes) == len(layout.shapes):
+        why = "names, dtypes and shapes differ in length, or a name comes twice"
+        raise Refusal(f"Failed to receive weights: {why}.")
     for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
             raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
@@ -107,13 +106,9 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
     """Refuse numbers that are not finite in the model's dtype: every answer would fail."""
     if not target.is_floating_point() or not tensor.numel():
         return
-    low, high = torch.aminmax(tensor)  # NaN where there is any, in half the time of a copy
-    limit = torch.finfo(target.dtype).max
-    if not -limit <= low <= high <= limit:
-        raise Refusal(
-            f"Failed to update weights: '{name}' has numbers from {low:g} to {high:g}; all must "
-            f"be finite in {target.dtype}."
-        )
+    low, high = torch.aminmax(tensor)  # both NaN where there is one; in half the time of a copy
+    if not max(-low, high) <= torch.finfo(target.dtype).max:
+        raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
 
 
 def _target(
@@ -131,16 +126,13 @@ def _target(
 
 
 def _open(path: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    try:  # before anything is opened: to open a FIFO waits for its writer, with the process
-        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
-        files = sorted(Path(path).glob("*.safetensors")) if is_folder else []
-        odd = [str(file) for file in files if not stat.S_ISREG(file.stat().st_mode)]
+    try:  # kinds are looked at first: to open a FIFO blocks the process until somebody writes to it
+        files = sorted(Path(path, n) for n in os.listdir(path) if n.endswith(".safetensors"))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error  # without the path, which may be long
         raise Refusal(f"Failed to get weights iterator: {path[:200]!r}: {why}") from error
-    if not is_folder or odd:
-        what = "a regular file" if odd else "a folder"
-        raise Refusal(f"Failed to get weights iterator: {[*odd, path][0]!r} is not {what}.")
+    if odd := [file for file in files if not file.is_file()]:
+        raise Refusal(f"Failed to get weights iterator: {odd[0]} is not a regular file.")
     if not files:
         raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
     for file in files:

@@ -151,6 +151,8 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"sampling_params": {"top_p": -0.5}}, "top_p must be in (0, 1]"),
         ({"sampling_params": {"top_k": -2}}, "top_k must be"),
         ({"sampling_params": {"min_new_tokens": -1}}, "min_new_tokens must be"),
+        ({"sampling_params": {"stop": ["a"] * 1025}}, "at most 1024 members each"),
+        ({"sampling_params": {"stop_token_ids": [5] * 1025}}, "at most 1024 members each"),
         ({"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids must lie"),
         ({"input_ids": "abc"}, "Expected"),
         ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),

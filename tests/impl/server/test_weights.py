@@ -123,18 +123,18 @@ def dangling(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (fifo, "fifo' is not a folder"),
-        (lambda _: "/dev/zero", "'/dev/zero' is not a folder"),
-        (lambda _: __file__, "is not a folder"),
+        (fifo, "fifo': Not a directory"),
+        (lambda _: "/dev/zero", "'/dev/zero': Not a directory"),
+        (lambda _: __file__, "Not a directory"),
         (lambda _: "", "No such file"),
         (lambda _: "a" * 50_000, "aaa.*File name too long"),
         (lambda _: "a\0b", "embedded null"),
         (lambda _: "\ud800", "surrogates not allowed"),
         (lambda folder: str(folder), "no safetensors in"),
-        (fifo_inside, "model.safetensors' is not a regular file"),
-        (device_inside, "model.safetensors' is not a regular file"),
-        (folder_inside, "model.safetensors' is not a regular file"),
-        (dangling, "No such file"),
+        (fifo_inside, "model.safetensors is not a regular file"),
+        (device_inside, "model.safetensors is not a regular file"),
+        (folder_inside, "model.safetensors is not a regular file"),
+        (dangling, "model.safetensors is not a regular file"),
     ],
 )
 def test_path_that_is_no_folder_of_regular_files_is_refused_unopened(
@@ -158,7 +158,7 @@ def test_numbers_that_are_not_finite_are_refused_untouched(
     norm[-1] = value
     save_file(tensors, tmp_path / "model.safetensors")
     before, targets = snapshot(model), model.state_dict(keep_vars=True)
-    with pytest.raises(Refusal, match=r"'model\.norm\.weight' has numbers from .* finite in torch"):
+    with pytest.raises(Refusal, match=r"'model\.norm\.weight' is not finite in torch\.float32"):
         stage(model, tmp_path) if is_file else stage_tensors(targets, [*tensors.items()])
     assert same(before, model.state_dict())
 
