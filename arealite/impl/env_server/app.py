@@ -24,8 +24,8 @@ from arealite.base.places import check_address
 from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
+from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
-from arealite.impl.server.guard import guard
 from arealite.system.health.limits import END_S, Limit, Limits
 
 logger = log.get(__name__)

@@ -227,7 +227,8 @@ class Server:
         a server is continued every time, which has no effect on a server that is not paused.
         """
         url = self.address + "/ready"
-        async with self.bounded(url, CONTINUE_S), self.session.get(url) as response:
+        get = self.session.get(url, headers=self.headers)
+        async with self.bounded(url, CONTINUE_S), get as response:
             status = response.status
         if status != 503:
             self.forget_pause()

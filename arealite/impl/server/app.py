@@ -24,8 +24,8 @@ from arealite.impl.server.updates import UpdateRoutes
 logger = log.get(__name__)
 
 MAX_PROMPT = MAX_BODY + 2**20
-"""Bytes of a body of /generate at any context length: decoded and checked in less than 50 ms of CPU
-time (tools/measure_requests.py). A prompt of 131,072 tokens fits; its attention mask takes 64 GB."""
+"""Bytes of a body of /generate at any context length, which holds a prompt of 131,072 tokens. Such
+a body is decoded and checked in less than 50 ms of CPU time (tools/measure_requests.py)."""
 
 LONG_ANSWER = 10_000
 """Tokens, which take 7 ms of CPU time to answer; a longer answer is made in another thread."""

@@ -24,12 +24,12 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import check_layers, exact_length
 from arealite.base.places import check_address
 from arealite.base.signals import STOP
+from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.impl.server.app import App
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
-from arealite.impl.server.guard import guard
 from arealite.impl.server.protocol import ServedModel
 from arealite.impl.server.weights import load_model
 from arealite.system.health import vitals
