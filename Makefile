@@ -29,7 +29,7 @@ PEERS_VENV ?= .venv-peers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap and Chromium; installs them"
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
+	@echo "make test-attacks strangers and broken peers against live runs"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm and Ray where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU; test-sglang-short: a part of two minutes"
 	@echo "make test-learning  each algorithm learns the demo's task"
@@ -87,6 +88,10 @@ test-docs: $(VENV)/.envs
 
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m faults tests/e2e
+
+# Strangers and broken peers against live runs.
+test-attacks: $(VENV)/.dev
+	$(PYTEST) -m attacks tests/attacks
 
 # Every package that a test or an environment may need, and Debian's where root installs.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
