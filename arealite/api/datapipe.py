@@ -49,4 +49,7 @@ class DatapipeConfig:
         "payloads (tokens) that the ledger keeps: all, for replay and report of every step; or a "
         "number N, which drops those of steps older than the N newest checkpoints",
     )
+    max_frame_mb: int = opt(
+        64, "largest trajectory, in MB; a token takes 17 bytes; a larger one fails", at_least=1
+    )
     curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from arealite.api.task import Task
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import Count, TrajectoryHeader
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -21,13 +21,18 @@ class Failure(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Episode(msgspec.Struct, frozen=True):
-    """The end of one episode of a leased group. Filled by the worker."""
+class EpisodeIds(msgspec.Struct, frozen=True):
+    """Which episode of a leased group. Filled by the worker."""
 
     lease_id: str
     group_id: str
-    member: int
+    member: Count
     """Which of the group's episodes, 0 … group_size - 1."""
+
+
+class Episode(EpisodeIds, frozen=True):
+    """The end of one episode of a leased group. Filled by the worker."""
+
     headers: list[TrajectoryHeader]
     """One a trainable seat that generated; [] exactly when `failure` is set. Their payloads follow
     as frames, in this order."""
@@ -39,11 +44,11 @@ class TurnHeader(msgspec.Struct, frozen=True):
     """One generation of an unfinished episode, whole or so far; a longer version replaces a shorter
     one. Filled by the worker; its payload (`episode.encode_turn`) follows as a frame."""
 
-    member: int
+    member: Count
     seat: str
-    index: int
+    index: Count
     """Which of the seat's generations in this episode, from 0."""
-    oldest_version: int
+    oldest_version: Count
     """Of its tokens."""
 
 
@@ -54,7 +59,7 @@ class WorkerState(msgspec.Struct, frozen=True, tag=True):
     """Credit and sign of life, on connecting, after each result and at least once a second."""
 
     worker_id: str
-    capacity: int
+    capacity: Count
     """Episodes the worker wants to have in hand; 0 while it drains."""
     held: list[str]
     """Lease ids it knows. A lease that the datapipe gave this process and that is missing here is
@@ -96,9 +101,9 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     split: str
     """"train", or "eval-<n>" for evaluation n."""
     task: Task
-    members: list[int]
+    members: list[Count]
     """The group's episodes still to be run, one each."""
-    version: int
+    version: Count
     """No token may be older: the policy version that every server had confirmed when the lease was
     given, or the oldest of `turns` where that is less."""
     turns: list[TurnHeader] = []

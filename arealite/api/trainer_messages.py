@@ -1,74 +1,83 @@
 """What trainer ranks, the launcher and the datapipe say to each other over ZeroMQ.
 
-Every request may be sent again until it is answered; the datapipe treats it by the step or id it
-carries.
+Every request may be sent again until it is answered; its step or id makes it idempotent.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import Count, Ranks, TrajectoryHeader
 
 
 class TrainerStart(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 begins at `step` (0, or a checkpoint's); later steps in the ledger are rolled back.
     Answer: TrainerReady."""
 
-    step: int
-    world_size: int
-    ticket: int = 0
-    """0 asks for a Ticket; the request is sent again with its number. So of two trainers the one
-    that began last is heard, however late comes what a dead one sent."""
+    step: Count
+    world_size: Count
+    ticket: Count = 0
+    """0 asks for a Ticket; the request is sent again with its number. The newest ticket wins."""
 
 
-class BatchRequest(msgspec.Struct, frozen=True, tag=True):
-    """A rank wants its shard of batch `step`; it then holds policy version `step`. Answer: Batch,
-    until then Waiting."""
+class TrainerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Any later request; the datapipe ignores a request of another ticket than the newest."""
 
-    step: int
-    rank: int
-    world_size: int
+    ticket: Count = 0
+    """The ticket of the TrainerStart that the sender's job began with."""
 
 
-class StepReport(msgspec.Struct, frozen=True, tag=True):
+class BatchRequest(TrainerRequest, frozen=True, tag=True):
+    """A rank asks for its shard of batch `step`. Answer: Batch, until then Waiting."""
+
+    step: Count
+    rank: Count
+    world_size: Ranks
+
+
+class StepReport(TrainerRequest, frozen=True, tag=True):
     """Rank 0: the optimizer has applied batch `step`. Answer: Done."""
 
-    step: int
+    step: Count
     trained: list[str]
     """Trajectory ids the ranks really trained on; the audit holds them against the ledger."""
     metrics: dict[str, float]
-    ranks: int = 1
+    ranks: Count = 1
     """World size that trained it."""
     fingerprint: str = ""
-    """Of all parameters after the step (`TrainEngine.fingerprint`); replay compares it. "" where it
-    was not taken."""
+    """`TrainEngine.fingerprint` after the step, for replay; "" where it was not taken."""
 
 
-class Published(msgspec.Struct, frozen=True, tag=True):
+class Published(TrainerRequest, frozen=True, tag=True):
     """Rank 0: every server in traffic has confirmed `version`. Answer: Done."""
 
-    version: int
+    version: Count
 
 
-class Checkpointed(msgspec.Struct, frozen=True, tag=True):
+class Checkpointed(TrainerRequest, frozen=True, tag=True):
     """Rank 0: a checkpoint that holds steps < `step` is durable at `path`. Answer: Done."""
 
-    step: int
+    step: Count
     path: str
 
 
-class EvalRequest(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0: run the held-out set beside training. Answer: EvalResult when finished, until then
-    Waiting."""
+class Unusable(TrainerRequest, frozen=True, tag=True):
+    """A rank cannot train some groups of batch `step`. Answer: Done, once they are set aside."""
 
-    eval_id: int
+    step: Count
+    groups: dict[str, str]
+    """By group id: what is wrong with it."""
+
+
+class EvalRequest(TrainerRequest, frozen=True, tag=True):
+    """Rank 0: run the held-out set beside training. Answer: EvalResult, until then Waiting."""
+
+    eval_id: Count
     """The step it was asked at."""
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0: training ends; answer every rank's BatchRequest with Finished, drain the workers,
-    write the audit, exit. Answer: Done."""
+class Finish(TrainerRequest, frozen=True, tag=True):
+    """Rank 0: training ends; send Finished to ranks, drain the workers, exit. Answer: Done."""
 
     reason: str
 
@@ -76,40 +85,37 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 class Ticket(msgspec.Struct, frozen=True, tag=True):
     """Answers TrainerStart without one."""
 
-    number: int
+    number: Count
     """Larger than all given before."""
 
 
 class TrainerReady(msgspec.Struct, frozen=True, tag=True):
     """The ledger stands at `step`. Answers TrainerStart."""
 
-    step: int
-    rolled_back_groups: int
+    step: Count
+    rolled_back_groups: Count
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):
     """Batch `step`, for one rank. The payloads of `mine` follow as frames, in that order."""
 
-    step: int
+    step: Count
     headers: list[TrajectoryHeader]
-    """The whole batch, in the order all ranks agree on; group statistics and token counts come
-    from here."""
-    ranks: list[int]
+    """The whole batch, in the order all ranks agree on; group statistics come from here."""
+    ranks: list[Count]
     """Which rank trains each header; same length as `headers`."""
-    minibatches: list[int]
-    """Which update of the step each header belongs to, 0 … updates - 1; same length as
-    `headers`."""
-    mine: list[int]
+    minibatches: list[Count]
+    """Which update of the step trains each header, 0 … updates - 1; same length as `headers`."""
+    mine: list[Count]
     """Indices into `headers` whose payloads follow."""
     waits: dict[str, float]
-    """What the datapipe saw while the batch was filled: seconds by cause, buffered groups, drop
-    counts."""
+    """Metrics of the datapipe while the batch was filled."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, tag=True):
     """Scores of evaluation `eval_id`."""
 
-    eval_id: int
+    eval_id: Count
     metrics: dict[str, float]
 
 
@@ -133,17 +139,12 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request breaks an invariant or cannot ever be answered; the receiver stops the run with
-    `reason`."""
+    """The request can never be answered; the receiver stops the run with `reason`."""
 
     request: str
     reason: str
 
 
-# ---------------------------------------------------------------- launcher and audit → datapipe
-
-
-FromTrainer = (
-    TrainerStart | BatchRequest | StepReport | Published | Checkpointed | EvalRequest | Finish
-)
+FromRank0 = StepReport | Published | Checkpointed | EvalRequest | Finish
+FromTrainer = TrainerStart | BatchRequest | Unusable | FromRank0
 ToTrainer = Ticket | TrainerReady | Batch | Finished | EvalResult | Waiting | Done | Refused

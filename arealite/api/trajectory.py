@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+"""A number in a message: SQLite stores it, and millions of them add up without an overflow."""
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True):
@@ -19,7 +24,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     trajectory_id: str
     """`<group_id>/<member>/<seat>`: unique in a trial, the key of idempotent inserts."""
     group_id: str
-    member: int
+    member: Count
     seat: str
     """Advantages are normalised within (group_id, seat)."""
     task_id: str
@@ -27,17 +32,17 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     """Sum of all rewards of the episode for this seat."""
     reward_parts: dict[str, float]
     """Named parts of the reward; {} where the environment names none."""
-    segment_lengths: list[int]
+    segment_lengths: list[Count]
     """T of each segment."""
-    trained_tokens: int
+    trained_tokens: Count
     """Tokens with loss_mask 1, over all segments."""
-    oldest_version: int
+    oldest_version: Count
     """Smallest policy version of any sampled token."""
-    newest_version: int
-    turns: int
+    newest_version: Count
+    turns: Count
     truncated: bool
     """The last generation stopped at its token limit."""
-    interruptions: int
+    interruptions: Count
     """How often a weight update cut one of its generations (retracted, or aborted and
     resubmitted)."""
     seconds: float
@@ -46,6 +51,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     """Where the seconds went: generation, reward, environment."""
     source: str = ""
     """The task's."""
+    payload_sum: Count = 0
+    """`ledger.payloads.payload_sum` of the payload; 0 if it was not taken."""
 
     @property
     def num_tokens(self) -> int:

@@ -106,6 +106,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         worker_id=f"rollout-{index}@{host}",
         capacity=collector.concurrency,
         secret=names.secret,
+        max_frame_mb=config.datapipe.max_frame_mb,
     )
     worker = RolloutWorker(
         config,

@@ -71,7 +71,7 @@ class Network:
         self._addresses = 0
         self._last_address = ""
 
-    def open_socket(self, context: Any, kind: int) -> SimSocket:
+    def open_socket(self, context: Any, kind: int, *, max_mb: int = 0) -> SimSocket:
         """Stand in for `wire.open_socket`."""
         socket = SimSocket(self, kind, current.get(ROOT))
         self.sockets.append(socket)

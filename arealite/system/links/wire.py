@@ -47,7 +47,7 @@ def request_name(request: FromTrainer) -> str:
 
 
 def open_socket(
-    context: Context | None, kind: int, secret: Secret | None = None
+    context: Context | None, kind: int, secret: Secret | None = None, *, max_mb: int = 0
 ) -> zmq.Socket[bytes]:
     """Make a socket that never blocks in send and drops what is unsent when closed.
 
@@ -55,10 +55,14 @@ def open_socket(
     keep results safe. With a secret, messages are encrypted (CURVE, https://rfc.zeromq.org/spec/26):
     only a process that has the same secret can derive the key of the ROUTER, which no message
     contains, and without that key no connection comes about.
+
+    A peer is disconnected before a frame larger than `max_mb` is in memory; 0 is for ranks, which
+    receive only what the datapipe has received.
     """
     socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
     for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_mb << 20 or -1)
     if secret is not None:
         router, dealer = (z85.encode(secret.derive(f"zmq {side}")) for side in ("router", "dealer"))
         if kind == zmq.ROUTER:

@@ -18,6 +18,7 @@ from arealite.api.rollout_messages import (
     Ack,
     Drain,
     Episode,
+    Failure,
     Lease,
     Progress,
     Result,
@@ -65,6 +66,7 @@ class WorkerLink:
         context: wire.Context | None = None,
         secret: Secret | None = None,
         silence_s: float = 120.0,
+        max_frame_mb: int = 64,
     ) -> None:
         self.worker_id = worker_id
         self.capacity = capacity
@@ -76,6 +78,7 @@ class WorkerLink:
         self._resolve = resolve
         self._silence_s = silence_s
         self._context, self._secret = context, secret
+        self._max_frame_mb = max_frame_mb
         self._channel: wire.Channel | None = None
         self._address = ""
         self._heard = self._connected = time.monotonic()
@@ -107,6 +110,10 @@ class WorkerLink:
 
     def submit(self, episode: Episode, payloads: list[bytes]) -> None:
         """Hand over a finished episode; it is kept, and sent again, until it is durable."""
+        if max(map(len, payloads), default=0) > self._max_frame_mb << 20:
+            ids = (episode.lease_id, episode.group_id, episode.member)
+            failure = Failure("too_large", f"above datapipe.max_frame_mb={self._max_frame_mb}")
+            episode, payloads = Episode(*ids, [], failure), []
         if members := self._members.get(episode.lease_id):
             members.discard(episode.member)
             if not members:
@@ -168,7 +175,8 @@ class WorkerLink:
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
-        socket = wire.open_socket(self._context, zmq.DEALER, self._secret)
+        secret, limit = self._secret, self._max_frame_mb
+        socket = wire.open_socket(self._context, zmq.DEALER, secret, max_mb=limit)
         socket.connect(address)
         self._address = address
         self._connected = time.monotonic()

@@ -44,7 +44,7 @@ to_datapipe = st.one_of(
     st.builds(WorkerState, text, number, st.lists(text), numbers),
     st.builds(Result, text, text, st.lists(episodes, max_size=3)),
     st.builds(TrainerStart, number, number),
-    st.builds(BatchRequest, number, number, number),
+    st.builds(BatchRequest, number, number, st.integers(1, 2**16)),
     st.builds(StepReport, number, st.lists(text), numbers),
     st.builds(Published, number),
     st.builds(Checkpointed, number, text),
@@ -86,6 +86,18 @@ def test_to_worker(message: ToWorker) -> None:
 def test_a_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode_to_worker(wire.encode(Published(3)))
+
+
+@pytest.mark.parametrize("value", [-1, 2**40 + 1, 2**63, 2**64 - 1])
+def test_a_number_that_the_ledger_cannot_store_is_no_message(value: int) -> None:
+    low = header("g0", 0)
+    result = Result(
+        "r", "w", [Episode("l", "g0", 0, [msgspec.structs.replace(low, turns=value)], None)]
+    )
+    states = [WorkerState("w", value, [], {}, ""), EvalRequest(value), Checkpointed(value, "/x")]
+    for message in (result, *states, TrainerStart(0, 1, value), BatchRequest(0, 0, value)):
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode_to_datapipe(wire.encode(message))
 
 
 def test_names_of_requests_are_apart() -> None:
