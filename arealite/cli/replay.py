@@ -24,7 +24,7 @@ from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.ledger.ledger import dropped_before, reading
+from arealite.system.ledger.ledger import number, reading
 
 PROGRESS_S = 5.0
 MEANING = """\
@@ -78,7 +78,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     """
     with reading(paths.ledger) as db:
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
-        dropped = dropped_before(db)
+        dropped = number(db, "dropped")
     rows = rows[:to]
     if not rows or (to is not None and to < 1):
         raise UserError(f"{paths.root} has no trained step to replay.")

@@ -20,7 +20,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.ledger import connect, reading
-from arealite.system.ledger.schema import SCHEMA_VERSION
+from arealite.system.ledger.schema import POSSIBLE, SCHEMA_VERSION
 
 
 def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
@@ -85,7 +85,8 @@ def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
         if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             return {}, 0  # killed before its first transaction
         held = dict(db.execute("SELECT key, value FROM meta").fetchall())
-        return held, db.execute("SELECT MAX(step) FROM checkpoints").fetchone()[0] or 0
+        newest = f"SELECT MAX(step) FROM checkpoints WHERE {POSSIBLE}"
+        return held, db.execute(newest).fetchone()[0] or 0
 
 
 def read_identity(path: Path) -> tuple[dict[str, str], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,17 @@ def test_a_lost_checkpoint_is_no_reason_to_begin_earlier(
     with pytest.raises(UserError, match=r"step-000006 is no good .*step-000002, step-000004\."):
         check(used, resume="step-000006")
     check(used, resume="step-000004")
+
+
+def test_impossible_checkpoint_of_an_older_ledger_is_ignored(used: ExperimentConfig) -> None:
+    """Older versions stored any checkpoint that a peer named."""
+    path = run_paths(used).ledger
+    with closing(connect(path)) as db:
+        db.execute("INSERT INTO checkpoints VALUES (1000000, '/x')")
+    check(used)
+    Ledger(path, fingerprint=identity(used, ROWS)).close()
+    with closing(connect(path, read_only=True)) as db:
+        assert db.execute("SELECT step FROM checkpoints").fetchall() == [(2,), (4,), (6,)]
 
 
 def test_all_checkpoints_lost(used: ExperimentConfig) -> None:

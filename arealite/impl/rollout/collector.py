@@ -29,6 +29,7 @@ from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, U
 from arealite.base.registry import unknown
 from arealite.impl.rollout.segments import make_segments
 from arealite.system.health.limits import Limit, Limits, is_cancelled
+from arealite.system.ledger.payloads import payload_sum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -293,6 +294,7 @@ def trajectory(
     if not math.isfinite(reward):
         raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
     segments = make_segments(turns)
+    payload = encode_segments(segments)
     header = TrajectoryHeader(
         trajectory_id=f"{lease.group_id}/{member}/{seat}",
         group_id=lease.group_id,
@@ -315,5 +317,6 @@ def trajectory(
             "environment": max(0.0, seconds - record.seconds_generating - record.seconds_scoring),
         },
         source=lease.task.source,
+        payload_sum=payload_sum(payload),
     )
-    return header, encode_segments(segments)
+    return header, payload

@@ -37,6 +37,7 @@ SHOWN = 5
 
 SAID = """(SELECT step, value AS trajectory_id
  FROM steps, json_each(IIF(json_valid(trained), trained, '[]')))"""
+UNUSABLE = "IFNULL(reason, '') LIKE 'unusable:%'"
 CHECKS = {
     "lost": {
         "groups missing from the dataset's order": """
@@ -102,7 +103,8 @@ ROWS = {
     "failures": f"SELECT IFNULL(state, '') IN {CLOSED}, class, f.sum, {{columns}} "
     "FROM failures f LEFT JOIN groups g USING (group_id)",
     "trajectories": f"SELECT IFNULL(state, '') IN {CLOSED}, IFNULL(state, ''), t.sum, {{columns}}, "
-    "step, n, payload_sum, payload FROM trajectories t LEFT JOIN groups g USING (group_id)",
+    f"step, n, {UNUSABLE}, payload_sum, payload FROM trajectories t "
+    "LEFT JOIN groups g USING (group_id)",
 }
 """By table: a query for whether a row is closed, its state or class to count, its checksum, and the
 columns that the checksum covers."""
@@ -248,9 +250,10 @@ class Audit:
                 name = str(row[0] + 1 if table == "steps" else row[0])
                 self.problems["broken"][f"{table} unlike their checksum"].append(name)
 
-    def _check(self, state: str, row: Row, step: int | None, found: int, payload: Any) -> None:
+    def _check(self, state: str, row: Row, step: int | None, *kept: Any) -> None:
         """Compare a trajectory's columns and payload with its header, and count its tokens."""
         name, is_closed = str(row[0]), state in CLOSED
+        is_unusable, found, payload = kept
         tally, what = self.found[is_closed], ""
         try:
             h = decode_header(row[10])
@@ -263,7 +266,7 @@ class Audit:
                 self.has_sums and schema.checksum(name, payload=payload) != found
             ):
                 what = "payloads unlike their checksum"
-            elif different := unlike(h, payload):
+            elif not is_unusable and (different := unlike(h, payload)):
                 what = f"payloads unlike their header ({different})"
             tally[f"tokens {state}"] += row[5]
             tally["newest"] = max(tally["newest"], h.newest_version + 1)
@@ -322,6 +325,9 @@ class Audit:
             yield f"payloads of steps 1 to {self.dropped} were dropped (datapipe.keep_payloads)"
         if not self.has_sums:
             yield "no checksums: an older AReaLite wrote this ledger; payloads fit their headers"
+        sql = f"SELECT group_id, substr(reason, 10) FROM main.groups WHERE {UNUSABLE}"
+        if names := [f"{group} ({what})" for group, what in self.db.execute(sql)]:
+            yield _line("groups set aside, because no rank could train them", names)
         if self.mark.step:
             yield f"steps 1 to {self.mark.step} were audited during the run, and not again now"
 

@@ -78,6 +78,36 @@ class Group(msgspec.Struct, eq=False):
         counts = Counter(member for member, _, _ in self.failures)
         return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
 
+    def was_leased(self, worker_id: str, lease_id: str, member: int) -> bool:
+        """Return whether a worker has a member under a lease, or had it before the lease was lost.
+
+        After a restart only the failures tell of a lost lease, and not whose it was.
+        """
+        owner, lease = self.owners.get(lease_id), self.leases.get(lease_id)
+        if owner is None:
+            return any((member, lease_id) == known[:2] for known in self.failures)
+        members = range(self.size) if lease is None else lease.members
+        return owner == worker_id and member in members
+
+    def outcome(self, ppo: PPOConfig) -> tuple[str, str] | None:
+        """Return the state that follows, and the reason of a filtered group; None: it goes on."""
+        given_up = self.given_up(ppo.max_attempts)
+        if ppo.partial_group == "drop":  # at the first failure that is the episode's own
+            given_up |= {member for member, _, name in self.failures if name != LOST}
+        enough = min(2, self.size) if ppo.partial_group == "min_size" else self.size
+        if self.size - len(given_up) < enough:
+            classes = [name for member, _, name in self.failures if member in given_up]
+            return "filtered", f"failed:{classes[-1]}"
+        if len(self.finished) + len(given_up) < self.size:
+            return None
+        seats = {h.seat for h in self.headers}
+        rewards = {(h.seat, h.reward) for h in self.headers}
+        if not self.headers:
+            return "filtered", "empty"
+        if ppo.filter_zero_variance and len(rewards) == len(seats):
+            return "filtered", "zero_variance"
+        return "complete", ""
+
     def rest(self, member: int) -> None:
         """Let a failed episode wait, so that what makes it fail is not hammered."""
         failures = sum(m == member and name != LOST for m, _, name in self.failures)

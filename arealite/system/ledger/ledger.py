@@ -98,6 +98,7 @@ class Ledger:
                     f"The ledger {self.path} was begun with {key}={held.get(key)}, now it is "
                     f"{value}. Restore it, or choose another trial_name."
                 )
+        db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.POSSIBLE}")
         self.boot = int(held.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
         self.commit()
@@ -122,6 +123,9 @@ class Ledger:
                 group.finished.setdefault(header.member, []).append(header)
             sql = "SELECT member, lease_id, class FROM failures WHERE group_id = ?"
             group.failures = db.execute(sql, key).fetchall()
+            for (blob,) in db.execute("SELECT header FROM turns WHERE group_id = ?", key):
+                turn = decode_turn(blob)
+                group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
             yield group
 
     # ------------------------------------------------------------ writing
@@ -178,7 +182,7 @@ class Ledger:
         Only one step, because other writes wait for the transaction. SQLite reuses the space. Call
         this while no other thread uses the connection.
         """
-        step = dropped_before(self.connection)
+        step = number(self.connection, "dropped")  # the first with payloads
         sql = "SELECT step FROM checkpoints ORDER BY step DESC LIMIT 1 OFFSET ?"
         oldest = self.connection.execute(sql, (checkpoints - 1,)).fetchone()
         if oldest is None or step >= oldest[0]:
@@ -376,7 +380,7 @@ def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]
     return [turn for turn, _ in kept], [payload for _, payload in kept]
 
 
-def dropped_before(db: sqlite3.Connection) -> int:
-    """Return the first step whose payloads were not dropped (`datapipe.keep_payloads`)."""
-    row = db.execute("SELECT value FROM meta WHERE key = 'dropped'").fetchone()
+def number(db: sqlite3.Connection, key: str) -> int:
+    """Return the number that the ledger remembers under a key; 0 if there is none."""
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return int(row[0]) if row else 0
