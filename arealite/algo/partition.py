@@ -10,6 +10,9 @@ import heapq
 import random
 from collections.abc import Sequence
 
+from arealite.api.trainer_messages import Batch, BatchRequest
+from arealite.api.trajectory import TrajectoryHeader
+
 
 def deal_groups(group_ids: Sequence[str], *, updates: int, seed: int | None) -> list[int]:
     """Return the minibatch of each trajectory; groups stay whole, minibatches differ by at most one
@@ -59,3 +62,24 @@ def partition(
         for index, rank in zip(rows, balance([tokens[i] for i in rows], ranks=ranks), strict=True):
             rank_of[index] = rank
     return minibatches, rank_of
+
+
+def shard(
+    request: BatchRequest,
+    headers: list[TrajectoryHeader],
+    *,
+    updates: int,
+    seed: int,
+    waits: dict[str, float],
+) -> Batch:
+    """Deal a batch to updates and ranks: the same for all who ask, also when it is replayed."""
+    group_ids = [header.group_id for header in headers]
+    minibatches, ranks = partition(
+        group_ids,
+        [header.num_tokens for header in headers],
+        updates=min(updates, len(set(group_ids))),
+        ranks=request.world_size,
+        seed=seed + request.step,
+    )
+    mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
+    return Batch(request.step, headers, ranks, minibatches, mine, waits)

@@ -17,6 +17,7 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
 from tests.simulation.players import MARK, logprob
+from tests.system.scenes import saved
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -138,6 +139,9 @@ class Rank:
         if self.lead:
             self.sim.trainer_starts(step)
             await self.link.start(step)
+        ticket = max(await self._meet("ticket", self.link.ticket))
+        for link in (self.link, self.fetch_link, self.push_link):
+            link.ticket = ticket
         self.saved = step if step in self.sim.disk.saved else None
         await self.publish(step)
         await self.settle()
@@ -214,7 +218,7 @@ class Rank:
         await self._meet("saved")
         self.saved = step
         if self.lead:
-            await self.link.checkpointed(step, f"step-{step:06d}")
+            await self.link.checkpointed(*saved(self.scenario.experiment(self.sim.root), step))
             self.sim.promise("checkpoint", step)
             self.sim.disk.prune()
 

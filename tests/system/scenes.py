@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.datapipe import DatapipeConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
@@ -107,6 +107,11 @@ def payload(header: TrajectoryHeader) -> bytes:
         told = (arrays[0].tobytes(), arrays[1], logprobs.tobytes(), array("i", ages).tobytes())
         segments.append(Segment(*told, rewards.tobytes(), 1.0))
     return encode_segments(segments)
+
+
+def saved(config: ExperimentConfig, step: int) -> tuple[int, str]:
+    """A checkpoint, as a trainer tells of it."""
+    return step, str(run_paths(config).checkpoints / f"step-{step:06d}")
 
 
 class FakeWorker:

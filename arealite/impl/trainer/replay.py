@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
+from arealite.algo.partition import shard
 from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
 from arealite.base.errors import ArealiteError, InvariantError
 from arealite.impl.trainer.parts import Parts, make_engines
 from arealite.impl.trainer.world import World
-from arealite.system.datapipe.trainer_desk import shard
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from arealite.system.ledger.payloads import unlike
 
@@ -31,6 +31,8 @@ class Differs(ArealiteError):
 
 class LedgerLink:
     """Answers a trainer as TrainerLink does, from the ledger alone; the run ends before `stop`."""
+
+    ticket = 0
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from arealite.system.data.dataset import identity
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.datapipe.eval_book import EvalBook
 from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.intake import Intake, ResultIds, decode
 from arealite.system.datapipe.scaling import Scaling
 from arealite.system.datapipe.trainer_desk import OutOfStep, TrainerDesk
 from arealite.system.datapipe.upkeep import Upkeep
@@ -114,7 +115,8 @@ class Datapipe:
             InvariantError: a promise broke, or the ledger cannot be written; the trainer was told.
         """
         secret = self._registry.secret if self._registry is not None else None
-        server = wire.open_socket(self._context, zmq.ROUTER, secret)
+        limit = self.config.datapipe.max_frame_mb
+        server = wire.open_socket(self._context, zmq.ROUTER, secret, max_mb=limit)
         server.bind(self.address)
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
@@ -126,6 +128,7 @@ class Datapipe:
             workers=self.workers,
             writer=self.writer,
         )
+        self.intake = Intake(self.book, self.evals, self.workers, self.desk.rejections)
         kept = self.config.datapipe.keep_payloads
         self.upkeep = Upkeep(self.writer, self._done, keep_payloads=kept)
         self._restore()
@@ -145,7 +148,8 @@ class Datapipe:
             self.ledger.close()
         if self._fatal is not None:
             raise self._fatal
-        logger.info("datapipe ends", **dict(self.book.counts))
+        rejected = self.desk.rejections.total()
+        logger.info("datapipe ends", **dict(self.book.counts), rejected_messages=rejected)
 
     def _registered(self) -> AbstractAsyncContextManager[None]:
         if self._registry is None:
@@ -184,20 +188,20 @@ class Datapipe:
         self._channel.send([route, wire.encode(message), *payloads])
 
     def _receive(self, frames: list[bytes]) -> None:
-        try:
-            message = wire.decode_to_datapipe(frames[1])
-        except (msgspec.DecodeError, IndexError) as error:
-            logger.warning("message of no known kind", error=str(error))
-            return
         route = frames[0]
         try:
+            message, wrong = decode(frames[1])
+        except (msgspec.DecodeError, IndexError) as error:
+            self.desk.rejections.note(route.hex(), str(error))
+            return
+        try:
             match message:
-                case Result():
-                    self._take_result(route, message, frames[2:])
+                case Result() | ResultIds():
+                    self._take_result(route, message, frames[2:], wrong)
                 case WorkerState():
                     self._take_state(route, message)
                 case Progress():
-                    self.book.keep(message, frames[2:])
+                    self.intake.take_progress(message, frames[2:])
                     self.writer.want_commit()
                 case _:
                     self._take_request(route, message)
@@ -217,20 +221,15 @@ class Datapipe:
             self._send(route, Drain(self.desk.finish.reason))
         self._send(route, Ack(""))
 
-    def _take_result(self, route: bytes, result: Result, payloads: list[bytes]) -> None:
+    def _take_result(
+        self, route: bytes, result: Result | ResultIds, payloads: list[bytes], wrong: str
+    ) -> None:
         if self._fatal is not None:
             return  # never acknowledged, so the worker keeps it
-        if len(payloads) != sum(len(episode.headers) for episode in result.episodes):
-            raise InvariantError(f"result {result.result_id} of {result.worker_id} lacks payloads")
-        first = 0
-        for episode in result.episodes:
-            last = first + len(episode.headers)
-            self.workers.finish(result.worker_id, episode.lease_id, episode.member)
-            if not self.evals.add(episode):
-                self.book.add(episode, payloads[first:last])
-            first = last
+        self.intake.take(result, payloads, wrong)
         self._progress = time.monotonic()
         self.desk.changed = True
+        # A wrong result is acknowledged, too: its worker would send it for ever.
         self.writer.after_commit(partial(self._send, route, Ack(result.result_id)))
         self._check_failures()
 
@@ -243,11 +242,14 @@ class Datapipe:
         try:
             if self._fatal is not None:
                 raise self._fatal
-            self.desk.take(route, request)
+            if not self.desk.take(route, request):
+                return
         except InvariantError as error:
             self._send(route, Refused(wire.request_name(request), str(error)))
             if not isinstance(error, OutOfStep):
                 raise
+            self.desk.rejections.note(route.hex(), str(error))
+            return
         if isinstance(request, Checkpointed):
             self.writer.after_commit(self._begin_upkeep)
         if isinstance(request, Finish):
@@ -262,6 +264,7 @@ class Datapipe:
         """Give leases, compose the next batch, answer who can be answered."""
         if self._fatal is not None:
             return
+        self.desk.begin_if_free()
         if self.desk.finish is None:
             self._give_leases()
         self.desk.answer_evals()

@@ -102,6 +102,10 @@ class EvalBook:
                 group.failures[member] += is_lost
                 self._offer_again(group, member, at=0.0)
 
+    def is_running(self, lease_id: str, member: int) -> bool:
+        """Return whether a sample of a lease is waited for."""
+        return (lease_id, member) in self._running
+
     def add(self, episode: Episode) -> bool:
         """Take in a sample; False if it is none that is waited for."""
         group = self._running.pop((episode.lease_id, episode.member), None)

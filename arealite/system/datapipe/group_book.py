@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
@@ -17,7 +17,7 @@ from arealite.api.trainer import PPOConfig
 from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.ledger.group import LOST, Group, can_be_made
-from arealite.system.ledger.ledger import Ledger, decode_turn
+from arealite.system.ledger.ledger import Ledger, number
 
 FAILURE_WINDOW = 256
 
@@ -220,23 +220,9 @@ class GroupBook:
         """Complete or filter a group once nothing more can come of it."""
         if group.state != "leased":
             return
-        policy = self.ppo.partial_group
-        given_up = group.given_up(self.ppo.max_attempts)
-        if policy == "drop":  # at the first failure that is the episode's own
-            given_up |= {member for member, _, name in group.failures if name != LOST}
-        enough = min(2, group.size) if policy == "min_size" else group.size
-        if group.size - len(given_up) < enough:
-            classes = [name for member, _, name in group.failures if member in given_up]
-            self._filter(group, f"failed:{classes[-1]}")
-        elif len(group.finished) + len(given_up) == group.size:
-            seats = {h.seat for h in group.headers}
-            rewards = {(h.seat, h.reward) for h in group.headers}
-            if not group.headers:
-                self._filter(group, "empty")
-            elif self.ppo.filter_zero_variance and len(rewards) == len(seats):
-                self._filter(group, "zero_variance")
-            else:
-                self._move(group, "complete")
+        if found := group.outcome(self.ppo):
+            state, reason = found
+            self._filter(group, reason) if state == "filtered" else self._move(group, state)
 
     # ------------------------------------------------------------ batches
 
@@ -307,12 +293,29 @@ class GroupBook:
         batched = (s for s, groups in self.batches.items() if groups[0].state == "batched")
         return min(batched, default=self.next_step)
 
+    @property
+    def newest(self) -> int:
+        """Newest version that can have sampled a token, also before a roll-back."""
+        return max(self._newest, self.known_steps())
+
+    def set_aside(self, step: int, reasons: Mapping[str, str]) -> None:
+        """Filter groups of an untrained batch, by group id; roll back to it, to compose it anew."""
+        batch = [g for g in self.batches.get(step, ()) if g.state == "batched"]
+        for group in batch:
+            group.state, group.step, group.place = "complete", None, None
+            if group.group_id in reasons:
+                group.state, group.reason = "filtered", reasons[group.group_id]
+            self.ledger.put_group(group)
+        if batch:
+            self.roll_back(step)
+
     def roll_back(self, step: int) -> int:
         """Make the groups of batches from `step` on complete again; return how many.
 
         Where later versions were published, nothing is leased until one is again: no server will
         have them.
         """
+        self.ledger.set_meta("newest", str(self.newest))
         self.ledger.roll_back(step)
         self.ledger.commit()
         rolled = self.next_step > step
@@ -380,6 +383,7 @@ class GroupBook:
         held = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
         self.version = int(held[0]) if held else None
         """The version that every server has confirmed."""
+        self._newest = number(db, "newest")
         trained = "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step"
         self.trained: dict[int, int] = dict(db.execute(trained).fetchall())
         """Groups of each step that is trained and in no checkpoint yet."""
@@ -389,9 +393,6 @@ class GroupBook:
             if group.step is not None:
                 among = self.batches if group.state == "batched" else self._planned
                 among.setdefault(group.step, []).append(group)
-        for group_id, blob in db.execute("SELECT group_id, header FROM turns").fetchall():
-            turn, group = decode_turn(blob), self.groups[group_id]
-            group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
         if not all(can_be_made(step, plan, self.ppo) for step, plan in self._planned.items()):
             self._planned = {}  # the batch size was changed, or η made less
             self.ledger.forget_plans()

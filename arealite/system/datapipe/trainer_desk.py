@@ -7,73 +7,52 @@ workers, and what a rank gets must be identical however often it asks, also afte
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 import msgspec
 
-from arealite.algo.partition import partition
-from arealite.algo.staleness import blocks
+from arealite.algo.partition import shard
 from arealite.api import trainer_messages as messages
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
-from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe.eval_book import EvalBook
 from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.intake import Rejections
+from arealite.system.datapipe.pacing import PACE_WINDOW_S, IdleClock, slow_episodes
 from arealite.system.datapipe.workers import Workers
 from arealite.system.health import vitals
+from arealite.system.ledger.ledger import number
 from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links.wire import STOP_WAITING, request_name
 
 logger = log.get(__name__)
 
-PACE_WINDOW_S = 30.0
-"""Over how long the share of time lost to pacing is taken, and how often it is reported."""
+ALIVE_S = 7.0
+"""A trainer heard within this time is alive: it repeats a request that waits every 5 s."""
 GONE_S = 15.0
 """A trainer that waits asks again every few seconds; one silent for this long waits no more."""
-NAMED = 5
-"""Slow episodes named in a report."""
-
-
-class IdleClock:
-    """Adds up the trainer's idle time by what it waits for: episodes (groups), or pace."""
-
-    def __init__(self) -> None:
-        self.seconds = {"groups": 0.0, "pace": 0.0}
-        """Since the last `take`."""
-        self.cause: str | None = None
-        """What the trainer waits for now; None while it does not."""
-        self.pace_share = 0.0
-        """Of the time lost to pacing, as an exponential average over `PACE_WINDOW_S`."""
-        self._since = time.monotonic()
-
-    def mark(self, cause: str | None) -> None:
-        """Attribute the time since the last mark to the cause named then."""
-        now = time.monotonic()
-        passed, self._since = now - self._since, now
-        if self.cause is not None:
-            self.seconds[self.cause] += passed
-        is_pace = self.cause == "pace"
-        self.pace_share += (is_pace - self.pace_share) * -math.expm1(-passed / PACE_WINDOW_S)
-        self.cause = cause
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds by cause, and begin again."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        return {f"{cause}_wait_s": seconds for cause, seconds in taken.items()}
 
 
 class OutOfStep(InvariantError):
-    """A request of steps that the ledger does not stand at: who sent it is wrong, or is of a
-    trainer that is no more."""
+    """A request that contradicts the ledger, or one of a trainer that was replaced: only its sender
+    stops."""
 
 
 class TrainerDesk:
-    """What the trainer asked for and has not been given, and what its words change."""
+    """What the trainer asked for and has not been given, and what its words change.
+
+    The newest trainer is served: each job of ranks begins with a TrainerStart, whose ticket all its
+    requests carry. A restarted trainer needs its start to be taken as soon as the trainer before it
+    is dead, without a word of that one. A stray start must not roll back a run that goes on. So a
+    start waits while the trainer before it is alive, and a start that contradicts the ledger is
+    refused; it stops the datapipe only if no trainer has begun.
+    """
 
     def __init__(
         self,
@@ -88,16 +67,20 @@ class TrainerDesk:
         self.book = book
         self.evals = evals
         self.finish: messages.Finish | None = None
-        self.heard = self.asked = time.monotonic()
-        """When the trainer last spoke, and when it last began to wait for episodes."""
+        self.heard = -math.inf
+        """When the trainer last sent a request."""
+        self.asked = time.monotonic()
+        """When the trainer last began to wait for episodes."""
+        self.rejections = Rejections()
         self.changed = True
         """Something happened since the last attempt to compose a batch."""
         self._batch_requests: dict[int, tuple[bytes, BatchRequest]] = {}
         """By rank: (whom to answer, what is asked)."""
         self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
-        self._tickets = count(book.ledger.boot << 20)
-        self._ticket = 0
+        self._issued = book.ledger.boot << 20
+        """The newest ticket that was given."""
+        self._ticket = number(book.ledger.connection, "ticket")
         """Of the trainer that runs."""
         self._config = config
         self._send = send
@@ -114,12 +97,23 @@ class TrainerDesk:
         asks = self.finish is None and bool(self._batch_requests or self._eval_requests)
         return asks and time.monotonic() - self.heard < GONE_S
 
-    def take(self, route: bytes, request: FromTrainer) -> None:
+    def take(self, route: bytes, request: FromTrainer) -> bool:
         """Take in a request; answers leave once its changes are durable.
+
+        Returns:
+            False if the request is of no trainer that runs.
 
         Raises:
             InvariantError: it contradicts the ledger.
         """
+        if isinstance(request, TrainerStart):
+            self._take_start(route, request)
+            return True
+        if 0 < request.ticket < self._ticket:
+            raise OutOfStep("this trainer was replaced by one that began later")
+        if not 0 < request.ticket == self._ticket:
+            self.rejections.note(route.hex(), f"{request_name(request)} of no trainer that runs")
+            return False
         self.heard = time.monotonic()
         self.changed = True
         match request:
@@ -127,18 +121,30 @@ class TrainerDesk:
                 self._take_batch_request(route, request)
             case EvalRequest():
                 self._take_eval_request(route, request)
-            case TrainerStart(ticket=0):
-                self._send(route, messages.Ticket(next(self._tickets)))
-            case TrainerStart(ticket=ticket) if ticket <= self._ticket:
-                if ticket == self._ticket:  # else of a trainer that is no more
-                    self._send(route, messages.TrainerReady(request.step, 0))
-            case TrainerStart():
-                self._start = (route, request)
-                self._writer.after_commit(self._begin, hurry=True)
+            case messages.Unusable():
+                self._writer.after_commit(partial(self._set_aside, route, request), hurry=True)
             case _:
                 self._note(request)
                 done = messages.Done(request_name(request))
                 self._writer.after_commit(partial(self._send, route, done), hurry=True)
+        return True
+
+    def _take_start(self, route: bytes, start: TrainerStart) -> None:
+        pending = self._start[1].ticket if self._start else self._ticket + 1
+        if start.ticket == 0:
+            self._issued += 1
+            self._send(route, messages.Ticket(self._issued))
+        elif start.ticket == self._ticket:
+            self._send(route, messages.TrainerReady(start.step, 0))
+        elif pending <= start.ticket <= self._issued:
+            self._start = (route, start)
+            self.begin_if_free()
+
+    def begin_if_free(self) -> None:
+        """Begin the start that waits, once the trainer before it is silent or has finished."""
+        is_alive = self.finish is None and time.monotonic() - self.heard < ALIVE_S
+        if self._start is not None and not is_alive:
+            self._writer.after_commit(self._begin, hurry=True)
 
     def answer_evals(self) -> None:
         """Send the scores of finished evaluations, once the ledger has them."""
@@ -155,6 +161,9 @@ class TrainerDesk:
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
+        for route, start in [self._start] if self._start else []:
+            detail = f"the trainer before, heard {time.monotonic() - self.heard:.1f} s ago"
+            self._send(route, messages.Waiting(request_name(start), detail))
         for eval_id, (route, request) in self._eval_requests.items():
             left = self.evals.runs[eval_id].left
             detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"
@@ -212,7 +221,8 @@ class TrainerDesk:
             "leased_groups": book.counts["leased"],
             "late_results": book.too_late,
             "stale_trajectories": stale,
-            **{k.replace(":", "_"): v for k, v in book.counts.items() if ":" in k},
+            "rejected_messages": self.rejections.total(),
+            **{re.sub("[: ]", "_", k): v for k, v in book.counts.items() if ":" in k},
             **{f"stale_below_{k}": v for k, v in book.dropped_lengths.items()},
             "loop_lag_max_s": vitals.lag_max_s(),
             **self._workers.metrics(),
@@ -235,30 +245,9 @@ class TrainerDesk:
         text = f"batch {step}: {book.counts['complete']} of {book.ppo.num_groups} groups"
         if book.version is None:
             return text + ", no policy version is published yet"
-        if slow := self._slow_episodes():
+        if slow := slow_episodes(book, self._workers):
             text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
-
-    def _slow_episodes(self) -> list[str]:
-        """Name the episodes of which the next batch has to wait for some, oldest first."""
-        book, eta, size = self.book, self.book.ppo.max_staleness, self.book.ppo.num_groups
-        if book.ppo.staleness_policy != "pace" or book.counts["complete"] < size:
-            return []
-        now = time.monotonic()
-        runs = {
-            lease_id: f"on {worker.worker_id} since {now - held.given:.1f} s"
-            for worker in self._workers.by_id.values()
-            for lease_id, held in worker.held.items()
-        }
-        names: list[str] = []
-        for late in blocks(list(book.candidates()), book.next_step, eta=eta, num_groups=size):
-            group = book.groups[f"g{late.seq}"]
-            states = dict.fromkeys(group.missing(book.ppo.max_attempts), "waits for a worker")
-            for lease_id, lease in group.leases.items():
-                states |= dict.fromkeys(group.due(lease), runs.get(lease_id, "on a lost worker"))
-            about = f"({group.task.task_id}) of version {late.start}"
-            names += [f"{group.group_id}/{m} {about} {state}" for m, state in states.items()]
-        return names[:NAMED] + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)
 
     def _warn_of_pacing(self) -> None:
         """Name the slow episodes once pacing costs more of the time than was allowed."""
@@ -272,7 +261,7 @@ class TrainerDesk:
             "slow episodes hold the trainer",
             share=round(share, 2),
             allowed=allowed,
-            episodes=self._slow_episodes(),
+            episodes=slow_episodes(self.book, self._workers),
             ended_by=f"collector.episode_timeout_s={self.book.ppo.collector.episode_timeout_s:g}",
         )
 
@@ -303,28 +292,47 @@ class TrainerDesk:
         if self._start is None:
             return
         route, start = self._start
-        known = self.book.known_steps()
-        if start.step > known:
-            raise InvariantError(
-                f"the trainer begins at step {start.step}, but {self.book.ledger.path} knows only "
-                f"{known} trained steps: checkpoint and ledger are not of one trial"
-            )
-        newest = "SELECT MAX(step) FROM checkpoints"
-        (saved,) = self.book.ledger.connection.execute(newest).fetchone()
-        if start.step < (saved or 0):
-            raise InvariantError(
-                f"the trainer begins at step {start.step}, but the checkpoint of step {saved} was "
-                "durable: it is missing or broken. Put it back; or start the same trial again with "
-                f"resume=step-{start.step:06d} to go back, or resume=never to begin anew"
-            )
+        if why := self._contradiction(start.step):
+            if self.heard < 0:  # no trainer has begun
+                raise InvariantError(why)
+            self._start = None
+            self._send(route, messages.Refused(request_name(start), why))
+            return
+        self.book.ledger.set_meta("ticket", str(start.ticket))
         rolled = self.book.roll_back(start.step)
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
         self._start, self._ticket = None, start.ticket
-        self.changed = True
+        self.heard, self.changed = time.monotonic(), True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
         self._send(route, messages.TrainerReady(start.step, rolled))
+
+    def _contradiction(self, step: int) -> str:
+        """Return why no trainer can begin at `step`; "" if one can."""
+        known = self.book.known_steps()
+        if step > known:
+            return (
+                f"the trainer begins at step {step}, but {self.book.ledger.path} knows only "
+                f"{known} trained steps: checkpoint and ledger are not of one trial"
+            )
+        newest = "SELECT IFNULL(MAX(step), 0) FROM checkpoints"
+        (saved,) = self.book.ledger.connection.execute(newest).fetchone()
+        if step >= saved:
+            return ""
+        return (
+            f"the trainer begins at step {step}, but the checkpoint of step {saved} was "
+            "durable: it is missing or broken. Put it back; or start the same trial again with "
+            f"resume=step-{step:06d} to go back, or resume=never to begin anew"
+        )
+
+    def _set_aside(self, route: bytes, request: messages.Unusable) -> None:
+        """Between two commits, as `_begin`."""
+        reasons = {group: f"unusable:{what[:50]}" for group, what in request.groups.items()}
+        logger.warning("groups set aside", step=request.step, groups=reasons)
+        self.book.set_aside(request.step, reasons)
+        self.changed = True
+        self._send(route, messages.Done(request_name(request)))
 
     def _note(self, request: FromTrainer) -> None:
         match request:
@@ -333,6 +341,11 @@ class TrainerDesk:
             case messages.Published():
                 self._note_version(request.version)
             case messages.Checkpointed():
+                folder = os.path.normpath(run_paths(self._config).checkpoints)
+                is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
+                if request.step > self.book.known_steps() or not is_inside:
+                    place = f"step {request.step} at {request.path} is impossible"
+                    raise OutOfStep(f"a checkpoint of {place}: checkpoints are in {folder}")
                 self.book.mark_durable(request.step)
                 self.book.ledger.checkpoint(request.step, request.path)
             case _:
@@ -370,24 +383,3 @@ class TrainerDesk:
         for route, _ in self._batch_requests.values():
             self._send(route, messages.Finished(finish.reason))
         self._batch_requests.clear()
-
-
-def shard(
-    request: BatchRequest,
-    headers: list[TrajectoryHeader],
-    *,
-    updates: int,
-    seed: int,
-    waits: dict[str, float],
-) -> messages.Batch:
-    """Deal a batch to updates and ranks: the same for all who ask, also when it is replayed."""
-    group_ids = [header.group_id for header in headers]
-    minibatches, ranks = partition(
-        group_ids,
-        [header.num_tokens for header in headers],
-        updates=min(updates, len(set(group_ids))),
-        ranks=request.world_size,
-        seed=seed + request.step,
-    )
-    mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
-    return messages.Batch(request.step, headers, ranks, minibatches, mine, waits)

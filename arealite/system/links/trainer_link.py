@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
+import msgspec
 import zmq
 
 from arealite.api import trainer_messages as messages
@@ -61,6 +62,8 @@ class TrainerLink:
         self.rank = rank
         self.world_size = world_size
         self.silence_s = silence_s
+        self.ticket = 0
+        """Of `start`; every link of the job needs it before its first request."""
         self._resolve = resolve
         self._context, self._secret = context, secret
         self._socket: zmq.Socket[bytes] | None = None
@@ -73,6 +76,7 @@ class TrainerLink:
         request = messages.TrainerStart(step, self.world_size)
         answer = self._ask(request, lambda message: isinstance(message, messages.Ticket))
         ticket = cast(tuple[messages.Ticket, list[bytes]], answer)[0].number
+        self.ticket = ticket
         request = messages.TrainerStart(step, self.world_size, ticket)
         answer = self._ask(request, lambda message: isinstance(message, TrainerReady))
         return cast(tuple[TrainerReady, list[bytes]], answer)[0]
@@ -101,6 +105,10 @@ class TrainerLink:
     def report(self, report: StepReport) -> None:
         """Tell that the optimizer has applied a batch."""
         self._tell(report)
+
+    def set_aside(self, step: int, groups: dict[str, str]) -> None:
+        """Tell why groups of batch `step` cannot be trained, by id; the batch is composed anew."""
+        self._tell(messages.Unusable(step, groups))
 
     def published(self, version: int) -> None:
         """Tell that every server in traffic has confirmed `version`."""
@@ -205,6 +213,8 @@ class TrainerLink:
         return message, frames[1:]
 
     def _send(self, message: FromTrainer) -> None:
+        if not isinstance(message, messages.TrainerStart):
+            message = msgspec.structs.replace(message, ticket=self.ticket)
         if self._socket is None:
             self._connect()
         if self._socket is not None:

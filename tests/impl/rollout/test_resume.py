@@ -33,7 +33,7 @@ from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
-from tests.system.scenes import in_thread
+from tests.system.scenes import in_thread, saved
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,14 +73,14 @@ async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
-def train(link: TrainerLink) -> tuple[TrajectoryHeader, bytes]:
+def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader, bytes]:
     link.start(0)
     link.published(0)
     answer = link.next_batch(0)
     assert answer is not None
     batch, (payload,) = answer
     link.report(StepReport(0, [batch.headers[0].trajectory_id], {}))
-    link.checkpointed(1, "nowhere")
+    link.checkpointed(*saved(config, 1))
     link.finish("done")
     link.close()
     return batch.headers[0], payload
@@ -116,7 +116,7 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
         piping = roles.create_task(pipe.run())
         await pipe.ready.wait()
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, secret=names.secret)
-        training = roles.create_task(in_thread(lambda: train(link)))
+        training = roles.create_task(in_thread(lambda: train(link, config)))
         first = await start(config)
         await server.held(1, seconds=240.0)
         server.hold_after = 0

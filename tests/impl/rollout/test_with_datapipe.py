@@ -22,6 +22,7 @@ from arealite.system.links.worker_link import WorkerLink
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
+from tests.system.scenes import saved
 
 STEPS = 4
 
@@ -75,7 +76,7 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
                 rank.report(StepReport(step, ids, {}))
                 version = step + 1
                 rank.published(version)
-            rank.checkpointed(STEPS, "nowhere")
+            rank.checkpointed(*saved(config, STEPS))
             rank.finish("done")
             rank.close()
             return trained

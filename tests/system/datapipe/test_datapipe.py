@@ -12,7 +12,9 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from arealite.api.config import run_paths
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.episode import Turn, encode_turn
+from arealite.api.llm import LLMResponse
 from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport, Waiting
 from arealite.base.errors import InvariantError, RoleError, UserError
@@ -29,6 +31,7 @@ from tests.system.scenes import (
     in_thread,
     payload,
     piped,
+    saved,
     tasks,
 )
 from tests.waiting import eventually
@@ -36,6 +39,7 @@ from tests.waiting import eventually
 
 def train(
     link: TrainerLink,
+    config: ExperimentConfig,
     *,
     steps: int,
     begin: int = 0,
@@ -58,10 +62,15 @@ def train(
         link.report(StepReport(step, ids, {}))
         link.published(step + 1)
     if finish:
-        link.checkpointed(begin + steps, "/nowhere")
+        link.checkpointed(*saved(config, begin + steps))
         link.finish("test over")
     link.close()
     return seen
+
+
+def stored(index: int) -> bytes:
+    """A turn of one token, as a worker tells it."""
+    return encode_turn(Turn([1, 2], LLMResponse([index], [-1.0], [0], "stop", 0), 1.0, index=index))
 
 
 @pytest.fixture
@@ -107,7 +116,7 @@ async def test_a_run_over_inproc(tmp_path: Path) -> None:
         running = [asyncio.create_task(worker.run()) for worker in workers]
         await eventually(lambda: len(pipe.workers.by_id) == 2)  # who comes later is not let go
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
-        seen = await in_thread(lambda: train(link, steps=6))
+        seen = await in_thread(lambda: train(link, config, steps=6))
         await asyncio.gather(*running)
     flat = [t for ids in seen for t in ids]
     assert len(flat) == 6 * 4 == len(set(flat))
@@ -123,6 +132,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
 
         def body() -> None:
             links[0].start(0)
+            links[1].ticket = links[0].ticket
             links[0].published(0)
             answers = [link.next_batch(0) for link in links]
             again = links[1].next_batch(0)
@@ -133,7 +143,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
             assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
             assert again == answers[1]
             links[0].report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
-            links[0].checkpointed(1, "/x")
+            links[0].checkpointed(*saved(pipe.config, 1))
             links[0].finish("over")
 
         await in_thread(body)
@@ -317,7 +327,7 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
             assert answer
             ids = [h.trajectory_id for h in answer[0].headers]
             link.report(StepReport(0, ids, {}))
-            link.checkpointed(1, "/x")
+            link.checkpointed(*saved(pipe.config, 1))
             link.finish("over")
             return ids
 
@@ -343,7 +353,7 @@ async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
             link.start(0)
             link.published(0)
             assert link.next_batch(0, on_wait=lambda w: True) is None
-            link.checkpointed(0, "/x")
+            link.checkpointed(*saved(pipe.config, 0))
             link.finish("asked to stop")
 
         await in_thread(body)
@@ -360,7 +370,7 @@ async def test_a_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) 
     await pipe.ready.wait()
     address = pipe.address
     working = asyncio.create_task(worker.run())
-    first = await in_thread(lambda: train(link, steps=3, finish=False))
+    first = await in_thread(lambda: train(link, config, steps=3, finish=False))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -395,7 +405,7 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         )
         running = asyncio.create_task(worker.run())
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-        seen = await in_thread(lambda: train(link, steps=4))
+        seen = await in_thread(lambda: train(link, config, steps=4))
         await running
     assert len(seen) == 4
     assert pipe.book.too_late >= 1, "it counts again if it was sent again"
@@ -482,13 +492,14 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
                 shares.append(answer[0].waits)
                 link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
                 link.published(step + 1)
-            link.checkpointed(3, "/x")
+            link.checkpointed(*saved(pipe.config, 3))
             link.finish("over")
 
         async def free() -> None:
             async with asyncio.timeout(60):
                 await named.wait()
-            worker.link.submit(episode(slow[0], 1), [b"late"])
+            late = episode(slow[0], 1)
+            worker.link.submit(late, [payload(late.headers[0])])
 
         with capture_logs() as logs:
             await asyncio.gather(free(), in_thread(body))
@@ -518,7 +529,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     def progress(anew: bool) -> Iterator[Turns]:
         if dying.leases and (anew or starts == 1):
             turns = [TurnHeader(1, "agent", n, 0) for n in range(starts)]
-            yield dying.leases[0], turns, [f"turn {t.index}".encode() for t in turns]
+            yield dying.leases[0], turns, [stored(t.index) for t in turns]
 
     dying.link.progress = progress
 
@@ -553,13 +564,13 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
         worker = FakeWorker(lambda: address, worker_id="b", script=script)
         async with expired(pipe, "a"):
             healing = asyncio.create_task(worker.run())
-            seen = await in_thread(lambda: train(link, steps=2))
+            seen = await in_thread(lambda: train(link, config, steps=2))
             await healing
     assert [len(ids) for ids in seen] == [2, 2]
     first = worker.leases[0]
     second = next(lease for lease in worker.leases if lease.group_id != "g0")
     assert (first.group_id, sorted(first.members), len(first.turns)) == ("g0", [0, 1], 2)
-    assert frames[first.lease_id] == [b"turn 0", b"turn 1"]
+    assert frames[first.lease_id] == [stored(0), stored(1)]
     assert (second.turns, frames[second.lease_id]) == ([], [])
 
 
@@ -575,7 +586,7 @@ async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
 
     def progress(anew: bool) -> Iterator[Turns]:
         if dying.leases:
-            yield dying.leases[0], [TurnHeader(1, "agent", 0, 0)], [b"turn 0"]
+            yield dying.leases[0], [TurnHeader(1, "agent", 0, 0)], [stored(0)]
 
     dying.link.progress = progress
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
@@ -598,7 +609,7 @@ async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
     async with piped(config) as pipe:
         worker = FakeWorker(lambda: pipe.address)
         healing = asyncio.create_task(worker.run())
-        seen = await in_thread(lambda: train(link, steps=1))
+        seen = await in_thread(lambda: train(link, config, steps=1))
         await healing
     first = worker.leases[0]
     assert (first.group_id, first.members, len(first.turns)) == ("g0", [1], 1)

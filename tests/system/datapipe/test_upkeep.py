@@ -25,7 +25,7 @@ from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links.trainer_link import TrainerLink
 from tests.system.datapipe.test_datapipe import train
 from tests.system.ledger.small_run import Shape, SmallRun
-from tests.system.scenes import FakeWorker, experiment, in_thread, piped
+from tests.system.scenes import FakeWorker, experiment, in_thread, piped, saved
 
 
 def read(ledger: Path, sql: str) -> list[tuple]:
@@ -319,8 +319,8 @@ async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path)
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
 
         def body() -> None:
-            train(link, steps=4, finish=False)
-            link.checkpointed(4, "/step-000004")
+            train(link, config, steps=4, finish=False)
+            link.checkpointed(*saved(config, 4))
 
         await in_thread(body)
         async with asyncio.timeout(60):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import structlog.testing
 
+from arealite.api.config import ExperimentConfig
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.trainer_messages import StepReport
 from arealite.system.ledger.audit import audit
 from arealite.system.links.trainer_link import TrainerLink
 from tests.fakes.proxy import Proxy, proxied
-from tests.system.scenes import FakeWorker, episode, experiment, in_thread, piped
+from tests.system.scenes import FakeWorker, episode, experiment, in_thread, piped, saved
 
 NOTICED_S = 200.0
 """At most; on a machine that is not busy it takes some seconds."""
@@ -42,7 +43,7 @@ async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> N
             link = TrainerLink(lambda: address(now[0]), rank=0, world_size=1)
             with structlog.testing.capture_logs() as logs:
                 async with asyncio.timeout(NOTICED_S):
-                    seen = await in_thread(lambda: train(link))
+                    seen = await in_thread(lambda: train(link, config))
                     await running
     assert broken, "the connection was cut in the middle of the run"
     assert first.swallowed > 0
@@ -53,7 +54,7 @@ async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> N
     assert report.ok and not report.failures_by_class, "no episode was run twice for it"
 
 
-def train(link: TrainerLink) -> list[list[str]]:
+def train(link: TrainerLink, config: ExperimentConfig) -> list[list[str]]:
     """Six steps; returns the trained ids."""
     seen = list[list[str]]()
     link.start(0)
@@ -65,7 +66,7 @@ def train(link: TrainerLink) -> list[list[str]]:
         seen.append(ids)
         link.report(StepReport(step, ids, {}))
         link.published(step + 1)
-    link.checkpointed(6, "/nowhere")
+    link.checkpointed(*saved(config, 6))
     link.finish("test over")
     link.close()
     return seen

@@ -1,0 +1,159 @@
+"""Takes in what workers send, once it is checked: no peer is believed.
+
+What is wrong in itself is counted and ends no process. An episode that is wrong counts as a failed
+attempt, so that its member is offered again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from arealite.api.episode import decode_turn
+from arealite.api.rollout_messages import Episode, EpisodeIds, Failure, Progress, Result
+from arealite.base import log
+from arealite.system.datapipe.eval_book import EvalBook
+from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.workers import Workers
+from arealite.system.ledger.payloads import unlike
+from arealite.system.links import wire
+
+logger = log.get(__name__)
+
+MAX_DETAIL = 200
+"""Characters of a reason that are kept."""
+
+
+class Rejections(Counter[str]):
+    """Counts wrong messages, and wrong episodes of results, by sender."""
+
+    def note(self, sender: str, reason: str) -> None:
+        """Count one; log the first of each sender."""
+        if not self[sender]:
+            logger.warning("message rejected", sender=sender, reason=reason[:MAX_DETAIL])
+        self[sender] += 1
+
+
+class ResultIds(msgspec.Struct, tag="Result"):
+    """The ids of a Result that is wrong elsewhere, as in a number out of range."""
+
+    result_id: str
+    worker_id: str
+    episodes: list[EpisodeIds]
+
+
+_decode_ids = msgspec.msgpack.Decoder(ResultIds).decode
+
+
+def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
+    """Return a message and what is wrong with it; of a wrong Result, return the ids alone.
+
+    Raises:
+        msgspec.DecodeError: it is no message, or a wrong one of another kind.
+    """
+    try:
+        return wire.decode_to_datapipe(frame), ""
+    except msgspec.DecodeError as error:
+        return _decode_ids(frame), str(error)
+
+
+class Intake:
+    """Brings checked episodes to the books of training and evaluation."""
+
+    def __init__(
+        self, book: GroupBook, evals: EvalBook, workers: Workers, rejections: Rejections
+    ) -> None:
+        self.book, self.evals, self.workers = book, evals, workers
+        self.rejections = rejections
+
+    def take(self, result: Result | ResultIds, payloads: Sequence[bytes], wrong: str) -> None:
+        """Take in a result; `wrong` says what is wrong with it as a whole, "" for nothing."""
+        sizes = [len(e.headers) if isinstance(e, Episode) else 0 for e in result.episodes]
+        if sum(sizes) != len(payloads):
+            wrong = wrong or "payloads are missing, or too many"
+        frames = iter(payloads)
+        for episode, size in zip(result.episodes, sizes, strict=True):
+            self._take_episode(result.worker_id, episode, [*islice(frames, size)], wrong)
+
+    def _take_episode(
+        self, worker_id: str, episode: EpisodeIds, payloads: list[bytes], wrong: str
+    ) -> None:
+        ids = (episode.lease_id, episode.group_id, episode.member)
+        wrong = wrong or _tried(check_episode, episode, payloads, self.book.newest)
+        is_leased = self._is_leased(worker_id, *ids)
+        if wrong or not is_leased:
+            wrong = wrong or f"{ids[0]}/{ids[2]} is no lease of this worker"
+            self.rejections.note(worker_id, wrong)
+            episode = Episode(*ids, [], Failure("rejected", wrong[:MAX_DETAIL]))
+        if is_leased and isinstance(episode, Episode):
+            self.workers.finish(worker_id, episode.lease_id, episode.member)
+            if not self.evals.add(episode):
+                self.book.add(episode, payloads)
+
+    def _is_leased(self, worker_id: str, lease_id: str, group_id: str, member: int) -> bool:
+        """Return whether a worker has or had an episode, or nothing is expected of it any more."""
+        if self.evals.is_running(lease_id, member):
+            worker = self.workers.by_id.get(worker_id)
+            return worker is not None and lease_id in worker.held
+        if group := self.book.groups.get(group_id):
+            return member in group.finished or group.was_leased(worker_id, lease_id, member)
+        ids = re.fullmatch(r"g(\d{1,12})|e\d+-\d+", group_id)
+        return ids is not None and int(ids[1] or -1) < self.book.offered
+
+    def take_progress(self, progress: Progress, payloads: Sequence[bytes]) -> None:
+        """Keep turns of episodes under way."""
+        wrong = _tried(check_progress, progress, payloads, self.book.newest)
+        group = self.book.groups.get(progress.group_id)
+        if group and group.owners.get(progress.lease_id) not in (None, progress.worker_id):
+            wrong = f"{progress.lease_id} is no lease of this worker"
+        if wrong:
+            self.rejections.note(progress.worker_id, wrong)
+        else:
+            self.book.keep(progress, payloads)
+
+
+def _tried(check: Callable[..., str], *args: Any) -> str:
+    try:
+        return check(*args)
+    except Exception as error:  # noqa: BLE001  (a message may break a check in any way)
+        return repr(error)
+
+
+def check_episode(episode: Episode, payloads: Sequence[bytes], newest: int) -> str:
+    """Return what is wrong with an episode in itself, in words; "" if nothing is.
+
+    Args:
+        episode: As a worker sent it.
+        payloads: One for each of its headers.
+        newest: The newest version that can have sampled a token.
+    """
+    ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
+    if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):
+        return "neither one trajectory a seat nor a failure"
+    for h, payload in zip(episode.headers, payloads, strict=True):
+        if (h.group_id, h.member, h.trajectory_id) != (*ids, f"{ids[0]}/{ids[1]}/{h.seat}"):
+            return "a trajectory of another episode"
+        numbers = (h.reward, h.seconds, *h.reward_parts.values(), *h.waits.values())
+        if not all(map(math.isfinite, numbers)):
+            return "a number is not finite"
+        if h.newest_version > newest:
+            return f"version {h.newest_version}, but the newest is {newest}"
+        if what := unlike(h, payload):
+            return f"the payload of {h.trajectory_id} and its header: {what}"
+    return ""
+
+
+def check_progress(progress: Progress, payloads: Sequence[bytes], newest: int) -> str:
+    """Return what is wrong with turns of an episode under way, in words; "" if nothing is."""
+    for turn, payload in zip(progress.turns, payloads, strict=True):
+        stored = decode_turn(payload)
+        sizes = {*map(len, (stored.output_ids, stored.logprobs, stored.versions))}
+        if len(sizes) > 1 or sizes.pop() % 4 or turn.oldest_version > newest:
+            return f"turn {turn.index} of seat {turn.seat}: its arrays or version"
+    return ""

@@ -1,0 +1,321 @@
+"""What workers send is checked before it counts: a wrong message ends no process and no run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from arealite.api.config import run_paths
+from arealite.api.rollout_messages import (
+    Ack,
+    Episode,
+    Failure,
+    Lease,
+    Progress,
+    Result,
+    TurnHeader,
+    WorkerState,
+)
+from arealite.api.trainer_messages import (
+    BatchRequest,
+    Checkpointed,
+    EvalRequest,
+    Finish,
+    Published,
+    StepReport,
+    TrainerStart,
+)
+from arealite.api.trajectory import decode_segments, encode_segments
+from arealite.system.datapipe.datapipe import Datapipe
+from arealite.system.datapipe.intake import check_episode
+from arealite.system.ledger import group as open_group
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.payloads import payload_sum, unlike
+from arealite.system.links import wire
+from arealite.system.links.trainer_link import TrainerLink
+from tests.system.scenes import (
+    FakeWorker,
+    episode,
+    experiment,
+    header,
+    in_thread,
+    payload,
+    piped,
+    saved,
+    tasks,
+)
+from tests.waiting import eventually
+
+replace = msgspec.structs.replace
+HEADER = header("g0", 0, version=1, newest=2, tokens=8)
+
+
+def changed(**fields: Any) -> bytes:
+    """The payload of HEADER with another segment."""
+    (segment,) = decode_segments(payload(HEADER))
+    return encode_segments([replace(segment, **fields)])
+
+
+def flipped(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 0x40]) + frame[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (b"garbage", "unreadable"),
+        (payload(HEADER)[:-3], "unreadable"),
+        (encode_segments([]), "length"),
+        (changed(logprobs=b""), "arrays of other lengths"),
+        (changed(tokens=b"\xff" * 32), "tokens"),
+        (changed(loss_mask=b"\0\0\0\0\1\1\1\2"), "mask"),
+        (changed(loss_mask=b"\0\0\0\1\1\1\1\1"), "mask"),
+        (changed(loss_mask=b"\1" * 8, versions=b"\1\0\0\0" * 8), "no prefix"),
+        (changed(logprobs=b"\0\0\xc0\x7f" * 8), "logprobs"),
+        (changed(temperature=math.nan), "logprobs"),
+        (changed(temperature=-1.0), "logprobs"),
+        (changed(versions=b"\xff" * 16 + b"\2\0\0\0" * 4), "versions"),
+        (changed(rewards=b"\0\0\x80\x7f" * 8), "reward"),
+        (changed(rewards=b"\0" * 32), "reward"),
+        (payload(header("g0", 0, version=1, newest=2, tokens=10)), "length"),
+    ],
+)
+def test_payload_unlike_its_header_is_named(made: bytes, what: str) -> None:
+    assert what in unlike(HEADER, made)
+    assert unlike(HEADER, payload(HEADER)) == ""
+
+
+def test_every_flipped_byte_of_a_payload_is_seen() -> None:
+    made = payload(HEADER)
+    summed = replace(HEADER, payload_sum=payload_sum(made))
+    assert unlike(summed, made) == ""
+    assert all(unlike(summed, flipped(made, at)) for at in range(len(made)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"trajectory_id": "g0/1/agent"},
+        {"group_id": "g1"},
+        {"member": 1},
+        {"seat": "other"},
+        {"reward": math.inf},
+        {"seconds": math.nan},
+        {"reward_parts": {"x": math.nan}},
+        {"waits": {"x": -math.inf}},
+        {"newest_version": 3},
+        {"oldest_version": 0},
+        {"trained_tokens": 5},
+        {"segment_lengths": [4, 4]},
+        {"reward": 2.0},
+    ],
+)
+def test_header_that_cannot_be_true_is_named(wrong: dict[str, Any]) -> None:
+    whole = Episode("g0.1.1", "g0", 0, [HEADER], None)
+    assert check_episode(whole, [payload(HEADER)], 2) == ""
+    bad = replace(whole, headers=[replace(HEADER, **wrong)])
+    assert check_episode(bad, [payload(HEADER)], 2)
+
+
+def test_episode_needs_trajectories_or_a_failure() -> None:
+    failure, made = Failure("boom", ""), payload(HEADER)
+    assert check_episode(Episode("l", "g0", 0, [], None), [], 2)
+    assert check_episode(Episode("l", "g0", 0, [HEADER], failure), [made], 2)
+    assert check_episode(Episode("l", "g0", 0, [HEADER, HEADER], None), [made, made], 2)
+    assert check_episode(Episode("l", "g0", 0, [], failure), [], 2) == ""
+
+
+# ---------------------------------------------------------------- through a live datapipe
+
+
+class Peer:
+    """A socket of its own at the datapipe, which says what it wants."""
+
+    def __init__(self, pipe: Datapipe) -> None:
+        self.pipe, self.got = pipe, list[Any]()
+        socket = wire.open_socket(None, zmq.DEALER)
+        socket.connect(pipe.address)
+        self.channel = wire.Channel(socket, lambda frames: self.got.append(frames))
+
+    def say(self, message: Any, *payloads: bytes) -> None:
+        frame = message if isinstance(message, bytes) else wire.encode(message)
+        self.channel.send([frame, *payloads])
+
+    async def rejected(self, count: int) -> None:
+        await eventually(lambda: self.pipe.desk.rejections.total() >= count)
+
+    def messages(self, kind: type[Any]) -> list[Any]:
+        found = [wire.decode_to_worker(frames[0]) for frames in self.got]
+        return [message for message in found if isinstance(message, kind)]
+
+    async def leased(self, name: str, capacity: int = 4) -> list[Lease]:
+        """Hold leases as a worker that never finishes them."""
+        self.say(WorkerState(name, capacity, [], {}, "1"))
+        leases: Callable[[], list[Lease]] = lambda: self.messages(Lease)  # noqa: E731
+        await eventually(lambda: sum(len(lease.members) for lease in leases()) >= capacity)
+        return leases()
+
+
+@pytest.fixture
+async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Peer, None]:
+    """At a datapipe whose trainer has published version 0; the run must still end well."""
+    monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
+    config = experiment(tmp_path, max_staleness=0)
+    async with piped(config) as pipe:
+        link, one = TrainerLink(lambda: pipe.address, rank=0, world_size=1), Peer(pipe)
+        await in_thread(lambda: (link.start(0), link.published(0)))
+        yield one
+        one.say(WorkerState("bad", 0, [], {}, "2"))
+        one.channel.close()
+
+        def train() -> None:
+            for step in range(2):
+                answer = link.next_batch(step)
+                assert answer
+                batch, payloads = answer
+                assert [payload(batch.headers[i]) for i in batch.mine] == payloads
+                link.report(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
+                link.published(step + 1)
+            link.checkpointed(*saved(config, 2))
+            link.finish("over")
+            link.close()
+
+        worker = asyncio.create_task(FakeWorker(lambda: pipe.address, worker_id="good").run())
+        await in_thread(train)
+        await worker
+    report = audit(run_paths(config).ledger)
+    assert report.ok, report.table()
+    assert report.steps == 2
+
+
+async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer: Peer) -> None:
+    wrong = [
+        *(b"", b"garbage", b"\x80", wire.encode(Ack("x")), wire.encode({"type": "Result"})),
+        *(
+            wire.encode(m)
+            for m in (EvalRequest(2**64 - 1), EvalRequest(-1), Checkpointed(2**63, ""))
+        ),
+        *(wire.encode(m) for m in (BatchRequest(0, 0, 0), WorkerState("w", -1, [], {}, ""))),
+    ]
+    with capture_logs() as logs:
+        for frame in wrong:
+            peer.say(frame)
+        await peer.rejected(len(wrong))
+    assert peer.pipe.desk.rejections.total() == len(wrong)
+    assert [log["event"] for log in logs].count("message rejected") == 1
+
+
+async def test_trainer_requests_of_a_stranger_change_nothing(peer: Peer) -> None:
+    stray = [Published(0), Checkpointed(0, ""), EvalRequest(0), Finish("x"), StepReport(0, [], {})]
+    for request in (*stray, BatchRequest(0, 0, 1), TrainerStart(0, 1, 1 << 30)):
+        peer.say(request)
+    await peer.rejected(6)
+    assert peer.pipe.desk.finish is None
+    assert not peer.pipe.evals.runs
+
+
+async def test_result_of_a_lease_that_another_worker_holds_is_not_taken(peer: Peer) -> None:
+    (lease, *_) = await peer.leased("bad")
+    forged = episode(lease, 0, reward=1e6)
+    strange = replace(forged, lease_id=f"{lease.lease_id}9")
+    unknown = Episode("g99.1.1", "g99", 0, [header("g99", 0)], None)
+    for number, (name, made) in enumerate((("w", forged), ("bad", strange), ("bad", unknown))):
+        peer.say(Result(str(number), name, [made]), payload(made.headers[0]))
+    await peer.rejected(3)
+    await eventually(lambda: {"0", "1", "2"} <= {ack.result_id for ack in peer.messages(Ack)})
+    group = peer.pipe.book.groups[lease.group_id]
+    assert (group.finished, group.failures) == ({}, [])
+
+
+@pytest.mark.parametrize("how", ["garbage", "flip", "missing", "header", "range", "too many"])
+async def test_wrong_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, how: str) -> None:
+    leases = await peer.leased("bad")
+    for number, lease in enumerate(leases):
+        for member in lease.members:
+            made = episode(lease, member)
+            frames = [payload(made.headers[0])]
+            if how == "header":
+                made = episode(lease, member, reward=1e6)
+            if how == "flip":
+                made = replace(made, headers=[replace(made.headers[0], payload_sum=1)])
+            if how == "range":
+                made = replace(made, headers=[replace(made.headers[0], turns=-1)])
+            frames = {"garbage": [b"x"], "missing": [], "too many": [*frames, b""]}.get(how, frames)
+            peer.say(Result(f"{number}/{member}", "bad", [made]), *frames)
+    await peer.rejected(4)
+    await eventually(lambda: len([ack for ack in peer.messages(Ack) if ack.result_id]) == 4)
+    with connect(peer.pipe.ledger.path, read_only=True) as db:
+        assert db.execute("SELECT DISTINCT class FROM failures").fetchall() == [("rejected",)]
+        assert db.execute("SELECT COUNT(*) FROM failures").fetchone() == (4,)
+        assert db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
+    db.close()
+
+
+async def test_only_the_wrong_episode_of_a_result_is_lost(peer: Peer) -> None:
+    (lease, *_) = await peer.leased("bad")
+    good, bad = episode(lease, 0), episode(lease, 1)
+    peer.say(Result("1", "bad", [bad, good]), b"garbage", payload(good.headers[0]))
+    await peer.rejected(1)
+    group = peer.pipe.book.groups[lease.group_id]
+    assert list(group.finished) == [0]
+    assert [failure[0] for failure in group.failures] == [1]
+
+
+async def test_wrong_turns_are_not_kept(peer: Peer) -> None:
+    (lease, *_) = await peer.leased("bad")
+    turn = TurnHeader(0, "agent", 0, 0)
+    for name, payloads in (("bad", [b"turn"]), ("bad", []), ("w", [])):
+        turns = [turn] if name == "bad" else []
+        peer.say(Progress(name, lease.lease_id, lease.group_id, turns), *payloads)
+    await peer.rejected(3)
+    assert peer.pipe.book.groups[lease.group_id].turns == {}
+
+
+async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
+    """Of a worker that is broken for good, the run says so."""
+    config = experiment(tmp_path, max_attempts=9, pipe={"max_failed_share": 0.01})
+    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
+    running = asyncio.create_task(pipe.run())
+    await pipe.ready.wait()
+    peer, link = Peer(pipe), TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+    await in_thread(lambda: (link.start(0), link.published(0)))
+    for lease in await peer.leased("bad"):
+        made = [episode(lease, member) for member in lease.members]
+        peer.say(Result(lease.lease_id, "bad", made))
+    await eventually(lambda: pipe._fatal is not None)
+    assert "max_failed_share" in str(pipe._fatal) and "rejected" in str(pipe._fatal)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    peer.channel.close()
+    link.close()
+
+
+async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> None:
+    """And a trajectory above it is a failed episode at its worker, not a connection lost."""
+    config = experiment(tmp_path, pipe={"max_frame_mb": 1})
+    async with piped(config) as pipe:
+        peer = Peer(pipe)
+        peer.say(Result("1", "w", []), bytes(2 << 20))
+        peer.say(WorkerState("w", 0, [], {}, "1"))
+        await eventually(lambda: peer.messages(Ack))  # over the next connection
+        assert pipe.desk.rejections.total() == 0
+        peer.channel.close()
+        worker = FakeWorker(lambda: pipe.address)
+        worker.link._max_frame_mb = 0
+        made = episode(Lease("l", "g0", "train", tasks(1)[0], [0], 0), 0)
+        worker.link.submit(made, [payload(made.headers[0])])
+        (((sent, payloads),)) = worker.link._outbox
+        assert sent.failure and sent.failure.failure_class == "too_large"
+        assert (sent.headers, payloads) == ([], [])
+        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
+        await in_thread(lambda: (link.start(0), link.finish("over")))
+        link.close()
