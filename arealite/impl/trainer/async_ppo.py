@@ -25,14 +25,18 @@ class AsyncPPOTrainer(PPOTrainer):
         self._fetched: Future[Answer] | None = None
         self._pusher = ThreadPoolExecutor(1, "publish")
         self._push_link = self.parts.connect()
+        self.links.append(self._push_link)
         self._pushed: Future[PublishReport] | None = None
 
     def fetch(self, step: int) -> Answer:
-        """Take the batch asked for during the last step, and ask for the one after."""
-        answer = self.together(self._fetched or self.ask(step))
-        follows = answer is not None and step + 1 < self.ppo.total_steps
-        self._fetched = self.ask(step + 1) if follows else None
-        return answer
+        """Take the batch asked for during the last step."""
+        asked, self._fetched = self._fetched or self.ask(step), None
+        return self.together(asked)
+
+    def ask_ahead(self, step: int) -> None:
+        """Ask for the batch after the one that every rank can train."""
+        if step < self.ppo.total_steps:
+            self._fetched = self.ask(step)
 
     def publish(self, version: int) -> None:
         """Stage the weights; push and tell the datapipe beside training, one at a time."""

@@ -19,7 +19,21 @@ from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.base import log
 from arealite.base.errors import InvariantError
+from arealite.impl.trainer.world import World
+from arealite.system.ledger.payloads import unlike
+from arealite.system.links.trainer_link import TrainerLink
+
+logger = log.get(__name__)
+
+
+class Unusable(InvariantError):
+    """Groups of a batch cannot be trained; `groups` says what is wrong with each, by id."""
+
+    def __init__(self, text: str, groups: dict[str, str]) -> None:
+        super().__init__(text)
+        self.groups = groups
 
 
 @dataclass(frozen=True)
@@ -147,13 +161,36 @@ class TrainBatch:
         return found
 
 
+def make_rows(
+    batch: Batch, payloads: list[bytes], config: PPOConfig, *, world: World, link: TrainerLink
+) -> TrainBatch | None:
+    """Return this rank's rows.
+
+    If a rank has a group that it cannot train, return None on every rank, once the datapipe has set
+    the group aside: then the batch is to be asked for again.
+    """
+    made, groups = None, dict[str, str]()
+    try:
+        made = make_train_batch(batch, payloads, config, rank=world.rank, world_size=world.size)
+    except Unusable as error:
+        groups = error.groups
+        logger.error("batch cannot be trained", step=batch.step, error=str(error))
+    if not world.any(made is None):
+        return made
+    if groups:
+        link.set_aside(batch.step, groups)
+    world.any(True)  # all ranks have told the datapipe before one asks again
+    return None
+
+
 def make_train_batch(
     batch: Batch, payloads: Seq[bytes], config: PPOConfig, *, rank: int, world_size: int
 ) -> TrainBatch:
     """Decode, check and weigh batch `batch.step` for one rank.
 
     Raises:
-        InvariantError: a payload is missing or differs from its header, or a token is too old.
+        Unusable: payloads differ from their headers.
+        InvariantError: a payload is missing, or a token is too old.
     """
     owned = [i for i, owner in enumerate(batch.ranks) if owner == rank]
     if sorted(batch.mine) != owned or len(payloads) != len(owned):
@@ -161,12 +198,19 @@ def make_train_batch(
             f"batch {batch.step} brought rank {rank} the {len(payloads)} payloads of trajectories "
             f"{batch.mine}, but it owns {owned}"
         )
+    wrong = {
+        header.group_id: what
+        for index, payload in zip(batch.mine, payloads, strict=True)
+        if (what := unlike(header := batch.headers[index], payload))
+    }
+    if wrong:
+        raise Unusable(f"batch {batch.step}: groups unlike their headers: {wrong}", wrong)
     weights = _token_weights(batch, config)
     made = TrainBatch(batch, [], world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
         header, own = batch.headers[index], Owned(index, [], [], [], [])
-        for segment in _segments(header, payload):
-            row = _row(segment, header, weight=weights[index])
+        for segment in decode_segments(payload):
+            row = _row(segment, weight=weights[index])
             own.rows.append(row)
             own.sampled.append(row.loss_mask)
             own.versions.append(np.frombuffer(segment.versions, "<i4"))
@@ -189,30 +233,10 @@ def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
     return weights
 
 
-def _segments(header: TrajectoryHeader, payload: bytes) -> list[Segment]:
-    segments = decode_segments(payload)
-    lengths = [len(segment.tokens) // 4 for segment in segments]
-    trained = sum(segment.loss_mask.count(1) for segment in segments)
-    if lengths != header.segment_lengths or trained != header.trained_tokens:
-        raise InvariantError(
-            f"trajectory {header.trajectory_id}: its payload has segments of {lengths} tokens, "
-            f"{trained} of them sampled; its header says {header.segment_lengths} and "
-            f"{header.trained_tokens}"
-        )
-    return segments
-
-
-def _row(segment: Segment, header: TrajectoryHeader, *, weight: float) -> Sequence:
+def _row(segment: Segment, *, weight: float) -> Sequence:
     tokens_T = np.frombuffer(segment.tokens, "<i4")
     mask_T = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     behav_T = np.frombuffer(segment.logprobs, "<f4")
-    versions, rewards = len(segment.versions) // 4, len(segment.rewards) // 4
-    if not len(tokens_T) == len(mask_T) == len(behav_T) == versions == rewards:
-        raise InvariantError(f"trajectory {header.trajectory_id}: its arrays differ in length")
-    if mask_T[:1].any() or not np.isfinite(behav_T[mask_T]).all():
-        raise InvariantError(
-            f"trajectory {header.trajectory_id}: a sampled token has no prefix or finite logprob"
-        )
     weight_T = np.full(len(tokens_T), weight, np.float32)
     fields = {"behav_logprobs": behav_T, "loss_weight": weight_T}
     return Sequence(tokens_T, mask_T, segment.temperature, fields)

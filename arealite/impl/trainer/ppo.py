@@ -16,9 +16,9 @@ from arealite.api.publisher import PublishReport
 from arealite.api.trainer import Trainer
 from arealite.api.trainer_messages import Batch, StepReport, Waiting
 from arealite.base import log
-from arealite.base.errors import RoleError
+from arealite.base.errors import InvariantError, RoleError
 from arealite.impl.trainer import metrics
-from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
+from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.estimate import critic_rows, estimate, take_values
 from arealite.impl.trainer.parts import (
     Parts,
@@ -34,6 +34,8 @@ from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
 
+ATTEMPTS = 10
+"""Times that a batch is composed anew because a rank cannot train some of its groups."""
 SLICE_S = 1.0
 """How long ranks wait apart before they look together whether a server needs weights."""
 NOTED = {"logprobs": "prox_logprobs", "entropy": "entropy"}
@@ -52,6 +54,7 @@ class PPOTrainer(Trainer):
         self.world, self.engine = self.parts.world, self.parts.engine
         self.reference, self.critic = self.parts.reference, self.parts.critic
         self.link, self.fetch_link = self.parts.connect(), self.parts.connect()
+        self.links = [self.link, self.fetch_link]
         self.fetcher = ThreadPoolExecutor(1, "fetch")
         self.version = -1
         """That every server should hold."""
@@ -94,16 +97,21 @@ class PPOTrainer(Trainer):
         if step >= self.ppo.total_steps or stopping:
             logger.info("no further batch", step=step, stopping=stopping)
             return None
-        with self.clock("wait/batch_s"):
-            answer = self.fetch(step)
-            # A batch may have reached some ranks while the others were told that training ends.
-            everyone = self.world.all(answer is not None)
-        if answer is None or not everyone:
-            return None
-        with self.clock("time/rows_s"):
-            return make_train_batch(
-                *answer, self.ppo, rank=self.world.rank, world_size=self.world.size
-            )
+        for _ in range(ATTEMPTS):
+            with self.clock("wait/batch_s"):
+                answer = self.fetch(step)
+                # Some ranks may have got a batch while others were told that training ends.
+                everyone = self.world.all(answer is not None)
+            if answer is None or not everyone:
+                return None
+            with self.clock("time/rows_s"):
+                if batch := make_rows(*answer, self.ppo, world=self.world, link=self.link):
+                    self.ask_ahead(step + 1)
+                    return batch
+        raise InvariantError(f"batch {step} could not be trained {ATTEMPTS} times, see the logs")
+
+    def ask_ahead(self, step: int) -> None:
+        """Ask for the next batch before this one is trained; nothing does here."""
 
     def fetch(self, step: int) -> Answer:
         """Ask the datapipe for batch `step`."""
@@ -258,6 +266,9 @@ class PPOTrainer(Trainer):
             self.link.start(step)
             for sink in self.parts.loggers:
                 sink.rewind(step)
+        ticket = int(self.world.max({"ticket": float(self.link.ticket)})["ticket"])
+        for link in self.links:
+            link.ticket = ticket
         self.publish(step)
         self.settle()
         if self.has_evaluation and step == 0:

@@ -153,6 +153,8 @@ class ScriptedPipe:
         """No batch comes from this step on: requests wait."""
         self.eval_hangs: int | None = None
         """This evaluation gets no answer."""
+        self.garbled: list[int] = []
+        """Steps of batches with a payload that cannot be read; twice in it, twice so."""
         self.published = -1
         self.reports: list[StepReport] = []
         self.waiting = threading.Event()
@@ -167,6 +169,8 @@ class ScriptedPipe:
 
 class ScriptedLink:
     """One link to the scripted datapipe; complains when two threads use it."""
+
+    ticket = 0
 
     def __init__(self, pipe: ScriptedPipe) -> None:
         self.pipe, self.events = pipe, pipe.events
@@ -200,7 +204,15 @@ class ScriptedLink:
             "b", self.pipe.rewards, version=step
         )
         updates = [0, 0, 1, 1] if self.pipe.minibatches == 2 else [0] * 4
-        return batch(groups, step=step, minibatches=updates)
+        made, payloads = batch(groups, step=step, minibatches=updates)
+        if step in self.pipe.garbled:
+            payloads[2] = b"garbage"
+        return made, payloads
+
+    def set_aside(self, step: int, groups: dict[str, str]) -> None:
+        self._mine()
+        self.events.add(f"set aside {step}: {', '.join(groups)}")
+        self.pipe.garbled.remove(step)
 
     def report(self, report: StepReport) -> None:
         self._mine()

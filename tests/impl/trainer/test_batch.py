@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +13,8 @@ import pytest
 
 from arealite.api.trainer import LossConfig, PPOConfig
 from arealite.base.errors import InvariantError
-from arealite.impl.trainer.batch import make_train_batch
+from arealite.impl.trainer.batch import Unusable, make_rows, make_train_batch
+from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
 CONFIG = PPOConfig(max_staleness=2)
@@ -31,7 +35,7 @@ def test_rows_hold_tokens_masks_and_fields_of_their_own_trajectory() -> None:
 
 
 def test_each_segment_is_a_row_and_a_sequence_is_a_trajectory() -> None:
-    parts = [segment([5, 6, 7], sampled=2), segment([5, 6, 8, 9], sampled=1)]
+    parts = [segment([5, 6, 7], sampled=2), segment([5, 6, 8, 9], sampled=1, reward=1.0)]
     other = [segment([5, 6], sampled=1)]
     whole = [
         (header("g/0/agent", parts, reward=1.0), parts),
@@ -83,7 +87,7 @@ def test_a_token_older_than_the_bound_stops_the_run_and_names_the_trajectory(pol
 
 
 def test_mask_takes_only_old_tokens_out_of_the_loss() -> None:
-    parts = [segment([5, 6, 7, 8], sampled=3, version=[2, 3, 5])]
+    parts = [segment([5, 6, 7, 8], sampled=3, version=[2, 3, 5], reward=1.0)]
     other = [segment([5, 6], sampled=1, version=5)]
     whole = [
         (header("g/0/agent", parts, reward=1.0), parts),
@@ -99,7 +103,10 @@ def test_rewards_stand_at_sampled_tokens_and_turns_are_runs_of_them() -> None:
     made = segment([5, 6, 7, 8, 9, 5, 6], sampled=2)
     mask = np.array([0, 1, 1, 0, 0, 1, 0], np.uint8)
     rewards = np.array([0, 0, 0.5, 0, 0, 1, 2], "<f4")
-    first = msgspec.structs.replace(made, loss_mask=mask.tobytes(), rewards=rewards.tobytes())
+    versions = np.where(mask, 0, -1).astype("<i4").tobytes()
+    first = msgspec.structs.replace(
+        made, loss_mask=mask.tobytes(), rewards=rewards.tobytes(), versions=versions
+    )
     parts = [first, segment([5, 6, 7], sampled=2, reward=-1.0)]
     whole = [(header("g/0/agent", parts, reward=2.5, trained_tokens=5), parts)]
     (own,) = make_train_batch(*batch(whole), CONFIG, rank=0, world_size=1).owned
@@ -111,18 +118,19 @@ def test_rewards_stand_at_sampled_tokens_and_turns_are_runs_of_them() -> None:
     assert own.pick("advantages").tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_payload_that_differs_from_its_header_stops_the_run() -> None:
-    parts = [segment([5, 6, 7], sampled=1)]
-    wrong = header("g/0/agent", parts, reward=1.0, segment_lengths=[4])
-    with pytest.raises(InvariantError, match="g/0/agent: its payload"):
-        make_train_batch(*batch([(wrong, parts)]), CONFIG, rank=0, world_size=1)
-
-
-def test_a_sampled_token_without_a_prefix_stops_the_run() -> None:
-    parts = [segment([5, 6], sampled=2)]
-    with pytest.raises(InvariantError, match="no prefix"):
-        whole = [(header("g/0/agent", parts, reward=1.0), parts)]
-        make_train_batch(*batch(whole), CONFIG, rank=0, world_size=1)
+def test_groups_that_cannot_be_trained_are_named_with_what_is_wrong() -> None:
+    parts, whole = [segment([5, 6, 7], sampled=1)], group("g", [1.0, 0.0])
+    longer = header("a/0/agent", parts, reward=0.0, segment_lengths=[4])
+    no_prefix = [segment([5, 6], sampled=2)]
+    garbage = header("c/0/agent", parts, reward=0.0)
+    bad = [(longer, parts), (header("b/0/agent", no_prefix, reward=0.0), no_prefix)]
+    made, payloads = batch([*whole, *bad, (garbage, parts)])
+    payloads[-1] = b"garbage"
+    with pytest.raises(Unusable) as raised:
+        make_train_batch(made, payloads, CONFIG, rank=0, world_size=1)
+    found = raised.value.groups
+    assert found.pop("c").startswith("unreadable")
+    assert found == {"a": "length", "b": "a sampled token has no prefix"}
 
 
 def test_payloads_of_another_rank_stop_the_run() -> None:
@@ -134,3 +142,36 @@ def test_a_missing_payload_stops_the_run() -> None:
     made, payloads = batch(group("g", [1.0, 0.0]))
     with pytest.raises(InvariantError, match="rank 0 the 1 payloads"):
         make_train_batch(made, payloads[:1], CONFIG, rank=0, world_size=1)
+
+
+def test_every_rank_asks_again_once_the_rank_with_the_bad_group_has_told() -> None:
+    """Two ranks in threads; rank 0 has a right shard, and may not train it either."""
+    barrier, flags, events = threading.Barrier(2, timeout=60.0), [False, False], list[str]()
+
+    class Pair(World):
+        def any(self, flag: bool) -> bool:
+            flags[self.rank] = flag
+            barrier.wait()
+            found = any(flags)
+            barrier.wait()
+            return found
+
+    class Link:
+        def set_aside(self, step: int, groups: dict[str, str]) -> None:
+            events.append(f"set aside {step}: {groups}")
+
+    trajectories = group("a", [1.0, 0.0]) + group("b", [0.0, 2.0])
+
+    def rank(number: int) -> object:
+        made, payloads = batch(trajectories, step=2, rank=number, ranks=[0, 0, 1, 1])
+        if number == 1:
+            payloads[0] = b"x"
+        link: Any = Link()
+        found = make_rows(made, payloads, CONFIG, world=Pair(number, 2), link=link)
+        events.append("asks again")
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, (0, 1))) == [None, None]
+    assert events[0].startswith("set aside 2: {'b': 'unreadable")
+    assert events[1:] == ["asks again"] * 2

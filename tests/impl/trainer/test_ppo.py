@@ -16,7 +16,7 @@ import pytest
 from arealite.api.algorithm import AdvantageConfig, KLConfig
 from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig, run_paths
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import ppo
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
@@ -357,6 +357,30 @@ def test_another_ranks_missing_batch_ends_this_rank_too(
     trainer(config(), stage.parts()).train()
     assert stage.engine.updates == 1
     stage.events.order("report 0", "save step-000001", "finish: asked to stop")
+
+
+@BOTH
+def test_batch_that_cannot_be_trained_is_set_aside_and_asked_for_again(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    stage = Stage()
+    stage.pipe.garbled = [1, 1]
+    trainer(config(), stage.parts()).train()
+    words = [w for w in stage.events.words if w.startswith(("ask", "set", "report"))]
+    assert words.count("set aside 1: b") == 2 and words.count("ask 1") == 3
+    assert words.index("ask 2") > words.index("set aside 1: b"), "never a batch ahead of it"
+    assert stage.engine.updates == 3
+
+
+@BOTH
+def test_batch_that_never_can_be_trained_stops_the_run(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
+    stage = Stage()
+    stage.pipe.garbled = [0] * 99
+    with pytest.raises(InvariantError, match="batch 0 could not be trained 10 times"):
+        trainer(config(), stage.parts()).train()
+    assert stage.engine.updates == 0
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, AsyncPPOTrainer])
