@@ -13,6 +13,7 @@ import asyncio
 import multiprocessing
 import os
 import pickle
+import random
 import sqlite3
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -28,15 +30,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zmq
+from msgspec import structs
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.system.data.dataset import identity
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads
+from arealite.system.ledger.payloads import payload_sum
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.links.worker_link import WorkerLink
 from arealite.system.names.registry import NameRegistry
@@ -79,19 +83,33 @@ def settings(root: Path, count: int) -> ExperimentConfig:
     )
 
 
-def make_header(group_id: str, member: int, task_id: str = "train-0") -> TrajectoryHeader:
-    """A trajectory of 1,000 tokens."""
+def make_header(
+    group_id: str, member: int, task_id: str = "train-0", tokens: int = 1000
+) -> TrajectoryHeader:
+    """A trajectory, by default of 1,000 tokens."""
     return TrajectoryHeader(
-        f"{group_id}/{member}/agent", group_id, member, "agent", task_id, 1.0, {}, [1000], 900,
-        0, 0, 1, False, 0, 1.0, {"generation": 1.0},
+        f"{group_id}/{member}/agent", group_id, member, "agent", task_id, 1.0, {}, [tokens],
+        tokens - 100, 0, 0, 1, False, 0, 1.0, {"generation": 1.0},
     )  # fmt: skip
+
+
+def make_payload(tokens: int) -> bytes:
+    """The payload of such a trajectory: a prompt of 100 tokens, a reward of 1 at the end."""
+    mask, draw = bytes(100) + b"\1" * (tokens - 100), random.Random(1)
+    ids = array("i", [draw.randrange(100_000) for _ in range(tokens)])
+    logprobs = array("f", [-draw.random() * one for one in mask])
+    versions, rewards = array("i", [one - 1 for one in mask]), array("f", bytes(4 * tokens))
+    rewards[-1] = 1.0
+    arrays = (each.tobytes() for each in (ids, logprobs, versions, rewards))
+    tokens_T, logprobs_T, versions_T, rewards_T = arrays
+    return encode_segments([Segment(tokens_T, mask, logprobs_T, versions_T, rewards_T, 1.0)])
 
 
 async def collect(resolve, count: int, size: int) -> float:
     """Answer leases as fast as they come; return seconds until all is acknowledged."""
     link = WorkerLink(resolve, worker_id="bench", capacity=512)
-    payload = os.urandom(size)
-    done = 0
+    payload = make_payload(size // 17)
+    total, done = payload_sum(payload), 0
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())
         begin = None
@@ -99,7 +117,8 @@ async def collect(resolve, count: int, size: int) -> float:
             lease = await link.next_lease()
             begin = begin or time.perf_counter()
             for member in lease.members:
-                header = make_header(lease.group_id, member, lease.task.task_id)
+                header = make_header(lease.group_id, member, lease.task.task_id, size // 17)
+                header = structs.replace(header, payload_sum=total)
                 episode = Episode(lease.lease_id, lease.group_id, member, [header], None)
                 link.submit(episode, [payload])
                 done += 1
