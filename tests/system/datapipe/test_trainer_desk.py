@@ -240,12 +240,6 @@ def test_impossible_checkpoint_is_refused(desk: TrainerDesk, step: int, path: st
     assert desk.book.counts["durable"] == 2
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 0), (1, 1), (2, 1), (0, 1 << 17)])
-def test_batch_for_an_impossible_rank_is_refused(desk: TrainerDesk, rank: int, size: int) -> None:
-    with pytest.raises(OutOfStep):
-        tell(desk, BatchRequest(2, rank, size))
-
-
 # ---------------------------------------------------------------- batches that cannot be trained
 
 

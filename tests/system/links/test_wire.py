@@ -100,6 +100,12 @@ def test_a_number_that_the_ledger_cannot_store_is_no_message(value: int) -> None
             wire.decode_to_datapipe(wire.encode(message))
 
 
+@pytest.mark.parametrize("size", [0, 2**16 + 1])
+def test_a_job_of_an_impossible_size_is_no_message(size: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_to_datapipe(wire.encode(BatchRequest(0, 0, size)))
+
+
 def test_names_of_requests_are_apart() -> None:
     requests = [Published(3), StepReport(3, [], {}), EvalRequest(3), Finish("x"), Published(4)]
     assert len({wire.request_name(request) for request in requests}) == 5
