@@ -71,7 +71,9 @@ class Network:
         self._addresses = 0
         self._last_address = ""
 
-    def open_socket(self, context: Any, kind: int, *, max_mb: int = 0) -> SimSocket:
+    def open_socket(
+        self, context: Any, kind: int, secret: None = None, *, max_mb: int = 0
+    ) -> SimSocket:
         """Stand in for `wire.open_socket`."""
         socket = SimSocket(self, kind, current.get(ROOT))
         self.sockets.append(socket)

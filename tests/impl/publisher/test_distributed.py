@@ -43,7 +43,9 @@ class Servers:
             name: load_file(tiny_model(folder / name, seed=seed) / "model.safetensors")
             for seed, name in enumerate(("a", "b"), 1)
         }
-        cluster = ClusterConfig(name_root=str(folder / "names"), user="test", ttl_s=600.0)
+        cluster = ClusterConfig(
+            name_root=str(folder / "names"), user="test", ttl_s=600.0, security=False
+        )
         self.names = NameRegistry.of(ServerConfig(cluster=cluster))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.publisher: DistributedPublisher | None = None
@@ -53,7 +55,7 @@ class Servers:
             number = len(self.processes)
             command = [sys.executable, str(ROOT / "arealite" / "launch_llm_server.py")]
             command += [f"cluster.name_root={self.folder / 'names'}", "cluster.user=test"]
-            command += [f"model.path={self.model}", "cluster.ttl_s=600"]
+            command += [f"model.path={self.model}", "cluster.ttl_s=600", "cluster.security=off"]
             with (self.folder / f"server-{number}.log").open("wb") as log:
                 process = subprocess.Popen(
                     command,

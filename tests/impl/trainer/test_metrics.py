@@ -17,7 +17,7 @@ from tests.impl.trainer.trajectories import batch, group, header, segment
 
 def train_batch(*, step: int, prox: float) -> TrainBatch:
     """One trajectory of versions 1, 1, 2 and one of version 2; behaviour logprobs are all -1."""
-    first = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2])]
+    first = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2], reward=1.0)]
     second = [segment([5, 6], sampled=1, version=2)]
     whole = [
         (header("g/0/agent", first, reward=1.0), first),
@@ -71,7 +71,7 @@ def test_a_rank_without_rows_adds_nothing() -> None:
 
 
 def test_trajectory_metrics() -> None:
-    parts = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2])]
+    parts = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2], reward=1.0)]
     headers = [
         header("g/0/agent", parts, reward=1.0, interruptions=2, truncated=True),
         *(h for h, _ in group("h", [0.0, 0.0], version=3)),

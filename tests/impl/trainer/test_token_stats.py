@@ -27,7 +27,7 @@ def experiment(root: Path, **ppo: object) -> ExperimentConfig:
 
 def rows(rank: int = 0) -> TrainBatch:
     """Two trajectories at step 3 under `mask`; a token of the first is older than allowed."""
-    one = [segment([1, 2, 3, 4], sampled=3, version=[0, 2, 3], logprob=-1.0)]
+    one = [segment([1, 2, 3, 4], sampled=3, version=[0, 2, 3], reward=1.0)]
     two = [segment([1, 2], sampled=1, version=3), segment([1, 2, 3], sampled=1, version=3)]
     made = [
         (header("a/0/agent", one, reward=1.0), one),
