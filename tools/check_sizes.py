@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODULE_LINES, FUNCTION_LINES, API_LINES, YAML_LINES, EXAMPLE_LINES = 400, 60, 150, 80, 100
 CONFIG_FIELDS, TREE_KEYS, TRAIN_LINES = 20, 220, 45
-CORE_CODE, PARTS_CODE = 18_710, 5_200
+CORE_CODE, PARTS_CODE = 18_725, 5_200
 
 PARTS = ("agent", "env", "tool", "sandbox", "browser", "env_server", "env_client")
 """Folders of impl that nobody reads before they use them: they have a limit of their own."""

@@ -72,9 +72,8 @@ class WorkerState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """Finished episodes; kept by the worker until the Ack with the same id."""
+    """Finished episodes; kept by the worker until they are acknowledged."""
 
-    result_id: str
     worker_id: str
     episodes: list[Episode]
 
@@ -112,9 +111,11 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """The result is durable in the ledger (or was already): the worker may forget it."""
+    """The result is durable in the ledger (or was already), or it cannot be read: the worker may
+    forget it. Of what cannot be read, the datapipe gives the leases again."""
 
-    result_id: str
+    checksum: int
+    """`zlib.crc32` of the result's first frame; 0 answers a WorkerState."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):

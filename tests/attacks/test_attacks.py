@@ -35,7 +35,7 @@ PATIENCE_MS = 60_000
 def forged(group: str) -> Result:
     """Return a result with a reward of a million."""
     made = header(f"{group}/0/agent", [segment([3, 4, 5], sampled=2)], reward=1e6)
-    return Result("r", "rollout-0", [Episode(f"{group}.1.1", group, 0, [made], None)])
+    return Result("rollout-0", [Episode(f"{group}.1.1", group, 0, [made], None)])
 
 
 MESSAGES: dict[str, Any] = {

@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from arealite.api.rollout_messages import Ack, Episode, Result
 from arealite.api.trainer_messages import Batch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 400
 """Episodes or statements in a queue above which it counts as unbounded."""
+SIGN_OF_LIFE = wire.encode(Ack(0))
 
 
 class Checks:
@@ -32,7 +34,7 @@ class Checks:
         self.sim = sim
         self.checked = 0
         self.first: str | None = None
-        self.results: dict[str, list[Episode]] = {}
+        self.results: dict[int, list[Episode]] = {}
         """By result id: what workers sent."""
         self.acknowledged: dict[str, Episode] = {}
         """By trajectory id: what the datapipe said is durable."""
@@ -66,11 +68,11 @@ class Checks:
         if name.startswith("rollout") and b"Result" in frames[0][:16]:
             result = wire.decode_to_datapipe(frames[0])
             assert isinstance(result, Result)
-            self.results[result.result_id] = result.episodes
-        elif name == "datapipe" and b"Ack" in frames[1][:12] and not frames[1].endswith(b"\xa0"):
+            self.results[crc32(frames[0])] = result.episodes
+        elif name == "datapipe" and b"Ack" in frames[1][:12] and frames[1] != SIGN_OF_LIFE:
             ack = wire.decode_to_worker(frames[1])
             assert isinstance(ack, Ack)
-            for episode in self.results.get(ack.result_id, []):
+            for episode in self.results.get(ack.checksum, []):
                 for header in episode.headers:
                     self.acknowledged[header.trajectory_id] = episode
         if name.startswith("rollout"):

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import cast
+from zlib import crc32
 
 import msgspec
 import zmq
@@ -25,6 +26,7 @@ from arealite.api.task import Task
 from arealite.api.trainer_messages import BatchRequest, Checkpointed, Finish, FromTrainer, Refused
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
+from arealite.base.model_folder import read_json, vocab_size
 from arealite.system.data.dataset import identity
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.datapipe.eval_book import EvalBook
@@ -128,7 +130,10 @@ class Datapipe:
             workers=self.workers,
             writer=self.writer,
         )
-        self.intake = Intake(self.book, self.evals, self.workers, self.desk.rejections)
+        vocabulary = vocab_size(read_json(self.config.model.path)) or 1 << 31
+        self.intake = Intake(
+            self.book, self.evals, self.workers, self.desk.rejections, vocab_size=vocabulary
+        )
         kept = self.config.datapipe.keep_payloads
         self.upkeep = Upkeep(self.writer, self._done, keep_payloads=kept)
         self._restore()
@@ -193,11 +198,13 @@ class Datapipe:
             message, wrong = decode(frames[1])
         except (msgspec.DecodeError, IndexError) as error:
             self.desk.rejections.note(route.hex(), str(error))
+            if any(worker.route == route for worker in self.workers.by_id.values()):
+                self._send(route, Ack(crc32(b"".join(frames[1:2]))))
             return
         try:
             match message:
                 case Result() | ResultIds():
-                    self._take_result(route, message, frames[2:], wrong)
+                    self._take_result(frames, message, wrong)
                 case WorkerState():
                     self._take_state(route, message)
                 case Progress():
@@ -219,18 +226,16 @@ class Datapipe:
             self._send_lease(self.workers.by_id[state.worker_id], held)
         if self.desk.finish is not None:
             self._send(route, Drain(self.desk.finish.reason))
-        self._send(route, Ack(""))
+        self._send(route, Ack(0))
 
-    def _take_result(
-        self, route: bytes, result: Result | ResultIds, payloads: list[bytes], wrong: str
-    ) -> None:
+    def _take_result(self, frames: list[bytes], result: Result | ResultIds, wrong: str) -> None:
         if self._fatal is not None:
             return  # never acknowledged, so the worker keeps it
-        self.intake.take(result, payloads, wrong)
+        self.intake.take(result, frames[2:], wrong)
         self._progress = time.monotonic()
         self.desk.changed = True
         # A wrong result is acknowledged, too: its worker would send it for ever.
-        self.writer.after_commit(partial(self._send, route, Ack(result.result_id)))
+        self.writer.after_commit(partial(self._send, frames[0], Ack(crc32(frames[1]))))
         self._check_failures()
 
     def _check_failures(self) -> None:

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -43,7 +44,6 @@ class Rejections(Counter[str]):
 class ResultIds(msgspec.Struct, tag="Result"):
     """The ids of a Result that is wrong elsewhere, as in a number out of range."""
 
-    result_id: str
     worker_id: str
     episodes: list[EpisodeIds]
 
@@ -67,10 +67,17 @@ class Intake:
     """Brings checked episodes to the books of training and evaluation."""
 
     def __init__(
-        self, book: GroupBook, evals: EvalBook, workers: Workers, rejections: Rejections
+        self,
+        book: GroupBook,
+        evals: EvalBook,
+        workers: Workers,
+        rejections: Rejections,
+        *,
+        vocab_size: int,
     ) -> None:
         self.book, self.evals, self.workers = book, evals, workers
         self.rejections = rejections
+        self._unlike = partial(unlike, vocab_size=vocab_size)
 
     def take(self, result: Result | ResultIds, payloads: Sequence[bytes], wrong: str) -> None:
         """Take in a result; `wrong` says what is wrong with it as a whole, "" for nothing."""
@@ -85,7 +92,7 @@ class Intake:
         self, worker_id: str, episode: EpisodeIds, payloads: list[bytes], wrong: str
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
-        wrong = wrong or _tried(check_episode, episode, payloads, self.book.newest)
+        wrong = wrong or _tried(check_episode, episode, payloads, self.book.newest, self._unlike)
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
             wrong = wrong or f"{ids[0]}/{ids[2]} is no lease of this worker"
@@ -125,13 +132,16 @@ def _tried(check: Callable[..., str], *args: Any) -> str:
         return repr(error)
 
 
-def check_episode(episode: Episode, payloads: Sequence[bytes], newest: int) -> str:
+def check_episode(
+    episode: Episode, payloads: Sequence[bytes], newest: int, unlike: Callable[..., str] = unlike
+) -> str:
     """Return what is wrong with an episode in itself, in words; "" if nothing is.
 
     Args:
         episode: As a worker sent it.
         payloads: One for each of its headers.
         newest: The newest version that can have sampled a token.
+        unlike: Compares a payload with its header.
     """
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
     if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):

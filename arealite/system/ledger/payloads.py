@@ -30,8 +30,14 @@ def payload_sum(payload: bytes) -> int:
     return (total + int.from_bytes(payload[words * 8 :]) + len(payload)) % ((1 << 40) - 87) + 1
 
 
-def unlike(header: TrajectoryHeader, payload: bytes) -> str:
-    """Return the first difference between a payload and its header, in words; "" if they agree."""
+def unlike(header: TrajectoryHeader, payload: bytes, *, vocab_size: int = 1 << 31) -> str:
+    """Return the first difference between a payload and its header, in words; "" if they agree.
+
+    Args:
+        header: Of the trajectory.
+        payload: Its encoded segments.
+        vocab_size: Token ids of the model, if it is known.
+    """
     if header.payload_sum not in (0, payload_sum(payload)):
         return "garbled"
     lengths, sampled, reward, total = list[int](), 0, 0.0, 0.0
@@ -41,7 +47,7 @@ def unlike(header: TrajectoryHeader, payload: bytes) -> str:
     except msgspec.MsgspecError as error:
         return f"unreadable: {error}"
     for segment in segments:
-        if flaw := _flaw(segment):
+        if flaw := _flaw(segment, vocab_size):
             return flaw
         versions = np.frombuffer(segment.versions, "<i4")
         rewards = np.frombuffer(segment.rewards, "<f4")
@@ -60,7 +66,7 @@ def unlike(header: TrajectoryHeader, payload: bytes) -> str:
     return "" if abs(reward - header.reward) <= ROUNDING * total < math.inf else "reward"
 
 
-def _flaw(segment: Segment) -> str:
+def _flaw(segment: Segment, vocab_size: int) -> str:
     """Return what is wrong with a segment in itself; "" if nothing is."""
     s, size = segment, len(segment.loss_mask)
     if not size or {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))} != {4 * size}:
@@ -69,7 +75,7 @@ def _flaw(segment: Segment) -> str:
         return "mask"
     if s.loss_mask[0]:
         return "a sampled token has no prefix"
-    if np.minimum.reduce(np.frombuffer(s.tokens, "<i4")) < 0:
+    if np.maximum.reduce(np.frombuffer(s.tokens, "<u4")) >= vocab_size:  # negative ids, too
         return "tokens"
     if not (_is_finite(np.frombuffer(s.logprobs, "<f4")) and 0 <= s.temperature < math.inf):
         return "logprobs"

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import zmq
 
@@ -87,9 +88,9 @@ class WorkerLink:
         self._turns: dict[str, list[bytes]] = {}
         """By lease id: payloads of its `turns` that were not asked for yet."""
         self._outbox: list[tuple[Episode, list[bytes]]] = []
-        self._unacknowledged: dict[str, _Unacknowledged] = {}
+        self._unacknowledged: dict[int, _Unacknowledged] = {}
+        """By checksum of the first frame."""
         self._process = uuid.uuid4().hex[:8]
-        self._results = 0
         self._is_draining = False
         self._wake = asyncio.Event()
         self._wait: Wait | None = None
@@ -211,12 +212,10 @@ class WorkerLink:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         episodes = [episode for episode, _ in outbox]
-        result_id = f"{self.worker_id}/{self._process}/{self._results}"
-        self._results += 1
-        frames = [wire.encode(Result(result_id, self.worker_id, episodes))]
+        frames = [wire.encode(Result(self.worker_id, episodes))]
         for _, payloads in outbox:
             frames += payloads
-        self._unacknowledged[result_id] = _Unacknowledged(frames, episodes)
+        self._unacknowledged[crc32(frames[0])] = _Unacknowledged(frames, episodes)
         if self._channel is not None:
             self._channel.send(frames)
 
@@ -234,8 +233,8 @@ class WorkerLink:
         if self._wait is not None:
             self._wait.heard = self._heard
         match wire.decode_to_worker(frames[0]):
-            case Ack(result_id=result_id):
-                self._unacknowledged.pop(result_id, None)
+            case Ack(checksum=checksum):
+                self._unacknowledged.pop(checksum, None)
             case Lease() as lease:
                 if not self._is_draining:
                     self._members[lease.lease_id] = set(lease.members)

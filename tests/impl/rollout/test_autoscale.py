@@ -103,7 +103,7 @@ def configured(root: Path) -> ExperimentConfig:
     ppo = replace(config.trainer.ppo, batch_size=4, max_staleness=9000, total_steps=9000)
     return replace(
         config,
-        model=ModelConfig(path=str(tiny_model(root / "model"))),
+        model=ModelConfig(path=str(tiny_model(root / "model", vocab=320))),
         cluster=ClusterConfig(
             run_root=str(root), name_root=str(root / "names"), heartbeat_s=0.05, ttl_s=600.0
         ),

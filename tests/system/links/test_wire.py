@@ -42,7 +42,7 @@ episodes = st.builds(Episode, text, text, number, st.lists(headers, max_size=2),
 
 to_datapipe = st.one_of(
     st.builds(WorkerState, text, number, st.lists(text), numbers),
-    st.builds(Result, text, text, st.lists(episodes, max_size=3)),
+    st.builds(Result, text, st.lists(episodes, max_size=3)),
     st.builds(TrainerStart, number, number),
     st.builds(BatchRequest, number, number, st.integers(1, 2**16)),
     st.builds(StepReport, number, st.lists(text), numbers),
@@ -63,7 +63,7 @@ to_trainer = st.one_of(
 )
 to_worker = st.one_of(
     st.builds(Lease, text, text, text, st.just(tasks(1)[0]), st.lists(number), number),
-    st.builds(Ack, text),
+    st.builds(Ack, number),
     st.builds(Drain, text),
 )
 
@@ -91,9 +91,7 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
 @pytest.mark.parametrize("value", [-1, 2**40 + 1, 2**63, 2**64 - 1])
 def test_a_number_that_the_ledger_cannot_store_is_no_message(value: int) -> None:
     low = header("g0", 0)
-    result = Result(
-        "r", "w", [Episode("l", "g0", 0, [msgspec.structs.replace(low, turns=value)], None)]
-    )
+    result = Result("w", [Episode("l", "g0", 0, [msgspec.structs.replace(low, turns=value)], None)])
     states = [WorkerState("w", value, [], {}, ""), EvalRequest(value), Checkpointed(value, "/x")]
     for message in (result, *states, TrainerStart(0, 1, value), BatchRequest(0, 0, value)):
         with pytest.raises(msgspec.ValidationError):
