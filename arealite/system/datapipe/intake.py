@@ -22,7 +22,7 @@ from arealite.base import log
 from arealite.system.datapipe.eval_book import EvalBook
 from arealite.system.datapipe.group_book import GroupBook
 from arealite.system.datapipe.workers import Workers
-from arealite.system.ledger.payloads import unlike
+from arealite.system.ledger.payloads import COLDEST, unlike
 from arealite.system.links import wire
 
 logger = log.get(__name__)
@@ -143,6 +143,7 @@ def check_episode(
         newest: The newest version that can have sampled a token.
         unlike: Compares a payload with its header.
     """
+    coldest = 0.0 if episode.group_id.startswith("e") else COLDEST  # evaluations may be greedy
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
     if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):
         return "neither one trajectory a seat nor a failure"
@@ -154,7 +155,7 @@ def check_episode(
             return "a number is not finite"
         if h.newest_version > newest:
             return f"version {h.newest_version}, but the newest is {newest}"
-        if what := unlike(h, payload):
+        if what := unlike(h, payload, coldest=coldest):
             return f"the payload of {h.trajectory_id} and its header: {what}"
     return ""
 

@@ -17,6 +17,8 @@ TOKEN_BYTES = 17
 """Of a token in a payload: its id, mask, logprob, version and reward."""
 ROUNDING = 1e-5
 """Relative tolerance between a sum of float32 rewards and the header's float64 reward."""
+COLDEST = 1e-6
+"""Lowest temperature of a trajectory that is trained: logits are divided by it."""
 
 
 def payload_sum(payload: bytes) -> int:
@@ -30,13 +32,16 @@ def payload_sum(payload: bytes) -> int:
     return (total + int.from_bytes(payload[words * 8 :]) + len(payload)) % ((1 << 40) - 87) + 1
 
 
-def unlike(header: TrajectoryHeader, payload: bytes, *, vocab_size: int = 1 << 31) -> str:
+def unlike(
+    header: TrajectoryHeader, payload: bytes, *, vocab_size: int = 1 << 31, coldest: float = 0.0
+) -> str:
     """Return the first difference between a payload and its header, in words; "" if they agree.
 
     Args:
         header: Of the trajectory.
         payload: Its encoded segments.
         vocab_size: Token ids of the model, if it is known.
+        coldest: Lowest temperature.
     """
     if header.payload_sum not in (0, payload_sum(payload)):
         return "garbled"
@@ -47,7 +52,7 @@ def unlike(header: TrajectoryHeader, payload: bytes, *, vocab_size: int = 1 << 3
     except msgspec.MsgspecError as error:
         return f"unreadable: {error}"
     for segment in segments:
-        if flaw := _flaw(segment, vocab_size):
+        if flaw := _flaw(segment, vocab_size, coldest):
             return flaw
         versions = np.frombuffer(segment.versions, "<i4")
         rewards = np.frombuffer(segment.rewards, "<f4")
@@ -66,7 +71,7 @@ def unlike(header: TrajectoryHeader, payload: bytes, *, vocab_size: int = 1 << 3
     return "" if abs(reward - header.reward) <= ROUNDING * total < math.inf else "reward"
 
 
-def _flaw(segment: Segment, vocab_size: int) -> str:
+def _flaw(segment: Segment, vocab_size: int, coldest: float) -> str:
     """Return what is wrong with a segment in itself; "" if nothing is."""
     s, size = segment, len(segment.loss_mask)
     if not size or {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))} != {4 * size}:
@@ -77,7 +82,7 @@ def _flaw(segment: Segment, vocab_size: int) -> str:
         return "a sampled token has no prefix"
     if np.maximum.reduce(np.frombuffer(s.tokens, "<u4")) >= vocab_size:  # negative ids, too
         return "tokens"
-    if not (_is_finite(np.frombuffer(s.logprobs, "<f4")) and 0 <= s.temperature < math.inf):
+    if not (_is_finite(np.frombuffer(s.logprobs, "<f4")) and coldest <= s.temperature < math.inf):
         return "logprobs"
     return "" if _is_finite(np.frombuffer(s.rewards, "<f4")) else "reward"
 

@@ -96,6 +96,14 @@ def test_payload_unlike_its_header_is_named(made: bytes, what: str) -> None:
     assert unlike(HEADER, payload(HEADER)) == ""
 
 
+@pytest.mark.parametrize(("group", "is_right"), [("e0-0", True), ("g0", False)])
+def test_greedy_trajectory_is_right_in_an_evaluation_alone(group: str, is_right: bool) -> None:
+    """A trainer divides logits by the temperature."""
+    about = replace(HEADER, group_id=group, trajectory_id=f"{group}/0/agent")
+    whole = Episode(f"{group}.1.1", group, 0, [about], None)
+    assert (check_episode(whole, [changed(temperature=0.0)], 2) == "") == is_right
+
+
 def test_every_flipped_byte_of_a_payload_is_seen() -> None:
     made = payload(HEADER)
     summed = replace(HEADER, payload_sum=payload_sum(made))
