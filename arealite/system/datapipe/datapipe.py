@@ -31,7 +31,7 @@ from arealite.system.data.dataset import identity
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.datapipe.eval_book import EvalBook
 from arealite.system.datapipe.group_book import GroupBook
-from arealite.system.datapipe.intake import Intake, ResultIds, decode
+from arealite.system.datapipe.intake import NO_MESSAGE, Intake, ResultIds, decode
 from arealite.system.datapipe.scaling import Scaling
 from arealite.system.datapipe.trainer_desk import OutOfStep, TrainerDesk
 from arealite.system.datapipe.upkeep import Upkeep
@@ -196,7 +196,7 @@ class Datapipe:
         route = frames[0]
         try:
             message, wrong = decode(frames[1])
-        except (msgspec.DecodeError, IndexError) as error:
+        except (*NO_MESSAGE, IndexError) as error:
             self.desk.rejections.note(route.hex(), str(error))
             if any(worker.route == route for worker in self.workers.by_id.values()):
                 self._send(route, Ack(crc32(b"".join(frames[1:2]))))

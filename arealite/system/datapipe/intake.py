@@ -27,6 +27,8 @@ from arealite.system.links import wire
 
 logger = log.get(__name__)
 
+NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message."""
 MAX_DETAIL = 200
 """Characters of a reason that are kept."""
 
@@ -55,11 +57,11 @@ def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
     """Return a message and what is wrong with it; of a wrong Result, return the ids alone.
 
     Raises:
-        msgspec.DecodeError: it is no message, or a wrong one of another kind.
+        NO_MESSAGE: it is no message, or a wrong one of another kind.
     """
     try:
         return wire.decode_to_datapipe(frame), ""
-    except msgspec.DecodeError as error:
+    except NO_MESSAGE as error:
         return _decode_ids(frame), str(error)
 
 

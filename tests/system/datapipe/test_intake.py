@@ -214,6 +214,7 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
 async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer: Peer) -> None:
     wrong = [
         *(b"", b"garbage", b"\x80", wire.encode(Ack(1)), wire.encode({"type": "Result"})),
+        *(b"\x81\xa1a" * 50_000, b"\x82\xa4type\xa6Finish\xa6reason\xa1\xff"),
         *(
             wire.encode(m)
             for m in (EvalRequest(2**64 - 1), EvalRequest(-1), Checkpointed(2**63, ""))
