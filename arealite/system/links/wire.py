@@ -25,6 +25,9 @@ TURN_S = 0.005
 STOP_WAITING = "a rank was asked to stop while it waited"
 """Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
 
+ENVELOPE = 64
+"""Most bytes that CURVE adds to a frame."""
+
 REFUSED = "the two processes have different secrets: one has none, or that of another trial"
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -62,7 +65,7 @@ def open_socket(
     socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
     for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_mb << 20 or -1)
+    socket.setsockopt(zmq.MAXMSGSIZE, (max_mb << 20) + ENVELOPE if max_mb else -1)
     if secret is not None:
         router, dealer = (z85.encode(secret.derive(f"zmq {side}")) for side in ("router", "dealer"))
         if kind == zmq.ROUTER:

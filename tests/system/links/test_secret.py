@@ -46,6 +46,19 @@ def test_both_directions_work_with_one_secret(secret: Secret | None) -> None:
     end(context, [router, dealer])
 
 
+@pytest.mark.parametrize("secret", [OURS, None])
+def test_largest_frame_arrives_also_if_it_is_encrypted(secret: Secret | None) -> None:
+    """CURVE makes it longer; a worker would send it again and again."""
+    context: wire.Context = zmq.Context()
+    router = wire.open_socket(context, zmq.ROUTER, secret, max_mb=1)
+    dealer = wire.open_socket(context, zmq.DEALER, secret)
+    dealer.connect(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+    dealer.send(bytes(1 << 20))
+    assert router.poll(60_000)
+    assert len(router.recv_multipart()[1]) == 1 << 20
+    end(context, [router, dealer])
+
+
 @pytest.mark.parametrize(
     ("server", "client"), [(OURS, THEIRS), (OURS, None), (None, OURS)], ids=["other", "none", "old"]
 )
