@@ -1,6 +1,7 @@
 """Servers that somebody else started: SGLang anywhere, named by address, used and never stopped.
 
-    python3 -m sglang.launch_server --model-path /models/Qwen2.5-7B-Instruct --port 30000 &
+    python3 -m sglang.launch_server --model-path /models/Qwen2.5-7B-Instruct --port 30000 \\
+        --api-key $SERVER_KEY &
     curl --silent --retry 999 --retry-delay 1 --retry-connrefused http://127.0.0.1:30000/health
     python3 examples/external_sglang.py model.path=/models/Qwen2.5-7B-Instruct \\
         'llm_server.addresses=[127.0.0.1:30000,10.0.0.8:30000]' launcher.trainer_ranks=4
@@ -13,10 +14,12 @@ in place of SGLang:
     python3 arealite/launch_llm_server.py model.path=runs/examples/kits/sorting/model \\
         llm_server.port=30000 cluster.name_root=theirs 2> server.log &
     curl --silent --retry 999 --retry-delay 1 --retry-connrefused http://127.0.0.1:30000/health
+    export SERVER_KEY=$(arealite secret cluster.name_root=theirs --token)
     python3 examples/external_sglang.py
 
-The first makes the model, the last uses it. A server of ours belongs to a trial; with a name_root
-of its own, the run here knows nothing of that trial. `kill %1` ends the server.
+The first makes the model, the last uses it. A server of ours belongs to a trial, and asks for that
+trial's token; with a name_root of its own, the run here knows nothing of that trial. `kill %1` ends
+the server. For servers without a key, say llm_server.api_key_env= (nothing behind the =).
 
 Watch publish/servers, how many took the new weights, and publish/stall_s, for how long generation
 stood still. How weights travel: docs/servers.md.
@@ -26,6 +29,7 @@ from _run import sorting, train
 
 OPTIONS = [
     "llm_server.addresses=[127.0.0.1:30000]",
+    "llm_server.api_key_env=SERVER_KEY",
     "trainer.ppo.publisher.type=disk",  # a folder that they see; distributed: a process group
     "trainer.ppo.publisher.pause_mode=retract",
     "trainer.ppo.engine.fsdp.gradient_checkpointing=true",

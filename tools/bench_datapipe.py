@@ -13,7 +13,6 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-import random
 import sqlite3
 import statistics
 import subprocess
@@ -21,22 +20,23 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import zmq
 from msgspec import structs
 
-from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.data.dataset import identity
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads
@@ -44,6 +44,7 @@ from arealite.system.ledger.payloads import payload_sum
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.links.worker_link import WorkerLink
 from arealite.system.names.registry import NameRegistry
+from tests.system.scenes import payload as make_payload
 from tools import figures
 
 RECORD_BYTES = 17 * 1000
@@ -52,18 +53,18 @@ OPEN = 1000
 """Trajectories of the large ledger that are not durable yet."""
 GROUP, BATCH = 8, 64
 """Trajectories a group, and groups a batch, in the large ledger."""
+Process = subprocess.Popen[bytes]
 TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 SERVE = """
 import asyncio, gc, pickle, sys
 from pathlib import Path
-from arealite.api.config import name_dir
 from arealite.api.task import Task
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.health import vitals
 from arealite.system.names.registry import NameRegistry
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
 tasks = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
-names = NameRegistry(name_dir(config))
+names = NameRegistry.of(config)
 async def main():
     vitals.watch(asyncio.get_running_loop())
     await Datapipe(config, train=tasks, eval=[], registry=names).run()
@@ -72,13 +73,14 @@ asyncio.run(main())
 """
 
 
-def settings(root: Path, count: int) -> ExperimentConfig:
+def settings(root: Path, count: int, *, security: bool = True) -> ExperimentConfig:
     """An experiment whose first batch takes everything the benchmark makes."""
     config = ExperimentConfig()
     ppo = replace(config.trainer.ppo, batch_size=count, max_staleness=0)
+    where = {"run_root": str(root), "name_root": str(root / "names")}
     return replace(
         config,
-        cluster=replace(config.cluster, run_root=str(root), name_root=str(root / "names")),
+        cluster=replace(config.cluster, **where, security=security),
         trainer=replace(config.trainer, ppo=ppo),
     )
 
@@ -93,22 +95,11 @@ def make_header(
     )  # fmt: skip
 
 
-def make_payload(tokens: int) -> bytes:
-    """The payload of such a trajectory: a prompt of 100 tokens, a reward of 1 at the end."""
-    mask, draw = bytes(100) + b"\1" * (tokens - 100), random.Random(1)
-    ids = array("i", [draw.randrange(100_000) for _ in range(tokens)])
-    logprobs = array("f", [-draw.random() * one for one in mask])
-    versions, rewards = array("i", [one - 1 for one in mask]), array("f", bytes(4 * tokens))
-    rewards[-1] = 1.0
-    arrays = (each.tobytes() for each in (ids, logprobs, versions, rewards))
-    tokens_T, logprobs_T, versions_T, rewards_T = arrays
-    return encode_segments([Segment(tokens_T, mask, logprobs_T, versions_T, rewards_T, 1.0)])
-
-
-async def collect(resolve, count: int, size: int) -> float:
+async def collect(names: NameRegistry, count: int, size: int) -> float:
     """Answer leases as fast as they come; return seconds until all is acknowledged."""
-    link = WorkerLink(resolve, worker_id="bench", capacity=512)
-    payload = make_payload(size // 17)
+    find = partial(names.address, "datapipe")
+    link = WorkerLink(find, worker_id="bench", capacity=512, secret=names.secret)
+    payload = make_payload(make_header("g0", 0, tokens=size // 17))
     total, done = payload_sum(payload), 0
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())
@@ -130,12 +121,12 @@ async def collect(resolve, count: int, size: int) -> float:
 
 
 @contextmanager
-def serving(config: ExperimentConfig) -> Iterator[tuple[subprocess.Popen[bytes], float, Callable]]:
-    """A datapipe process: (it, when it was started, how to find it)."""
+def serving(config: ExperimentConfig) -> Iterator[tuple[Process, float, NameRegistry]]:
+    """A datapipe process: (it, when it was started, where its name is)."""
     folder = run_paths(config).ledger.parent
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pickle").write_bytes(pickle.dumps(config))
-    names = NameRegistry(name_dir(config))
+    names = NameRegistry.of(config)
     begin = time.perf_counter()
     command = [sys.executable, "-c", SERVE, str(folder / "pickle")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -143,26 +134,44 @@ def serving(config: ExperimentConfig) -> Iterator[tuple[subprocess.Popen[bytes],
         assert process.poll() is None, "the datapipe did not start"
         time.sleep(0.002)
     try:
-        yield process, begin, lambda: names.address("datapipe")
+        yield process, begin, names
     finally:
         process.kill()
         process.wait(20)
         names.remove("datapipe", "0")
 
 
-def through_datapipe(folder: Path, count: int, size: int) -> tuple[float, float]:
-    """Return (trajectories a second, seconds from process start to answering)."""
+def through_datapipe(
+    folder: Path, count: int, size: int, *, security: bool = True
+) -> tuple[float, float, float]:
+    """Return trajectories a second, seconds from process start to answering, and CPU seconds of the
+    datapipe a trajectory."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        with serving(settings(Path(name), count)) as (process, begin, resolve):
-            link = TrainerLink(resolve, rank=0, world_size=1)
+        config = settings(Path(name), count, security=security)
+        with serving(config) as (process, begin, names):
+            link = connect_trainer(names)
             link.start(0)
             ready = time.perf_counter() - begin
             link.published(0)
-            seconds = asyncio.run(collect(resolve, count, size))
+            before = cpu_seconds(process)
+            seconds = asyncio.run(collect(names, count, size))
+            used = cpu_seconds(process) - before
             link.finish("bench over")
             link.close()
             process.wait(20)
-        return count / seconds, ready
+        return count / seconds, ready, used / count
+
+
+def connect_trainer(names: NameRegistry) -> TrainerLink:
+    """Return the link of a trainer of one rank."""
+    find = partial(names.address, "datapipe")
+    return TrainerLink(find, rank=0, world_size=1, secret=names.secret)
+
+
+def cpu_seconds(process: Process) -> float:
+    """Return how long a process has computed."""
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
 
 
 # ---------------------------------------------------------------- the ledger alone
@@ -173,11 +182,8 @@ def lease_one(seq: int) -> Group:
     group = Group(seq, f"g{seq}", TASKS[seq % 1000], GROUP, *divmod(seq, 1000))
     version, members = seq // GROUP // BATCH, list(range(GROUP))
     lease = Lease(f"{group.group_id}.1.1", group.group_id, "train", group.task, members, version)
-    group.state, group.leases, group.owners = (
-        "leased",
-        {lease.lease_id: lease},
-        {lease.lease_id: "w"},
-    )
+    group.state, group.leases = "leased", {lease.lease_id: lease}
+    group.owners = {lease.lease_id: "w"}
     return group
 
 
@@ -282,8 +288,8 @@ def recovery(folder: Path, count: int, repeats: int) -> tuple[dict[str, float], 
         found["ledger_gb"] = path.stat().st_size / 1e9
         seconds: list[float] = []
         for _ in range(repeats):
-            with serving(config) as (_, begin, resolve):
-                link = TrainerLink(resolve, rank=0, world_size=1)
+            with serving(config) as (_, begin, names):
+                link = connect_trainer(names)
                 link.start((count - OPEN) // GROUP // BATCH)
                 seconds.append(time.perf_counter() - begin)
                 link.close()
@@ -363,8 +369,10 @@ def main() -> None:
 
     for _ in range(repeats):
         note(zmq_per_s=raw_zmq(count, size), sqlite_per_s=raw_sqlite(folder, count, size))
-        rate, ready = through_datapipe(folder, count, size)
-        note(datapipe_per_s=rate, ready_s=ready)
+        rate, ready, cpu = through_datapipe(folder, count, size)
+        note(datapipe_per_s=rate, ready_s=ready, cpu_us=cpu * 1e6)
+        plain = through_datapipe(folder, count, size, security=False)[2]
+        note(security_cpu_share=cpu / plain - 1)
         note(records_per_s=through_datapipe(folder, 4 * count, RECORD_BYTES)[0])
         note(**under_readers(folder, options.records // 4, options.hold))
     filled, rows["recovery_s"] = recovery(folder, options.records, repeats)

@@ -31,7 +31,7 @@ import uvloop
 
 from arealite.api.agent import Agent
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
+from arealite.api.config import ClusterConfig, ExperimentConfig
 from arealite.api.env import Env, EnvConfig, envs
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
@@ -141,7 +141,7 @@ async def measure(options: argparse.Namespace, address: str, folder: str) -> dic
 
     config = experiment(folder, options.concurrency)
     entry = {"address": address, "vocab_size": 320, "context_length": 2048}
-    NameRegistry(name_dir(config)).put("llm_server", "stub", entry)
+    NameRegistry.of(config).put("llm_server", "stub", entry)
     gc.freeze()  # as the rollout role does, and the threshold too
     gc.set_threshold(50_000)
     client = SGLangClient(config, config.trainer.ppo.collector.client)

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
 from arealite.base import log
 from arealite.impl.server.embedded import EmbeddedServer
+from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_model
 from tools import figures
 
@@ -137,7 +138,10 @@ class Bench:
             return_when=asyncio.FIRST_COMPLETED,
         )
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(server.address, connector=connector) as session:
+        headers = NameRegistry.of(config).headers()
+        async with aiohttp.ClientSession(
+            server.address, connector=connector, headers=headers
+        ) as session:
             for batch in batches:
                 await self._throughput(session, baseline, name, batch)
             await self._updates(session, baseline, name, folder)

@@ -53,7 +53,7 @@ Note = Callable[[str, float], None]
 async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
     """Compare tokens a second of the rollout path with a bare loop's, in turns."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"} | site.names.headers()
     async with (
         site.client() as (_, collector),
         aiohttp.ClientSession(connector=connector, headers=headers) as http,
@@ -114,7 +114,8 @@ async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) 
     with site.publisher("disk") as publisher, tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
         copy = Path(shm) / "model"
         shutil.copytree(site.model, copy)
-        async with site.client() as (_, collector), aiohttp.ClientSession() as http:
+        http = aiohttp.ClientSession(headers=site.names.headers())
+        async with site.client() as (_, collector), http:
 
             async def bare_update() -> float:
                 label = {"weight_version": str(Publisher.version)}

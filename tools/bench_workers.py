@@ -22,13 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench_datapipe import serving  # noqa: E402
+from bench_datapipe import connect_trainer, serving  # noqa: E402
 from bench_rollout import experiment, stub  # noqa: E402
 
-from arealite.api.config import ExperimentConfig, name_dir  # noqa: E402
+from arealite.api.config import ExperimentConfig  # noqa: E402
 from arealite.api.trainer_messages import StepReport  # noqa: E402
 from arealite.base import log  # noqa: E402
-from arealite.system.links.trainer_link import TrainerLink  # noqa: E402
 from arealite.system.names.registry import NameRegistry  # noqa: E402
 from tools import figures  # noqa: E402
 
@@ -46,7 +45,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
 
     collector, names, tokenizer = (
         config.trainer.ppo.collector,
-        NameRegistry(name_dir(config), ttl_s=3600.0),
+        NameRegistry.of(config, ttl_s=3600.0),
         tiny_tokenizer(),
     )
 
@@ -57,6 +56,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
                     lambda: names.address("datapipe"),
                     worker_id=f"rollout-{index}",
                     capacity=collector.concurrency,
+                    secret=names.secret,
                 )
                 client = SGLangClient(config, collector.client)
                 worker = RolloutWorker(config, link=link, client=client, tokenizer=tokenizer)
@@ -68,8 +68,7 @@ def work(config: ExperimentConfig, first: int, count: int) -> None:
 
 def train(config: ExperimentConfig, steps: int) -> dict[str, float]:
     """Take batches and report them trained; return rates and lags over all steps."""
-    names = NameRegistry(name_dir(config), ttl_s=3600.0)
-    link = TrainerLink(lambda: names.address("datapipe"), rank=0, world_size=1)
+    link = connect_trainer(NameRegistry.of(config, ttl_s=3600.0))
     link.start(0)
     link.published(0)
     seconds, begin = [], time.perf_counter()
@@ -104,7 +103,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         cluster = replace(config.cluster, run_root=folder)
         config = replace(config, trainer=replace(config.trainer, ppo=ppo), cluster=cluster)
         entry = {"address": address, "vocab_size": 320, "context_length": 2048}
-        NameRegistry(name_dir(config)).put("llm_server", "stub", entry)
+        NameRegistry.of(config).put("llm_server", "stub", entry)
         share = options.workers // options.processes
         context = multiprocessing.get_context("spawn")
         workers = [

@@ -22,7 +22,7 @@ import msgspec
 from safetensors.torch import load_file
 
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
 from arealite.api.env import EnvConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport, publishers
@@ -57,7 +57,7 @@ class Site:
             model=ModelConfig(path=str(model)),
             trainer=TrainerConfig(ppo=PPOConfig(collector=collector)),
         )
-        self.names = NameRegistry(name_dir(self.config))
+        self.names = NameRegistry.of(self.config)
 
     @contextmanager
     def served(self) -> Iterator[int]:

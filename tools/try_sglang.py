@@ -20,7 +20,10 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.sglang_site import Site
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "tools" / "setup_sglang_cpu.sh"
@@ -45,20 +48,20 @@ def install(venv: Path, version: str, *, new: bool) -> str | None:
     return None if done.returncode == 0 else f"setup: {done.stderr.strip()}"
 
 
-def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(site: Site, port: int, path: str, body: dict[str, Any] | None = None) -> Any:
     """GET, or POST a JSON body; return the decoded answer."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data)
-    request.add_header("Content-Type", "application/json")
+    headers = {"Content-Type": "application/json"} | site.names.headers()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.loads(response.read())
 
 
-def generate(port: int) -> dict[str, Any]:
+def generate(site: Site, port: int) -> dict[str, Any]:
     """Generate eight tokens; return what the server tells about them."""
     sampling = {"max_new_tokens": 8, "ignore_eos": True}
     body = {"input_ids": [5, 6, 7], "return_logprob": True, "sampling_params": sampling}
-    answer = ask(port, "/generate", body)
+    answer = ask(site, port, "/generate", body)
     assert len(answer["output_ids"]) == 8, answer
     assert len(answer["meta_info"]["output_token_logprobs"]) == 8, answer
     return answer["meta_info"]
@@ -73,12 +76,12 @@ def serve(folder: Path) -> dict[str, Any]:
     site = Site(folder, tiny_model(folder / "model"))
     with site.served() as port:
         found: dict[str, Any] = {"start_s": round(time.monotonic() - begin, 1)}
-        spans = "weight_versions" in generate(port)
-        routes = ask(port, "/openapi.json")["paths"]
+        spans = "weight_versions" in generate(site, port)
+        routes = ask(site, port, "/openapi.json")["paths"]
         with site.publisher("disk") as publisher:
             report = asyncio.run(publisher.publish())
         assert report.servers == 1, report
-        told = generate(port)["weight_version"]
+        told = generate(site, port)["weight_version"]
         assert told == str(publisher.version), told
     return found | {"spans": spans, "sessions": "/begin_weight_update" in routes}
 

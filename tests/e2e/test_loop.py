@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.ledger.audit import AuditReport, audit
+from arealite.system.names.secret import read
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until, until_exited
 
@@ -28,7 +29,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 def server_version(site: Site) -> str:
     (entry,) = (site.folder / "names").rglob("llm_server/*.json")
     address = json.loads(entry.read_text())["address"]
-    with urllib.request.urlopen(f"{address}/model_info") as answer:
+    secret = read(entry.parents[1])
+    assert secret is not None
+    headers = {"Authorization": f"Bearer {secret.token}"}
+    request = urllib.request.Request(f"{address}/model_info", headers=headers)
+    with urllib.request.urlopen(request) as answer:
         return json.load(answer)["weight_version"]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from arealite.base import config as base_config
 from arealite.system.ledger.audit import audit
+from arealite.system.names.secret import read
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished
 from tests.examples.conftest import LIMIT_S, Example
 from tests.impl.browser.sites import needs_chromium
@@ -75,8 +76,12 @@ def test_custom_agent(example: Example) -> None:
 
 
 def test_external_sglang(
-    example: Example, kit: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    example: Example,
+    kit: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "SERVER_KEY", "none")
     with socket.socket() as silent:  # a port that is taken, and where nobody listens
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
@@ -95,6 +100,9 @@ def test_external_sglang(
             until(up, what="the server", seconds=SLOW_S)
             (entry,) = names.rglob("llm_server/*.json")
             address = json.loads(entry.read_text())["address"].removeprefix("http://")
+            key = read(entry.parents[1])
+            assert key is not None
+            monkeypatch.setitem(ENVIRONMENT, "SERVER_KEY", key.token)
             lines = trained(example("external_sglang", f"llm_server.addresses=[{address}]"))
             assert lines[-1]["publish/servers"] == 1
             assert server.poll() is None, "it is not ours to stop"

@@ -73,6 +73,8 @@ class FakeSGLang:
         """False: like SGLang before 0.5.21, no begin_weight_update and end_weight_update."""
         self.stubborn = 0
         """So many more calls of /continue_generation leave it paused."""
+        self.api_key = ""
+        """What requests must have as their bearer token; "" for none."""
         self.tells_pause = True
         """False: like SGLang 0.5.9, no /ready."""
         self.pause_modes = ("abort", "retract", "in_place")
@@ -237,6 +239,9 @@ class FakeSGLang:
 
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        sent = request.headers.get("Authorization", "")
+        if self.api_key and sent != f"Bearer {self.api_key}" and request.path != "/health":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         raw = await request.read() if request.method == "POST" else b""
         try:
             body = msgspec.json.decode(raw or b"{}")

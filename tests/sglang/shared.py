@@ -20,10 +20,19 @@ from tests.waiting import until
 Answer = tuple[int, Any]
 
 
-def call(address: str, path: str, body: dict[str, Any] | None = None, *, seconds: float = 30.0):
+def call(
+    address: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    seconds: float = 30.0,
+    token: str = "",
+) -> Answer:
     """GET, or POST a JSON body; return (status, decoded answer, text if it is no JSON)."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(f"{address}{path}", data=data, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:

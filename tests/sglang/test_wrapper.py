@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from arealite.system.names.registry import NameRegistry
+from arealite.system.names.secret import read
 from tests.models import tiny_model
 from tests.sglang.real import PYTHON, ROOT
 from tests.sglang.shared import call
@@ -57,6 +58,12 @@ class Wrapper:
                 start_new_session=True,
             )
 
+    def logs(self) -> list[Path]:
+        """Return the logs of its servers."""
+        found = list(self.shown.parent.glob("runs/**/*.log"))
+        assert found
+        return found
+
     def name(self) -> dict[str, Any] | None:
         """Return what the server's name says; None while it has none."""
         return next((entry.value for entry in self.registry.list("llm_server")), None)
@@ -71,6 +78,16 @@ class Wrapper:
     def family(self) -> list[psutil.Process]:
         """Return all processes of the server."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Ask as a process of the trial; return (status, answer)."""
+        return call(self.await_name()["address"], path, body, token=self.token, **options)
+
+    @property
+    def token(self) -> str:
+        secret = read(self.registry.root)
+        assert secret is not None
+        return secret.token
 
     def close(self) -> None:
         self.process.kill()
@@ -91,27 +108,27 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[W
         started.close()
 
 
-def generate(address: str, count: int) -> list[threading.Thread]:
+def generate(wrapper: Wrapper, count: int) -> list[threading.Thread]:
     """Send generations of 450 tokens and return when some run; their ends interest nobody."""
     sampling = {"max_new_tokens": 450, "ignore_eos": True}
 
     def send(i: int) -> None:
         try:
             body = {"input_ids": [5, 6 + i], "sampling_params": sampling}
-            call(address, "/generate", body, seconds=60)
+            wrapper.call("/generate", body, seconds=60)
         except (OSError, http.client.HTTPException):
             pass  # the server died, which is what these tests are about
 
     threads = [threading.Thread(target=send, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
-    until(lambda: running(address), what="requests in flight", seconds=60)
+    until(lambda: running(wrapper), what="requests in flight", seconds=60)
     return threads
 
 
-def running(address: str) -> int:
+def running(wrapper: Wrapper) -> int:
     """Return how many requests the server has, as it says itself."""
-    loads = call(address, "/v1/loads?include=core")[1]["loads"]
+    loads = wrapper.call("/v1/loads?include=core")[1]["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
@@ -120,20 +137,14 @@ def load(wrapper: Wrapper) -> int:
     return told.get("running", 0) + told.get("waiting", 0)
 
 
-def test_a_broken_model_ends_the_command_with_the_servers_words(tmp_path: Path, model: Path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in model.iterdir():
-        (broken / file.name).write_bytes(
-            file.read_bytes()[: 100 if file.suffix != ".json" else None]
-        )
-    wrapper = Wrapper(tmp_path, broken)
+def test_a_wrong_argument_ends_the_command_with_the_servers_words(tmp_path: Path, model: Path):
+    wrapper = Wrapper(tmp_path, model, "llm_server.sglang.extra_args=[--no-such-argument]")
     try:
         assert wrapper.process.wait(START_S) == 2
         shown = wrapper.shown.read_text()
         error = shown[shown.index("error: llm_server http://127.0.0.1:") :]
         assert "died (" in error and "Its last lines (" in error
-        assert "safetensors" in error, "SGLang's own words"
+        assert "unrecognized arguments: --no-such-argument" in error, "SGLang's own words"
         assert wrapper.name() is None
     finally:
         wrapper.close()
@@ -167,21 +178,49 @@ def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Pa
         "pid": wrapper.family()[0].pid,
         "load": {"running": 0, "waiting": 0, "capacity": 128},
     }
-    address = name["address"]
     body = {"model_path": str(model), "weight_version": "7"}
-    assert call(address, "/update_weights_from_disk", body)[0] == 200
+    assert wrapper.call("/update_weights_from_disk", body)[0] == 200
     until(lambda: (wrapper.name() or {})["version"] == "7", what="version 7 in the name")
-    threads = generate(address, 8)
+    threads = generate(wrapper, 8)
     until(lambda: load(wrapper), what="a load in the name")
     until(lambda: load(wrapper) == 0, what="an idle server's name", seconds=60)
     for thread in threads:
         thread.join()
 
 
+@pytest.mark.sglang_short
+def test_server_answers_only_who_has_the_token_and_shows_it_nowhere(
+    wrapper: Wrapper, model: Path
+) -> None:
+    address = wrapper.await_name()["address"]
+    body = {"model_path": str(model), "weight_version": "666"}
+    asked = {
+        "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
+        "/pause_generation": {"mode": "abort"},
+        "/abort_request": {"abort_all": True},
+        "/update_weights_from_disk": body,
+        "/update_weight_version": {"new_version": "666"},
+        "/init_weights_update_group": {},
+        "/flush_cache": {},
+        "/model_info": None,
+        "/server_info": None,
+    }
+    for path, what in asked.items():
+        assert [call(address, path, what, token=token)[0] for token in ("", "guess")] == [401, 401]
+    assert call(address, "/health")[0] == 200
+    assert wrapper.call("/model_info")[1]["weight_version"] != "666"
+    for process in wrapper.family():
+        assert not any(wrapper.token in word for word in process.cmdline())
+        assert not any(wrapper.token in value for value in process.environ().values())
+    assert wrapper.token not in wrapper.shown.read_text()
+    assert all(wrapper.token not in log.read_text() for log in wrapper.logs())
+    assert wrapper.token not in str(wrapper.call("/server_info")[1]), "nor in its own words"
+
+
 def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapper: Wrapper):
     before = wrapper.await_name()
     family = wrapper.family()
-    generate(before["address"], 16)
+    generate(wrapper, 16)
     begin = time.monotonic()
     os.kill(before["pid"], signal.SIGKILL)
     until(lambda: wrapper.name() is None, what="the name to go")
@@ -194,14 +233,13 @@ def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapp
     assert after["version"] == "default"
     assert after["address"] == before["address"]
     until_exited(*family)
-    assert call(after["address"], "/health")[0] == 200
+    assert wrapper.call("/model_info")[0] == 200
 
 
 def test_sigterm_ends_a_paused_server_with_requests_in_it(wrapper: Wrapper):
-    address = wrapper.await_name()["address"]
-    generate(address, 16)
-    call(address, "/pause_generation", {"mode": "retract"})
-    assert running(address), "requests that will never end"
+    generate(wrapper, 16)
+    wrapper.call("/pause_generation", {"mode": "retract"})
+    assert running(wrapper), "requests that will never end"
     family = wrapper.family()
     begin = time.monotonic()
     wrapper.process.terminate()

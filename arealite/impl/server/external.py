@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -136,6 +137,12 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
     addresses = config.llm_server.addresses
     for address in addresses:
         check_form(address, addresses)
+    key = config.llm_server.api_key_env
+    if addresses and key and not os.environ.get(key, "").strip():
+        raise UserError(
+            f"the environment has no {key}, which llm_server.api_key_env names. Set it, or set "
+            "llm_server.api_key_env= for servers without a key."
+        )
     return asyncio.run(_examine(config, model))
 
 
@@ -204,7 +211,7 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
     """Return the registry entry of a server, all but its vocabulary, which it does not tell.
 
     Raises:
-        UserError: what answers is no SGLang server.
+        UserError: what answers is no SGLang server, or asks for another key.
         DeadlineError, aiohttp.ClientError, OSError: it does not answer.
     """
     url = f"http://{address}"
@@ -234,9 +241,15 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
 
 
 async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Return a JSON object; an empty one where the server has none at `url`."""
+    """Return a JSON object; an empty one where the server has none at `url`.
+
+    Raises:
+        UserError: the server asks for another key.
+    """
     async with session.get(url) as response:
         raw = await response.read()
+    if response.status in (401, 403):
+        raise UserError("it asks for another key. Set llm_server.api_key_env to its variable.")
     try:
         found = json.loads(raw) if response.status == 200 else None
     except ValueError:

@@ -127,6 +127,23 @@ async def test_a_server_that_accepts_and_is_silent_is_named(tmp_path: Path, monk
     assert re.search(r"did not answer: external servers waited \d+\.\d s", says)
 
 
+async def test_server_with_a_key_is_used_with_that_key_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeSGLang(api_key="theirs") as server:
+        config = experiment(tmp_path, at(server))
+        assert "Set llm_server.api_key_env" in await refusal(config)
+        servers = ExternalServersConfig(addresses=[at(server)], api_key_env="THEIR_KEY")
+        config = replace(config, llm_server=servers)
+        monkeypatch.delenv("THEIR_KEY", raising=False)
+        assert "the environment has no THEIR_KEY" in await refusal(config)
+        monkeypatch.setenv("THEIR_KEY", "ours")
+        assert "Set llm_server.api_key_env" in await refusal(config)
+        monkeypatch.setenv("THEIR_KEY", "theirs")
+        (entry,) = await examine(config)
+    assert "theirs" not in str(entry)
+
+
 async def test_another_kind_of_server_is_refused(tmp_path: Path) -> None:
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>welcome</html>")
