@@ -36,7 +36,8 @@ logger = log.get(__name__)
 ALIVE_S = 7.0
 """A trainer heard within this time is alive: it repeats a request that waits every 5 s."""
 GONE_S = 15.0
-"""A trainer that waits asks again every few seconds; one silent for this long waits no more."""
+"""A trainer that waits, also to begin, asks again every few seconds; one silent for this long waits
+no more."""
 
 
 class OutOfStep(InvariantError):
@@ -78,6 +79,7 @@ class TrainerDesk:
         """By rank: (whom to answer, what is asked)."""
         self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
+        self._start_heard = -math.inf
         self._issued = book.ledger.boot << 20
         """The newest ticket that was given."""
         self._ticket = number(book.ledger.connection, "ticket")
@@ -137,12 +139,18 @@ class TrainerDesk:
         elif start.ticket == self._ticket:
             self._send(route, messages.TrainerReady(start.step, 0))
         elif pending <= start.ticket <= self._issued:
-            self._start = (route, start)
+            self._start, self._start_heard = (route, start), time.monotonic()
             self.begin_if_free()
 
     def begin_if_free(self) -> None:
-        """Begin the start that waits, once the trainer before it is silent or has finished."""
-        is_alive = self.finish is None and time.monotonic() - self.heard < ALIVE_S
+        """Begin the start that waits, once the trainer before it is silent or has finished.
+
+        A trainer that was asked to stop while it waited has to save its last steps.
+        """
+        now, has_more = time.monotonic(), self.finish is None or self.finish.reason == STOP_WAITING
+        is_alive = has_more and now - self.heard < ALIVE_S
+        if now - self._start_heard > GONE_S:
+            self._start = None
         if self._start is not None and not is_alive:
             self._writer.after_commit(self._begin, hurry=True)
 

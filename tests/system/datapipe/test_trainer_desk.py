@@ -15,6 +15,7 @@ from arealite.api.trainer_messages import (
     Checkpointed,
     Done,
     EvalRequest,
+    Finish,
     FromTrainer,
     Published,
     Refused,
@@ -31,6 +32,7 @@ from arealite.system.datapipe.trainer_desk import OutOfStep, TrainerDesk
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger
+from arealite.system.links.wire import STOP_WAITING
 from tests.system.scenes import episode, experiment, payload, tasks
 
 ROUTE = b"route"
@@ -202,6 +204,27 @@ def test_start_waits_while_the_trainer_before_is_alive(desk: TrainerDesk) -> Non
     desk.begin_if_free()
     assert desk.book.known_steps() == 1
     assert sent(desk)[-1] == TrainerReady(1, 1)
+
+
+def test_start_that_is_not_repeated_is_forgotten(desk: TrainerDesk) -> None:
+    """A stray one would begin the next time that the trainer computes for long."""
+    tell(desk, Published(2))
+    desk.take(ROUTE, TrainerStart(1, 1, 2))
+    desk._start_heard -= datapipe_trainer.GONE_S
+    desk.begin_if_free()
+    desk.heard -= datapipe_trainer.ALIVE_S
+    desk.begin_if_free()
+    assert desk.book.known_steps() == 2
+    assert not [m for m in sent(desk)[1:] if isinstance(m, TrainerReady)]
+
+
+def test_start_does_not_overtake_a_trainer_that_saves_its_last_steps(desk: TrainerDesk) -> None:
+    tell(desk, Published(2))
+    desk.take(ROUTE, TrainerStart(1, 1, 2))
+    tell(desk, Finish(STOP_WAITING))
+    desk.begin_if_free()
+    save(desk, 2)
+    assert desk.book.known_steps() == 2
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
