@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from arealite.base.printable import unguarded
 from arealite.cli import checkup
 from arealite.cli.main import main
 from tests.e2e.conftest import write_rows
@@ -61,7 +62,7 @@ def test_a_terminal_gets_whole_words(
     assert main(words) == 0
     rows = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(unguarded(sys.stdout), "isatty", lambda: True)
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert shown.split() == rows.split()

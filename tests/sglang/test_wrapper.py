@@ -214,7 +214,6 @@ def test_server_answers_only_who_has_the_token_and_shows_it_nowhere(
         assert not any(wrapper.token in value for value in process.environ().values())
     assert wrapper.token not in wrapper.shown.read_text()
     assert all(wrapper.token not in log.read_text() for log in wrapper.logs())
-    assert wrapper.token not in str(wrapper.call("/server_info")[1]), "nor in its own words"
 
 
 def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapper: Wrapper):

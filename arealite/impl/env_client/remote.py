@@ -6,7 +6,10 @@ The agents stay here, with their tokens; what crosses is what they see, what the
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -23,6 +26,9 @@ from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
 from arealite.impl.env_client.servers import Servers
 from arealite.system.health.deadlines import deadline
+
+TOKEN = "AREALITE_ENV_TOKEN"
+"""Variable with the token of processes that belong to this one."""
 
 
 class Hosted(msgspec.Struct):
@@ -41,6 +47,9 @@ class RemoteEnv(Env):
     """Plays episodes in servers of an environment."""
 
     def __init__(self, args: Any, config: EnvConfig) -> None:
+        if config.runtime.type == "subprocess" and not config.runtime.token_env:
+            os.environ.setdefault(TOKEN, secrets.token_hex())
+            config = replace(config, runtime=replace(config.runtime, token_env=TOKEN))
         super().__init__(args, config)
         hosted = envs.get(config.type)(args, envs.options(config))
         self.seats, self.resumable = hosted.seats, hosted.resumable
@@ -76,7 +85,8 @@ class RemoteEnv(Env):
                 where = ", ".join(runtime.addresses) or "its own processes"
                 raise UserError(
                     f"env.runtime.type={runtime.type}: no server answers at {where} in "
-                    f"wait_s={runtime.wait_s}. {await self._what_helps()}"
+                    f"wait_s={runtime.wait_s}. Start them with `arealite serve`, or check "
+                    "env.runtime.addresses and env.runtime.token_env."
                 ) from error
             await self._ask()
             self._stack = stack.pop_all()
@@ -97,21 +107,15 @@ class RemoteEnv(Env):
             raise self.servers.verdict
         return any(server.alive for server in self.servers.known)
 
-    async def _what_helps(self) -> str:
-        """Name what to do where no server lets anybody in."""
-        asked = [self.servers.get(server, "health") for server in self.servers.known]
-        said = await asyncio.gather(*asked, return_exceptions=True)
-        if any(isinstance(it, aiohttp.ClientResponseError) and it.status == 401 for it in said):
-            return "A bearer token is needed, this one's or another: see env.runtime.token_env."
-        return "Start them with `arealite serve`, or check env.runtime.addresses."
-
     async def _ask(self) -> None:
         """Learn from the servers what they host: seats may depend on their config."""
         for server in [server for server in self.servers.known if server.alive]:
             try:
                 hosted = decode_hosted(await self.servers.get(server, "metadata"))
             except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
-                raise UserError(f"{server.name} does not say what it hosts: {error}") from error
+                key = isinstance(error, aiohttp.ClientResponseError) and error.status == 401
+                why = "it asks for another env.runtime.token_env" if key else error
+                raise UserError(f"{server.name} does not say what it hosts: {why}") from error
             self._hosted = self._hosted or hosted
             if hosted != self._hosted or hosted.name != self.config.type:
                 raise UserError(

@@ -55,8 +55,10 @@ from sglang.srt import server_args
 class Key(str):
     def __repr__(self):
         return "'***'"
+    def __deepcopy__(self, memo):
+        return self
     def __reduce__(self):
-        return str, (str(self),)
+        return str, ()
 key, prepare = bytes.fromhex(open(sys.argv.pop(1)).read()), server_args.prepare_server_args
 def prepare_with_key(argv):
     args = prepare(argv)
@@ -66,7 +68,8 @@ server_args.prepare_server_args = prepare_with_key
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 """Starts SGLang with the trial's token as its API key: on a command line `ps` would show the key,
-and SGLang logs its arguments, which is why the key has another repr."""
+and SGLang logs its arguments, which is why the key has another repr. Only the process that answers
+HTTP has the key; others of the server get an empty one."""
 
 PROBE = """
 import importlib.util, sys

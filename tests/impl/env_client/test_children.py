@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 
@@ -48,6 +49,17 @@ async def pid_of(collector: Collector, number: int = 0) -> int:
     assert failed(episode) is None
     told = tokenizer().decode(collector._agents.client.requests[-1].input_ids)
     return int(told)
+
+
+async def test_a_process_answers_its_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AREALITE_ENV_TOKEN", raising=False)
+    async with apart() as collector, aiohttp.ClientSession() as stranger:
+        (server,) = collector.parts[""].env.servers.known
+        for path, status in (("health", 200), ("metadata", 401), ("ws", 401)):
+            async with stranger.get(server.url / path) as answer:
+                assert answer.status == status
+        assert await pid_of(collector) != os.getpid()
+    monkeypatch.delenv("AREALITE_ENV_TOKEN")
 
 
 async def test_a_crash_takes_its_episodes_and_no_more() -> None:
