@@ -113,8 +113,8 @@ class RemoteEnv(Env):
             try:
                 hosted = decode_hosted(await self.servers.get(server, "metadata"))
             except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
-                key = isinstance(error, aiohttp.ClientResponseError) and error.status == 401
-                why = "it asks for another env.runtime.token_env" if key else error
+                has_key = getattr(error, "status", 0) != 401
+                why = error if has_key else "it asks for another env.runtime.token_env"
                 raise UserError(f"{server.name} does not say what it hosts: {why}") from error
             self._hosted = self._hosted or hosted
             if hosted != self._hosted or hosted.name != self.config.type:

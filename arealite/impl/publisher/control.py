@@ -226,8 +226,7 @@ class Server:
         The caller holds `lock`: no update of its own is under way. SGLang 0.5.9 has no /ready. Such
         a server is continued every time, which has no effect on a server that is not paused.
         """
-        url = self.address + "/ready"
-        get = self.session.get(url, headers=self.headers)
+        get = self.session.get(url := self.address + "/ready", headers=self.headers)
         async with self.bounded(url, CONTINUE_S), get as response:
             status = response.status
         if status != 503:

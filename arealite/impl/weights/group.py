@@ -11,9 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 
 def open_store(
@@ -48,13 +47,9 @@ def join(
         RuntimeError, OSError: the others did not come in time, or the port is taken.
     """
     timeout = timedelta(seconds=seconds)
-    if isinstance(address, socket.socket):
-        host, port = address.getsockname()[:2]
-        store: Store = open_store(host, port, world_size, timeout, listener=address)
-    else:
-        url = f"tcp://{address[0]}:{address[1]}"
-        store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+    listener = address if isinstance(address, socket.socket) else None
+    host, port = address.getsockname()[:2] if isinstance(address, socket.socket) else address
+    store = open_store(host, port, world_size, timeout, listener=listener)
     made = c10d._new_process_group_helper(
         world_size,
         rank,

@@ -130,10 +130,8 @@ class Datapipe:
             workers=self.workers,
             writer=self.writer,
         )
-        vocabulary = vocab_size(read_json(self.config.model.path)) or 1 << 31
-        self.intake = Intake(
-            self.book, self.evals, self.workers, self.desk.rejections, vocab_size=vocabulary
-        )
+        size = vocab_size(read_json(self.config.model.path)) or 1 << 31
+        self.intake = Intake(self.book, self.evals, self.workers, self.desk.rejections, size)
         kept = self.config.datapipe.keep_payloads
         self.upkeep = Upkeep(self.writer, self._done, keep_payloads=kept)
         self._restore()

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -65,21 +65,16 @@ def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
         return _decode_ids(frame), str(error)
 
 
+@dataclass
 class Intake:
     """Brings checked episodes to the books of training and evaluation."""
 
-    def __init__(
-        self,
-        book: GroupBook,
-        evals: EvalBook,
-        workers: Workers,
-        rejections: Rejections,
-        *,
-        vocab_size: int,
-    ) -> None:
-        self.book, self.evals, self.workers = book, evals, workers
-        self.rejections = rejections
-        self._unlike = partial(unlike, vocab_size=vocab_size)
+    book: GroupBook
+    evals: EvalBook
+    workers: Workers
+    rejections: Rejections
+    vocab_size: int
+    """Token ids of the model."""
 
     def take(self, result: Result | ResultIds, payloads: Sequence[bytes], wrong: str) -> None:
         """Take in a result; `wrong` says what is wrong with it as a whole, "" for nothing."""
@@ -94,7 +89,7 @@ class Intake:
         self, worker_id: str, episode: EpisodeIds, payloads: list[bytes], wrong: str
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
-        wrong = wrong or _tried(check_episode, episode, payloads, self.book.newest, self._unlike)
+        wrong = wrong or _tried(check_episode, episode, payloads, self.book.newest, self.vocab_size)
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
             wrong = wrong or f"{ids[0]}/{ids[2]} is no lease of this worker"
@@ -135,7 +130,7 @@ def _tried(check: Callable[..., str], *args: Any) -> str:
 
 
 def check_episode(
-    episode: Episode, payloads: Sequence[bytes], newest: int, unlike: Callable[..., str] = unlike
+    episode: Episode, payloads: Sequence[bytes], newest: int, vocab_size: int = 1 << 31
 ) -> str:
     """Return what is wrong with an episode in itself, in words; "" if nothing is.
 
@@ -143,7 +138,7 @@ def check_episode(
         episode: As a worker sent it.
         payloads: One for each of its headers.
         newest: The newest version that can have sampled a token.
-        unlike: Compares a payload with its header.
+        vocab_size: Token ids of the model.
     """
     coldest = 0.0 if episode.group_id.startswith("e") else COLDEST  # evaluations may be greedy
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
@@ -157,7 +152,7 @@ def check_episode(
             return "a number is not finite"
         if h.newest_version > newest:
             return f"version {h.newest_version}, but the newest is {newest}"
-        if what := unlike(h, payload, coldest=coldest):
+        if what := unlike(h, payload, vocab_size=vocab_size, coldest=coldest):
             return f"the payload of {h.trajectory_id} and its header: {what}"
     return ""
 

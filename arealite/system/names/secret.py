@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -54,13 +55,9 @@ def read(folder: Path) -> Secret | None:
         raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
         raise UserError(f"other users can read the secret {path}: chmod 600 it, and rotate it.")
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != NUM_BYTES:
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", text):
         raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
-    return Secret(key)
+    return Secret(bytes.fromhex(text))
 
 
 def create(folder: Path) -> Secret:
