@@ -102,6 +102,8 @@ class Intake:
 
     def _is_leased(self, worker_id: str, lease_id: str, group_id: str, member: int) -> bool:
         """Return whether a worker has or had an episode, or nothing is expected of it any more."""
+        if not lease_id.startswith(f"{group_id}."):
+            return False
         if self.evals.is_running(lease_id, member):
             worker = self.workers.by_id.get(worker_id)
             return worker is not None and lease_id in worker.held

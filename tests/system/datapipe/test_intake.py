@@ -251,6 +251,16 @@ async def test_result_of_a_lease_that_another_worker_holds_is_not_taken(peer: Pe
     assert (group.finished, group.failures) == ({}, [])
 
 
+async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Peer) -> None:
+    """Else no worker would have the lease, and its group would never be complete."""
+    lease, other = (await peer.leased("bad"))[:2]
+    good = episode(other, 0)
+    mixed = Episode(lease.lease_id, other.group_id, 0, [], Failure("boom", ""))
+    peer.say(Result("bad", [good, mixed]), payload(good.headers[0]))
+    await peer.rejected(1)
+    assert 0 in peer.pipe.workers.by_id["bad"].held[lease.lease_id].due
+
+
 @pytest.mark.parametrize("how", ["garbage", "flip", "missing", "header", "range", "too many"])
 async def test_wrong_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, how: str) -> None:
     leases = await peer.leased("bad")
