@@ -31,13 +31,16 @@ NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are no message."""
 MAX_DETAIL = 200
 """Characters of a reason that are kept."""
+MAX_SENDERS = 1000
+"""Senders that are counted one by one; a peer can invent any number of names."""
 
 
 class Rejections(Counter[str]):
     """Counts wrong messages, and wrong episodes of results, by sender."""
 
     def note(self, sender: str, reason: str) -> None:
-        """Count one; log the first of each sender."""
+        """Count a message; log the first of each sender."""
+        sender = sender if len(self) < MAX_SENDERS or sender in self else "further senders"
         if not self[sender]:
             logger.warning("message rejected", sender=sender, reason=reason[:MAX_DETAIL])
         self[sender] += 1

@@ -36,7 +36,7 @@ from arealite.api.trainer_messages import (
 from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.system.datapipe import workers
 from arealite.system.datapipe.datapipe import Datapipe
-from arealite.system.datapipe.intake import check_episode
+from arealite.system.datapipe.intake import MAX_SENDERS, Rejections, check_episode
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
@@ -259,6 +259,15 @@ async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Pee
     peer.say(Result("bad", [good, mixed]), payload(good.headers[0]))
     await peer.rejected(1)
     assert 0 in peer.pipe.workers.by_id["bad"].held[lease.lease_id].due
+
+
+def test_rejections_of_many_senders_take_bounded_memory() -> None:
+    rejections = Rejections()
+    with capture_logs() as logs:
+        for number in range(3 * MAX_SENDERS):
+            rejections.note(f"sender {number}", "garbage")
+    assert rejections.total() == 3 * MAX_SENDERS
+    assert len(rejections) == len(logs) == MAX_SENDERS + 1
 
 
 @pytest.mark.parametrize("how", ["garbage", "flip", "missing", "header", "range", "too many"])
