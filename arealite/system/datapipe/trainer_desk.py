@@ -80,10 +80,10 @@ class TrainerDesk:
         self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
         self._start_heard = -math.inf
-        self._issued = book.ledger.boot << 20
-        """The newest ticket that was given."""
         self._ticket = number(book.ledger.connection, "ticket")
         """Of the trainer that runs."""
+        self._issued = max(book.ledger.boot << 20, self._ticket)
+        """The newest ticket that was given."""
         self._config = config
         self._send = send
         self._workers = workers

@@ -193,6 +193,22 @@ def test_ticket_of_the_trainer_that_runs_outlives_the_datapipe(
     ledger.close()
 
 
+def test_tickets_grow_after_a_restart_however_many_were_given(desk: TrainerDesk) -> None:
+    """Else the datapipe would serve no trainer any more."""
+    desk.book.ledger.set_meta("ticket", str(1 << 30))
+    desk.book.ledger.commit()
+    again = TrainerDesk(
+        desk.book,
+        desk.evals,
+        config=desk._config,
+        send=desk._send,
+        workers=desk._workers,
+        writer=desk._writer,
+    )
+    again.take(ROUTE, TrainerStart(2, 1))
+    assert sent(desk)[-1].number > 1 << 30
+
+
 def test_start_waits_while_the_trainer_before_is_alive(desk: TrainerDesk) -> None:
     tell(desk, Published(2))
     desk.take(ROUTE, TrainerStart(1, 1, 2))
