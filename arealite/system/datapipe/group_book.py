@@ -299,15 +299,19 @@ class GroupBook:
         return max(self._newest, self.known_steps())
 
     def set_aside(self, step: int, reasons: Mapping[str, str]) -> None:
-        """Filter groups of an untrained batch, by group id; roll back to it, to compose it anew."""
+        """Filter groups of an untrained batch, by group id; roll back to it, to compose it anew.
+
+        A request that comes again names no group of the batch that was composed since: no-op.
+        """
         batch = [g for g in self.batches.get(step, ()) if g.state == "batched"]
+        if reasons.keys().isdisjoint(g.group_id for g in batch):
+            return
         for group in batch:
             group.state, group.step, group.place = "complete", None, None
             if group.group_id in reasons:
                 group.state, group.reason = "filtered", reasons[group.group_id]
             self.ledger.put_group(group)
-        if batch:
-            self.roll_back(step)
+        self.roll_back(step)
 
     def roll_back(self, step: int) -> int:
         """Make the groups of batches from `step` on complete again; return how many.

@@ -299,6 +299,18 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(desk: TrainerDesk) -
     assert f"set aside, because no rank could train them: {bad.group_id} (mask)" in report.table()
 
 
+def test_late_repetition_of_unusable_keeps_the_batch_composed_since(desk: TrainerDesk) -> None:
+    """Some ranks may have that batch already."""
+    collect(desk)
+    collect(desk, reward=0.0)
+    (bad,) = desk.book.compose() or ()
+    tell(desk, Unusable(2, {bad.group_id: "mask"}))
+    (other,) = desk.book.compose() or ()
+    tell(desk, Unusable(2, {bad.group_id: "mask"}))
+    assert desk.book.batches[2] == [other]
+    assert desk.book.next_step == 3
+
+
 def test_group_of_an_older_batch_is_not_set_aside(desk: TrainerDesk) -> None:
     tell(desk, Unusable(1, {"g0": "mask", "g1": "mask"}))
     assert desk.book.known_steps() == 2
