@@ -30,7 +30,9 @@ class LimitedRunner(web.AppRunner):
 
     def __init__(self, app: web.Application, *, bodies: Mapping[str, int], **options: Any) -> None:
         """`bodies`: most bytes of a body, by path; MAX_BODY elsewhere."""
-        super().__init__(app, access_log=None, handler_cancellation=True, **options)
+        # aiohttp would decompress bodies before any check, in the event loop.
+        options |= {"access_log": None, "auto_decompress": False, "handler_cancellation": True}
+        super().__init__(app, **options)
         app.middlewares.append(self._serve)
         self._bodies = bodies
         self._idle_since = dict[Any, float]()
