@@ -26,6 +26,8 @@ BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
 # The peers that some tests and benchmarks compare with.
 PEERS_VENV ?= .venv-peers
+# The fuzzer of make test-attacks.
+ATTACKS_VENV ?= .venv-attacks
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
@@ -39,7 +41,7 @@ help:
 	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap and Chromium; installs them"
 	@echo "make test-docs    every tutorial and every example, typed as written"
 	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
-	@echo "make test-attacks strangers and broken peers against live runs"
+	@echo "make test-attacks strangers, web pages and broken peers against live runs"
 	@echo "make test-clusters  runs under torchrun, and on a real Slurm and Ray where those are installed"
 	@echo "make test-sglang  the tests against real SGLang servers on the CPU; test-sglang-short: a part of two minutes"
 	@echo "make test-learning  each algorithm learns the demo's task"
@@ -89,9 +91,15 @@ test-docs: $(VENV)/.envs
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m faults tests/e2e
 
-# Strangers and broken peers against live runs.
-test-attacks: $(VENV)/.dev
-	$(PYTEST) -m attacks tests/attacks
+# In a virtual environment of its own, because it is a pytest plugin, too.
+$(ATTACKS_VENV)/.dev: Makefile
+	@$(call venv,$(ATTACKS_VENV))
+	@$(call install,schemathesis,$(ATTACKS_VENV)) "schemathesis>=4.32,<5"
+	@touch $@
+
+# Strangers, web pages and broken peers against live runs.
+test-attacks: $(VENV)/.envs $(ATTACKS_VENV)/.dev
+	SCHEMATHESIS=$(abspath $(ATTACKS_VENV))/bin/schemathesis $(PYTEST) -m attacks tests/attacks
 
 # Every package that a test or an environment may need, and Debian's where root installs.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
@@ -171,4 +179,4 @@ bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) out runs build dist
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(ATTACKS_VENV) out runs build dist

@@ -1,66 +1,197 @@
-"""A live run with two workers and two ranks, and what a stranger knows of it: its ports."""
+"""A live run with two workers and two ranks, which all modules here attack but the first.
+
+The order of modules is fixed: test_broken_worker.py has a run of its own, test_end.py ends the
+shared one and looks at what is left of it.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 
 from arealite.base.names import RunPaths
 from arealite.system.names.registry import NameRegistry
-from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site, all_gone, site
+from arealite.system.names.secret import Secret, read
+from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone, site
 from tests.waiting import until
 
 __all__ = ["site"]
+
+FIRST, LAST = "test_broken_worker.py", "test_end.py"
+FRAME_MB = 1
+"""`datapipe.max_frame_mb` of the run."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the module with its own run first, and the module that ends the shared run last."""
+    here = Path(__file__).parent
+    ours = [item for item in items if item.path.is_relative_to(here)]
+    ours.sort(key=lambda item: (item.path.name != FIRST, item.path.name == LAST, item.path.name))
+    places = [place for place, item in enumerate(items) if item.path.is_relative_to(here)]
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
 
 
 @dataclass
 class Live:
     """A run under way."""
 
-    process: subprocess.Popen[str]
-    paths: RunPaths
-    datapipe: str
-    """Its address, tcp://HOST:PORT."""
-    server: str
-    """URL of the language-model server."""
+    site: Site
+    root: Path
     names: Path
     """The trial's folder in the name registry."""
+    process: subprocess.Popen[str]
+    roles: dict[str, int] = field(default_factory=dict[str, int])
+    """Process ids of the roles when the attacks began."""
 
-    def steps(self) -> int:
-        """Return how many steps are in the metrics file."""
-        file = self.paths.metrics
-        return file.read_text().count('"update/grad_norm"') if file.exists() else 0
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.root / "e2e" / "t")
+
+    @property
+    def shown(self) -> str:
+        """What the run has printed."""
+        return (self.root / "shown.txt").read_text()
+
+    @property
+    def datapipe(self) -> str:
+        """Its address, tcp://HOST:PORT."""
+        return NameRegistry(self.names, ttl_s=SLOW_S).address("datapipe") or ""
+
+    @property
+    def server(self) -> str:
+        """URL of the language-model server."""
+        return NameRegistry(self.names, ttl_s=SLOW_S).address("llm_server") or ""
+
+    @property
+    def secret(self) -> Secret:
+        found = read(self.names)
+        assert found is not None
+        return found
+
+    @property
+    def ours(self) -> dict[str, str]:
+        """Return the HTTP headers of a process of the trial."""
+        return {"Authorization": f"Bearer {self.secret.token}"}
+
+    def metrics(self, name: str) -> list[float]:
+        """Return a metric of the last steps."""
+        if not self.paths.metrics.exists():
+            return []
+        with self.paths.metrics.open("rb") as file:
+            file.seek(max(0, self.paths.metrics.stat().st_size - 2**16))
+            whole = file.read().decode().split("\n")[:-1]
+        lines = [json.loads(line) for line in whole if line.startswith("{") and f'"{name}"' in line]
+        return [line[name] for line in lines if name in line]
+
+    def step(self) -> float:
+        """Return the newest step in the metrics; -1 before the first."""
+        return max(self.metrics("step"), default=-1.0)
+
+    def rejected(self) -> float:
+        """Return how many messages were rejected, as the metrics of the newest step tell."""
+        return max(self.metrics("datapipe/rejected_messages"), default=0.0)
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def info(self) -> dict[str, Any]:
+        """Return what the server tells processes of the trial about itself."""
+        request = Request(self.server + "/model_info", headers=self.ours)
+        with urlopen(request, timeout=SLOW_S) as answer:
+            return json.load(answer)
+
+    def is_untouched(self) -> bool:
+        """Return whether the server has a version of the trainer and goes on: a publish pauses it
+        for a moment."""
+        info = self.info()
+        return info["weight_version"].isdigit() and (info["paused_s"] or 0.0) < SLOW_S
+
+    def goes_on(self, steps: int = 2) -> None:
+        """Wait until further steps are in the metrics."""
+        begin = self.step()
+        is_there = lambda: self.step() >= begin + steps or not self.is_alive()  # noqa: E731
+        until(is_there, what=lambda: f"a step after {begin}\n{self.shown}", seconds=SLOW_S)
+        assert self.is_alive(), self.shown
+
+    def counts(self, before: float, number: int) -> None:
+        """See that a further `number` messages were rejected and counted, no more and no fewer."""
+        are_there = lambda: self.rejected() >= before + number or not self.is_alive()  # noqa: E731
+        what = f"{number} more rejected messages than {before}"
+        told = lambda: f"{what}, not {self.rejected()}\n{self.shown}"  # noqa: E731
+        until(are_there, what=told, seconds=SLOW_S)
+        assert self.rejected() == before + number
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of the run's roles, by role and index."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            words = process.cmdline()
+            if "role" in words:
+                place = words.index("role")
+                found[f"{words[place + 1]}-{words[place + 2]}"] = process.pid
+        return found
+
+    def command(self, *words: str) -> str:
+        """Return what an arealite command prints."""
+        line = [sys.executable, "-m", "arealite.cli.main", *words]
+        done = subprocess.run(
+            line, capture_output=True, text=True, timeout=SLOW_S, env=ENVIRONMENT, cwd=ROOT
+        )
+        return done.stdout + done.stderr
+
+
+def start(site: Site, root: Path, *more: str) -> Live:
+    """Start a run that trains until it is stopped, and wait for its first step."""
+    root.mkdir(parents=True, exist_ok=True)
+    command = site.command(root, "trainer.ppo.total_steps=100000", *more)
+    with (root / "shown.txt").open("w") as shown:
+        process = subprocess.Popen(
+            command, cwd=root, env=ENVIRONMENT, stdout=shown, stderr=subprocess.STDOUT, text=True
+        )
+    (names,) = (site.folder / "names").glob("*/e2e/t")
+    live = Live(site, root, names, process)
+    try:
+        live.goes_on(1)
+        live.roles = live.pids()
+    except BaseException:
+        process.kill()
+        raise
+    return live
+
+
+def stop(live: Live) -> None:
+    """Stop a run as a user does, and see that no process of it is left."""
+    if live.is_alive():
+        live.process.send_signal(signal.SIGINT)
+    live.process.wait(SLOW_S)
+    all_gone(live.root)
 
 
 @pytest.fixture(scope="session")
 def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Start the run, wait for its first step; at the end stop it as a user does."""
+    """Start the run that is attacked; test_end.py stops it, or else this fixture."""
     root = tmp_path_factory.mktemp("attacked")
-    more = ["launcher.rollout_workers=2", "launcher.trainer_ranks=2"]
-    command = site.command(root, "trainer.ppo.total_steps=100000", *more)
-    shown = (root / "shown.txt").open("w")
-    process = subprocess.Popen(
-        command, cwd=root, env=ENVIRONMENT, stdout=shown, stderr=subprocess.STDOUT, text=True
+    run = start(
+        site,
+        root,
+        "launcher.rollout_workers=2",
+        "launcher.trainer_ranks=2",
+        f"datapipe.max_frame_mb={FRAME_MB}",
+        "trainer.ppo.collector.concurrency=6",  # so that further workers get leases, too
+        "trainer.ppo.checkpoint.every_steps=25",
     )
-    (names,) = [folder for folder in (site.folder / "names").glob("*/e2e/t")]
-    registry = NameRegistry(names)
-    find = lambda: registry.list("datapipe")  # noqa: E731
-    until(lambda: find() or process.poll() is not None, what="a datapipe", seconds=SLOW_S)
-    assert process.poll() is None, (root / "shown.txt").read_text()
-    (server,) = registry.list("llm_server")
-    datapipe, paths = str(find()[0].value["address"]), RunPaths(root / "e2e" / "t")
-    made = Live(process, paths, datapipe, str(server.value["address"]), names)
-    until(made.steps, what="the first step", seconds=SLOW_S)
     try:
-        yield made
+        yield run
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        process.wait(SLOW_S)
-        shown.close()
-        all_gone(root)
+        stop(run)

@@ -1,0 +1,98 @@
+"""A plugin: worker rollout-0 garbles a tenth of its results, as a process with a bug would.
+
+The file that GARBLED names gets a line for each: what was garbled, of which lease and member, and
+the SHA-256 of the payload that was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from arealite.api.rollout_messages import Episode, Result
+from arealite.api.trajectory import decode_segments, encode_segments
+from arealite.system.links import wire
+from arealite.system.links.worker_link import WorkerLink
+
+FILE = Path(__file__)
+SHARE = 0.1
+FRAMES = 0.02
+"""Share of whole messages that are cut off."""
+MARK = b"\x07\0\0\0"
+"""The token that garbled trajectories consist of, where they can be read."""
+
+replace = msgspec.structs.replace
+rng = random.Random(16)
+_submit, _encode = WorkerLink.submit, wire.encode
+
+
+def marked(payload: bytes) -> bytes:
+    """Return a payload of the same form with tokens that no policy sampled."""
+    segments = decode_segments(payload)
+    return encode_segments([replace(s, tokens=MARK * len(s.loss_mask)) for s in segments])
+
+
+def of_header(**facts: Any) -> Callable[[Episode, bytes], tuple[Episode, list[bytes]]]:
+    """Return a bug that garbles a header; its trajectory is a marked one."""
+
+    def garble(episode: Episode, payload: bytes) -> tuple[Episode, list[bytes]]:
+        header = replace(episode.headers[0], payload_sum=0, **facts)
+        return replace(episode, headers=[header]), [marked(payload)]
+
+    return garble
+
+
+def flip(episode: Episode, payload: bytes) -> tuple[Episode, list[bytes]]:
+    at = rng.randrange(len(payload))
+    changed = bytes([payload[at] ^ 1 << rng.randrange(8)])
+    return episode, [payload[:at] + changed + payload[at + 1 :]]
+
+
+BUGS: dict[str, Callable[[Episode, bytes], tuple[Episode, list[bytes]]]] = {
+    "a flipped bit": flip,
+    "no payload": lambda episode, payload: (episode, []),
+    "another payload": lambda episode, payload: (episode, [marked(payload)]),
+    "random bytes": lambda episode, payload: (episode, [rng.randbytes(len(payload))]),
+    "half of the payload": lambda episode, payload: (episode, [payload[: len(payload) // 2]]),
+    "a reward of a million": of_header(reward=1e6),
+    "a reward that is none": of_header(reward=math.nan),
+    "a version of the future": of_header(newest_version=10**6),
+    "lengths of another": of_header(segment_lengths=[1, 2, 3]),
+    "a member of another": of_header(member=77),
+}
+
+
+def note(what: str, lease_id: str, member: int, payload: bytes) -> None:
+    line = {"what": what, "lease": lease_id, "member": member, "sha": sha256(payload).hexdigest()}
+    with open(os.environ["GARBLED"], "a", encoding="ascii") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def submit(self: WorkerLink, episode: Episode, payloads: list[bytes]) -> None:
+    if len(payloads) == 1 and rng.random() < SHARE:
+        what = rng.choice([*BUGS])
+        episode, payloads = BUGS[what](episode, payloads[0])
+        note(what, episode.lease_id, episode.member, b"".join(payloads))
+    _submit(self, episode, payloads)
+
+
+def encode(message: Any) -> bytes:
+    frame = _encode(message)
+    if isinstance(message, Result) and message.episodes and rng.random() < FRAMES:
+        note("half of the message", "", 0, frame[: len(frame) // 2])
+        return frame[: len(frame) // 2]
+    return frame
+
+
+if sys.argv[1:3] == ["rollout", "0"] or sys.argv[1:4] == ["role", "rollout", "0"]:
+    WorkerLink.submit = submit  # type: ignore[method-assign]
+    wire.encode = encode  # type: ignore[assignment]

@@ -1,0 +1,186 @@
+"""Peers written by hand: ZeroMQ sockets with and without the secret, and forged results."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import zmq
+from zmq.utils import z85
+
+from arealite.api.rollout_messages import Ack, Episode, Lease, Result, ToWorker, WorkerState
+from arealite.api.trainer_messages import ToTrainer
+from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.system.links import wire
+from arealite.system.links.worker_link import STATE_S
+from arealite.system.names.secret import Secret
+from tests.attacks.conftest import Live
+from tests.e2e.conftest import SLOW_S
+from tests.impl.trainer.trajectories import header
+from tests.waiting import until
+
+PATIENCE_MS = 60_000
+MARKER = [7, 9, 8, 11, 10, 13, 12, 9]
+"""Tokens of forged trajectories. No honest prompt begins with them."""
+GUESS = Secret(b"guess" * 6 + b"!!")
+
+decode = msgspec.msgpack.Decoder(ToWorker | ToTrainer).decode
+Message = TypeVar("Message")
+
+
+class Insider:
+    """A process that has the secret: it says it is a worker, or a trainer, and sends anything."""
+
+    def __init__(self, live: Live, worker_id: str) -> None:
+        self.live, self.worker_id = live, worker_id
+        self.context: wire.Context = zmq.Context()
+        self.socket = wire.open_socket(self.context, zmq.DEALER, live.secret)
+        self.socket.connect(live.datapipe)
+        self.leases: list[Lease] = []
+        self.told = -math.inf
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def tell(self, message: msgspec.Struct, *payloads: bytes) -> None:
+        self.send(wire.encode(message), *payloads)
+
+    def hear(self, kind: type[Message]) -> Message:
+        """Return the next message of a kind; leases are remembered, other messages forgotten."""
+        while True:
+            assert self.socket.poll(PATIENCE_MS), f"no {kind.__name__}\n{self.live.shown}"
+            message = decode(self.socket.recv_multipart()[0])
+            self._take(message)
+            if isinstance(message, kind):
+                return message
+
+    def hand_in(self, episodes: list[Episode], *payloads: bytes) -> None:
+        """Send a result and wait until it is acknowledged."""
+        frame = wire.encode(Result(self.worker_id, episodes))
+        self.send(frame, *payloads)
+        self.acknowledged(frame)
+
+    def acknowledged(self, frame: bytes) -> None:
+        """Wait until a message is acknowledged."""
+        while self.hear(Ack).checksum != crc32(frame):
+            pass
+
+    def are_handled(self) -> None:
+        """Return once the datapipe has handled all that was sent: messages keep their order."""
+        self.hand_in([])
+
+    def state(self, capacity: int, **changes: Any) -> WorkerState:
+        held = [lease.lease_id for lease in self.leases]
+        made = WorkerState(self.worker_id, capacity, held, {}, f"p-{self.worker_id}")
+        return msgspec.structs.replace(made, **changes)
+
+    def episode(self) -> tuple[Lease, int]:
+        """Return a lease of one episode for this worker; all before are answered."""
+        self.leases.clear()
+        self.told = -math.inf
+        until(self._has_lease, what=lambda: f"a lease\n{self.live.shown}", seconds=SLOW_S)
+        lease = self.leases[0]
+        self.tell(self.state(0, held=[lease.lease_id]))  # no more: the run would wait for them
+        return lease, lease.members[0]
+
+    def _has_lease(self) -> bool:
+        """Tell that this worker lives, as often as any, and look for a lease."""
+        if time.monotonic() - self.told > STATE_S:
+            self.told = time.monotonic()
+            self.tell(self.state(1))
+        while self.socket.poll(0):
+            self._take(decode(self.socket.recv_multipart()[0]))
+        return bool(self.leases)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Lease) and message not in self.leases:
+            self.leases.append(message)
+
+    def close(self) -> None:
+        """Give leases back, as a worker that drains."""
+        self.tell(self.state(0, held=[]))
+        self.are_handled()
+        wire.close(self.socket, linger_ms=0)
+        self.context.term()
+
+
+@contextmanager
+def insider(live: Live, worker_id: str = "insider") -> Iterator[Insider]:
+    peer = Insider(live, worker_id)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def forged(group: str, member: int, *, version: int = 0, reward: float = 1.0) -> Forgery:
+    """Return a right trajectory of an episode, to be made wrong."""
+    return Forgery(group, member, version, reward)
+
+
+class Forgery:
+    """A trajectory's header and segment; `change` makes fields of either wrong."""
+
+    def __init__(self, group: str, member: int, version: int, reward: float) -> None:
+        self.ids = (group, member)
+        length, sampled = len(MARKER), len(MARKER) // 2
+        mask = np.array([0] * (length - sampled) + [1] * sampled, np.uint8)
+        self.segment = Segment(
+            tokens=np.array(MARKER, "<i4").tobytes(),
+            loss_mask=mask.tobytes(),
+            logprobs=(mask * -1.0).astype("<f4").tobytes(),
+            versions=np.where(mask, version, -1).astype("<i4").tobytes(),
+            rewards=np.array([0.0] * (length - 1) + [reward], "<f4").tobytes(),
+            temperature=1.0,
+        )
+        self.header: TrajectoryHeader = header(
+            f"{group}/{member}/agent", [self.segment], reward=reward
+        )
+        self.more: list[TrajectoryHeader] = []
+
+    def put(self, **arrays: Any) -> Forgery:
+        """Change the segment."""
+        self.segment = msgspec.structs.replace(self.segment, **arrays)
+        return self
+
+    def say(self, **facts: Any) -> Forgery:
+        """Change the header."""
+        self.header = msgspec.structs.replace(self.header, **facts)
+        return self
+
+    def payload(self) -> bytes:
+        return msgspec.msgpack.encode([self.segment])
+
+    def episode(self, lease_id: str) -> Episode:
+        return Episode(lease_id, *self.ids, [self.header, *self.more], None)
+
+
+def no_security(socket: zmq.Socket[bytes]) -> None:
+    """A peer that knows nothing of CURVE."""
+
+
+def own_keys(socket: zmq.Socket[bytes]) -> None:
+    """A peer with CURVE keys of its own, and a guess at the server's."""
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = zmq.curve_keypair()[0]
+
+
+def wrong_secret(socket: zmq.Socket[bytes]) -> None:
+    """A process of another trial."""
+    router, dealer = (z85.encode(GUESS.derive(f"zmq {side}")) for side in ("router", "dealer"))
+    socket.curve_serverkey = zmq.curve_public(router)
+    socket.curve_secretkey, socket.curve_publickey = dealer, zmq.curve_public(dealer)
+
+
+def plain_password(socket: zmq.Socket[bytes]) -> None:
+    """A peer that offers ZeroMQ's PLAIN mechanism."""
+    socket.plain_username, socket.plain_password = b"admin", b"admin"
+
+
+STRANGERS = [no_security, own_keys, wrong_secret, plain_password]

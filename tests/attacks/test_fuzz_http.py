@@ -1,0 +1,96 @@
+"""Requests that schemathesis makes from a schema of the server's routes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from arealite.impl.server import protocol
+from tests.attacks.conftest import Live
+from tests.attacks.test_strangers_http import READS, ROUTES
+from tests.e2e.conftest import SLOW_S
+from tests.waiting import until
+
+PROGRAM = os.environ.get("SCHEMATHESIS", "")
+pytestmark = [
+    pytest.mark.attacks,
+    pytest.mark.timeout(2 * SLOW_S),
+    pytest.mark.skipif(not PROGRAM, reason="needs schemathesis, which make test-attacks installs"),
+]
+
+EXAMPLES = 20
+"""Of each route and phase, at most."""
+BODIES: dict[str, Any] = {
+    "/generate": protocol.GenerateBody,
+    "/abort_request": protocol.AbortBody,
+    "/pause_generation": protocol.PauseGenerationReqInput,
+    "/update_weights_from_disk": protocol.UpdateWeightFromDiskReqInput,
+    "/update_weights_from_distributed": protocol.UpdateWeightsFromDistributedReqInput,
+    "/destroy_weights_update_group": protocol.DestroyWeightsUpdateGroupReqInput,
+    "/update_weight_version": protocol.UpdateWeightVersionReqInput,
+    "/weights_checker": protocol.CheckWeightsReqInput,
+}
+SLOW = {"/init_weights_update_group"}
+"""A right request waits a minute for its host: test_insiders_http.py has some of them."""
+WELL, REFUSED = [200], [400, 404, 405, 413]
+
+
+def schema(statuses: list[int]) -> dict[str, Any]:
+    """Describe the server's routes, whose bodies are the types that it decodes."""
+    template = "#/components/schemas/{name}"
+    _, parts = msgspec.json.schema_components([*BODIES.values()], ref_template=template)
+    answers = {str(status): {"description": "as it says"} for status in statuses}
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in READS}
+    for path in ROUTES.keys() - SLOW:
+        name = BODIES[path].__name__ if path in BODIES else ""
+        body = {"$ref": template.format(name=name)} if name else {"type": "object"}
+        content = {"content": {"application/json": {"schema": body}}}
+        paths[path] = {"post": {"requestBody": content, "responses": answers}}
+    about = {"title": "the server", "version": "1"}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": parts}}
+
+
+def fuzz(
+    live: Live, folder: Path, statuses: list[int], headers: dict[str, str], phases: str
+) -> int:
+    """Run schemathesis; return how many requests it has sent. The token is on no command line."""
+    file, told = folder / "schema.json", folder / "requests.ndjson"
+    file.write_text(json.dumps(schema(statuses)))
+    lines = ["[headers]", *(f"{name} = {json.dumps(text)}" for name, text in headers.items())]
+    (folder / "schemathesis.toml").write_text("\n".join(lines))
+    done = subprocess.run(
+        [
+            *(PROGRAM, "run", str(file), "--url", live.server, "--phases", phases),
+            *("--checks", "not_a_server_error,status_code_conformance", "--no-shrink"),
+            *("--max-examples", str(EXAMPLES), "--seed", "16", "--generation-deterministic"),
+            *("--request-timeout", str(SLOW_S), "--suppress-health-check", "all"),
+            *("--continue-on-failure", "--warnings", "off", "--no-color"),
+            *("--report-ndjson-path", str(told)),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=SLOW_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return told.read_text().count('"status_code"')
+
+
+def test_no_request_without_the_token_is_answered(live: Live, tmp_path: Path) -> None:
+    assert fuzz(live, tmp_path, [401, 405], {}, "fuzzing") > 100
+    assert live.is_untouched()
+    live.goes_on()
+
+
+def test_no_request_with_the_token_harms_the_run(live: Live, tmp_path: Path) -> None:
+    """The pauses and versions among them are put right by the trainer."""
+    assert fuzz(live, tmp_path, WELL + REFUSED, live.ours, "coverage,fuzzing") > 100
+    until(live.is_untouched, what="the trainer's version", seconds=SLOW_S)
+    live.goes_on(5)
+    assert live.pids() == live.roles

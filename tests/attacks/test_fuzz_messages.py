@@ -1,0 +1,149 @@
+"""Messages made by hypothesis from the types themselves, mutated and sent with the secret."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from arealite.api.rollout_messages import FromWorker, Result, WorkerState
+from arealite.api.trainer_messages import FromTrainer
+from arealite.system.datapipe.intake import NO_MESSAGE
+from arealite.system.links import wire
+from tests.attacks.conftest import Live
+from tests.attacks.peers import Insider, forged, insider
+from tests.e2e.conftest import SLOW_S
+from tests.hostile import HOSTILE
+
+pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+
+EXAMPLES = 60
+"""Of each type."""
+KINDS = [*get_args(FromWorker), *get_args(FromTrainer)]
+EDGES = [-1, 0, 1, 2**31, 1 << 40, (1 << 40) + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
+WORDS = ["", "fuzzer", "agent", "g0", "g1", "g0.1.1", "e0-0", "g0/0/agent", HOSTILE, "x" * 10_000]
+
+numbers = st.integers(0, 9) | st.sampled_from(EDGES)
+words = st.sampled_from(WORDS) | st.text(max_size=8)
+junk = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats() | words | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Return what a field of a type may hold on the wire, right or nearly so."""
+    match kind:
+        case inspect.IntType():
+            return numbers
+        case inspect.StrType():
+            return words
+        case inspect.FloatType():
+            return st.floats()
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.NoneType():
+            return st.none()
+        case inspect.ListType(item_type=item):
+            return st.lists(values(item), max_size=3)
+        case inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=3)
+        case inspect.UnionType(types=types):
+            return st.one_of([values(each) for each in types])
+        case inspect.StructType():
+            return structures(kind)
+        case _:
+            raise AssertionError(f"no values for {kind}")
+
+
+def structures(kind: inspect.StructType, *, mutated: bool = False) -> st.SearchStrategy[Any]:
+    """Return maps with a structure's fields; `mutated`: fields are missing, odd or unknown."""
+    fields = {field.encode_name: values(field.type) for field in kind.fields}
+    fixed = {} if kind.tag is None else {kind.tag_field: st.just(kind.tag)}
+    if not mutated:
+        return st.fixed_dictionaries({**fixed, **fields})
+    odd = {name: value | junk for name, value in fields.items()}
+    return st.fixed_dictionaries(fixed, optional={**odd, "unknown": junk})
+
+
+def messages(kind: type) -> st.SearchStrategy[bytes]:
+    """Return encoded messages of a type: as it says, mutated, or with bytes cut off or changed."""
+    about = inspect.type_info(kind)
+    assert isinstance(about, inspect.StructType)
+    whole = (structures(about) | structures(about, mutated=True)).map(msgspec.msgpack.encode)
+    return whole | st.builds(damaged, whole, st.integers(0, 2**32))
+
+
+def damaged(frame: bytes, seed: int) -> bytes:
+    rng = random.Random(seed)
+    at = rng.randrange(len(frame))
+    changed = bytes([frame[at] ^ 1 << rng.randrange(8)])
+    return frame[:at] if rng.random() < 0.5 else frame[:at] + changed + frame[at + 1 :]
+
+
+payloads = st.lists(
+    st.binary(max_size=50) | st.just(forged("g0", 0).payload()) | junk.map(msgspec.msgpack.encode),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_message_of_a_type_harms_the_run(live: Live, kind: type) -> None:
+    with insider(live, f"fuzzer-{kind.__name__}") as peer:
+
+        @settings(
+            max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
+            suppress_health_check=[*HealthCheck],
+        )  # fmt: skip
+        @given(frame=messages(kind), frames=payloads)
+        def send(frame: bytes, frames: list[bytes]) -> None:
+            peer.send(frame, *frames)
+            give_back(peer, frame)
+
+        send()
+        peer.are_handled()
+    live.goes_on()
+    assert live.pids() == live.roles
+
+
+def give_back(peer: Insider, frame: bytes) -> None:
+    """Have a worker that a message made up leave: it would keep the leases that it gets."""
+    with suppress(*NO_MESSAGE):
+        message = wire.decode_to_datapipe(frame)
+        if isinstance(message, WorkerState) and message.capacity:
+            peer.tell(msgspec.structs.replace(message, capacity=0, held=[]))
+
+
+def test_results_of_real_leases_are_fuzzed(live: Live) -> None:
+    """Ids are right here, so that what is after them is reached."""
+    about = inspect.type_info(Result)
+    assert isinstance(about, inspect.StructType)
+    with insider(live, "fuzzer") as peer:
+
+        @settings(
+            max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
+            suppress_health_check=[*HealthCheck],
+        )  # fmt: skip
+        @given(data=st.data(), frames=payloads)
+        def send(data: st.DataObject, frames: list[bytes]) -> None:
+            lease, member = peer.episode()
+            made = forged(lease.group_id, member, version=lease.version, reward=1e6)
+            raw = msgspec.to_builtins(made.episode(lease.lease_id))
+            field = data.draw(st.sampled_from([*raw["headers"][0], "reward"]))
+            raw["headers"][0][field] = data.draw(junk)
+            frame = msgspec.msgpack.encode(
+                {"type": "Result", "worker_id": peer.worker_id, "episodes": [raw]}
+            )
+            peer.send(frame, *frames)
+            peer.acknowledged(frame)
+
+        send()
+    live.goes_on()
+    assert max(live.metrics("reward/max")) <= 1.0

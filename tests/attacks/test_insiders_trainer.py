@@ -1,0 +1,183 @@
+"""Attempts of a broken trainer that has the secret: only its own requests are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from arealite.api import trainer_messages as trainer
+from arealite.system.ledger.ledger import connect, number
+from arealite.system.links import wire
+from tests.attacks.conftest import Live
+from tests.attacks.peers import Insider, insider
+from tests.e2e.conftest import SLOW_S
+from tests.hostile import HOSTILE
+
+pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+
+
+@pytest.fixture
+def rank(live: Live) -> Iterator[Insider]:
+    with insider(live, "broken-rank") as peer:
+        yield peer
+
+
+def current_ticket(live: Live) -> int:
+    """Return the ticket of the trainer that runs, as the ledger tells."""
+    with closing(connect(live.paths.ledger, read_only=True)) as db:
+        return number(db, "ticket")
+
+
+def mine(live: Live, step: int) -> str:
+    return str(live.paths.checkpoints / f"step-{step:06d}")
+
+
+REQUESTS: dict[str, trainer.FromTrainer] = {
+    "batch request": trainer.BatchRequest(0, 0, 2),
+    "batch request of many ranks": trainer.BatchRequest(0, 0, 1 << 16),
+    "batch request of the future": trainer.BatchRequest(1 << 40, 0, 2),
+    "step report": trainer.StepReport(0, [], {}),
+    "step report with hostile metrics": trainer.StepReport(0, [HOSTILE], {HOSTILE: 1e300}),
+    "unusable": trainer.Unusable(0, {f"g{n}": "wrong" for n in range(1000)}),
+    "published": trainer.Published(10**9),
+    "published first": trainer.Published(0),
+    "checkpointed": trainer.Checkpointed(10**6, "/x"),
+    "checkpointed 0": trainer.Checkpointed(0, "/etc/passwd"),
+    "evaluation": trainer.EvalRequest(1 << 40),
+    "finish": trainer.Finish("a broken rank says so"),
+    "finish with hostile words": trainer.Finish(HOSTILE),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_request_without_a_ticket_is_counted(live: Live, rank: Insider, name: str) -> None:
+    before = live.rejected()
+    rank.tell(REQUESTS[name])
+    rank.are_handled()
+    live.counts(before, 1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_request_with_an_old_ticket_is_refused(live: Live, rank: Insider, name: str) -> None:
+    before = live.rejected()
+    rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1))
+    assert "replaced" in rank.hear(trainer.Refused).reason
+    live.counts(before, 1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_request_with_a_ticket_of_the_future_is_counted(
+    live: Live, rank: Insider, name: str
+) -> None:
+    before = live.rejected()
+    rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1 << 40))
+    rank.are_handled()
+    live.counts(before, 1)
+
+
+IMPOSSIBLE: dict[str, Callable[[Live], trainer.FromTrainer]] = {
+    "a batch of the future": lambda live: trainer.BatchRequest(10**6, 0, 2),
+    "a report of a step of the future": lambda live: trainer.StepReport(10**6, [], {}),
+    "a checkpoint of the future": lambda live: trainer.Checkpointed(10**6, mine(live, 10**6)),
+    "a checkpoint elsewhere": lambda live: trainer.Checkpointed(1, "/tmp/step-000001"),
+    "a checkpoint above": lambda live: trainer.Checkpointed(1, mine(live, 1) + "/../../x"),
+    "a checkpoint of no path": lambda live: trainer.Checkpointed(1, ""),
+    "a checkpoint of a long path": lambda live: trainer.Checkpointed(1, "/x" * 100_000),
+    "a checkpoint with a null": lambda live: trainer.Checkpointed(1, "/x\0y"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_request_of_the_trainer_that_runs_is_refused(
+    live: Live, rank: Insider, name: str
+) -> None:
+    before = live.rejected()
+    request = IMPOSSIBLE[name](live)
+    rank.tell(msgspec.structs.replace(request, ticket=current_ticket(live)))
+    assert rank.hear(trainer.Refused).reason
+    live.counts(before, 1)
+    with closing(connect(live.paths.ledger, read_only=True)) as db:
+        (newest,) = db.execute("SELECT IFNULL(MAX(step), 0) FROM checkpoints").fetchone()
+    assert newest <= live.step() + 5
+
+
+@pytest.mark.parametrize("version", [10**9, 1 << 40])
+def test_version_of_the_future_is_not_taken(live: Live, rank: Insider, version: int) -> None:
+    rank.tell(trainer.Published(version, ticket=current_ticket(live)))
+    rank.hear(trainer.Done)
+    live.goes_on()
+    with closing(connect(live.paths.ledger, read_only=True)) as db:
+        assert number(db, "version") <= live.step() + 5
+
+
+@pytest.mark.parametrize("step", [0, 1, 10**6, 1 << 40])
+def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) -> None:
+    """It stays there, unanswered, until its trainer would be the only one: also at the end."""
+    before = live.step()
+    rank.tell(trainer.TrainerStart(step, 1))
+    ticket = rank.hear(trainer.Ticket).number
+    rank.tell(trainer.TrainerStart(step, 1, ticket))
+    rank.hear(trainer.Waiting)
+    live.goes_on(5)
+    assert live.step() > before
+
+
+@pytest.mark.parametrize("ticket", [1, 1 << 39, 1 << 40])
+def test_start_with_a_ticket_that_was_not_given_is_ignored(
+    live: Live, rank: Insider, ticket: int
+) -> None:
+    rank.tell(trainer.TrainerStart(0, 1, ticket))
+    rank.are_handled()
+    live.goes_on()
+
+
+def test_start_with_the_ticket_of_the_trainer_that_runs_rolls_nothing_back(
+    live: Live, rank: Insider
+) -> None:
+    before = live.step()
+    rank.tell(trainer.TrainerStart(0, 1, current_ticket(live)))
+    assert rank.hear(trainer.TrainerReady).rolled_back_groups == 0
+    live.goes_on()
+    assert live.step() > before
+
+
+RAW: dict[str, dict[str, Any]] = {
+    "evaluation": {"type": "EvalRequest", "eval_id": 2**64 - 1},
+    "negative evaluation": {"type": "EvalRequest", "eval_id": -1},
+    "negative step": {"type": "TrainerStart", "step": -1, "world_size": 1},
+    "huge step": {"type": "TrainerStart", "step": 2**63, "world_size": 1},
+    "no ranks": {"type": "BatchRequest", "step": 0, "rank": 0, "world_size": 0},
+    "too many ranks": {"type": "BatchRequest", "step": 0, "rank": 0, "world_size": 1 << 32},
+    "negative rank": {"type": "BatchRequest", "step": 0, "rank": -1, "world_size": 2},
+    "step of words": {"type": "StepReport", "step": "0", "trained": [], "metrics": {}},
+    "step of a fraction": {"type": "StepReport", "step": 0.5, "trained": [], "metrics": {}},
+    "metrics of words": {"type": "StepReport", "step": 0, "trained": [], "metrics": {"a": "b"}},
+    "a nested report": {"type": "StepReport", "step": 0, "trained": [[[]]], "metrics": {}},
+    "huge version": {"type": "Published", "version": 2**64 - 1},
+    "path of bytes": {"type": "Checkpointed", "step": 1, "path": b"/x"},
+    "groups of numbers": {"type": "Unusable", "step": 0, "groups": {0: 1}},
+    "huge ticket": {"type": "Finish", "reason": "x", "ticket": 2**64 - 1},
+    "no reason": {"type": "Finish"},
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_request_out_of_range_or_of_a_wrong_type_is_counted(
+    live: Live, rank: Insider, name: str
+) -> None:
+    before = live.rejected()
+    rank.send(msgspec.msgpack.encode(RAW[name]))
+    rank.are_handled()
+    live.counts(before, 1)
+
+
+@pytest.mark.parametrize("end", [1, 2, 5])
+def test_truncated_request_is_counted(live: Live, rank: Insider, end: int) -> None:
+    before = live.rejected()
+    rank.send(wire.encode(trainer.Checkpointed(1, "/x"))[:-end])
+    rank.are_handled()
+    live.counts(before, 1)

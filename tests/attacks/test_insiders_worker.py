@@ -1,0 +1,353 @@
+"""Attempts of a broken worker that has the secret: each is counted, none is trained."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from arealite.api.rollout_messages import (
+    Episode,
+    Failure,
+    Lease,
+    Progress,
+    Result,
+    TurnHeader,
+)
+from arealite.system.links import wire
+from tests.attacks.conftest import FRAME_MB, Live
+from tests.attacks.peers import MARKER, PATIENCE_MS, Forgery, Insider, forged, insider
+from tests.e2e.conftest import SLOW_S
+from tests.hostile import HOSTILE
+
+pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+
+SIZE = len(MARKER)
+BEYOND = [2**63, 2**64 - 1, -1, 1 << 41]
+"""Numbers out of the range of a Count."""
+
+
+@pytest.fixture(scope="module")
+def worker(live: Live) -> Iterator[Insider]:
+    with insider(live, "broken-worker") as peer:
+        yield peer
+
+
+def ints(values: Any) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return np.asarray(values, "<f4").tobytes()
+
+
+def filled(value: float) -> bytes:
+    """Return an array with one wrong number where the policy sampled."""
+    return floats(*[0.0] * (SIZE - 1), value)
+
+
+def swapped(made: Forgery) -> Forgery:
+    made.more = [msgspec.structs.replace(made.header)]
+    return made
+
+
+WRONG: dict[str, Callable[[Forgery], Forgery]] = {
+    "token below 0": lambda f: f.put(tokens=ints([-1] * SIZE)),
+    "token of no vocabulary": lambda f: f.put(tokens=ints([2**31 - 1] * SIZE)),
+    "token just beyond the vocabulary": lambda f: f.put(tokens=ints([10**5] * SIZE)),
+    "fewer tokens than the mask": lambda f: f.put(tokens=ints(MARKER[:-1])),
+    "tokens of half a number": lambda f: f.put(tokens=b"123"),
+    "no tokens": lambda f: f.put(
+        tokens=b"", loss_mask=b"", logprobs=b"", versions=b"", rewards=b""
+    ),
+    "mask of all": lambda f: f.put(loss_mask=b"\1" * SIZE),
+    "mask of none": lambda f: f.put(loss_mask=bytes(SIZE)),
+    "mask of twos": lambda f: f.put(loss_mask=b"\2" * SIZE),
+    "mask unlike the versions": lambda f: f.put(versions=ints([-1] * SIZE)),
+    "versions of the future": lambda f: f.put(
+        versions=ints([-1] * (SIZE // 2) + [10**6] * (SIZE // 2))
+    ).say(newest_version=10**6, oldest_version=10**6),
+    "versions unlike the header": lambda f: f.say(newest_version=f.header.newest_version + 1),
+    "logprob NaN": lambda f: f.put(logprobs=filled(math.nan)),
+    "logprob inf": lambda f: f.put(logprobs=filled(-math.inf)),
+    "logprobs missing": lambda f: f.put(logprobs=b""),
+    "reward NaN": lambda f: f.put(rewards=filled(math.nan)),
+    "reward inf": lambda f: f.put(rewards=filled(math.inf)),
+    "reward NaN in the header": lambda f: f.say(reward=math.nan),
+    "reward inf on both sides": lambda f: f.put(rewards=filled(math.inf)).say(reward=math.inf),
+    "reward of a million in the header": lambda f: f.say(reward=1e6),
+    "reward of a million in the payload": lambda f: f.put(rewards=filled(1e6)),
+    "part of the reward inf": lambda f: f.say(reward_parts={"exact": -math.inf}),
+    "seconds NaN": lambda f: f.say(seconds=math.nan),
+    "waits inf": lambda f: f.say(waits={"generation": math.inf}),
+    "temperature NaN": lambda f: f.put(temperature=math.nan),
+    "temperature below 0": lambda f: f.put(temperature=-1.0),
+    "temperature 0": lambda f: f.put(temperature=0.0),
+    "lengths unlike the header": lambda f: f.say(segment_lengths=[SIZE + 1]),
+    "more sampled tokens in the header": lambda f: f.say(trained_tokens=SIZE),
+    "no sampled tokens in the header": lambda f: f.say(trained_tokens=0),
+    "huge lengths in the header": lambda f: f.say(segment_lengths=[1 << 40]),
+    "huge counts in the header": lambda f: f.say(trained_tokens=1 << 40),
+    "another group's trajectory": lambda f: f.say(trajectory_id="g0/0/agent"),
+    "another member's trajectory": lambda f: f.say(member=f.header.member + 1),
+    "a name with control characters": lambda f: f.say(trajectory_id=HOSTILE),
+    "garbled since its sum was taken": lambda f: f.say(payload_sum=12345),
+    "one seat twice": swapped,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_trajectory_of_an_own_lease_is_counted(
+    live: Live, worker: Insider, name: str
+) -> None:
+    lease, member = worker.episode()
+    before = live.rejected()
+    made = WRONG[name](forged(lease.group_id, member, version=lease.version))
+    sent = [made.payload()] * (1 + len(made.more))
+    worker.hand_in([made.episode(lease.lease_id)], *sent)
+    live.counts(before, 1)
+
+
+def garbage(made: Forgery) -> bytes:
+    return random.Random(made.header.trajectory_id).randbytes(4096)
+
+
+PAYLOADS: dict[str, Callable[[Forgery], list[bytes]]] = {
+    "none": lambda f: [],
+    "two": lambda f: [f.payload()] * 2,
+    "empty": lambda f: [b""],
+    "garbage": lambda f: [garbage(f)],
+    "truncated": lambda f: [f.payload()[:-3]],
+    "with a tail": lambda f: [f.payload() + b"\0"],
+    "another structure": lambda f: [msgspec.msgpack.encode({"tokens": MARKER})],
+    "no segments": lambda f: [msgspec.msgpack.encode([])],
+    "nested": lambda f: [b"\x91" * 100_000],
+    "promises a gigabyte": lambda f: [b"\xdd\x40\x00\x00\x00"],
+    "promises four gigabytes": lambda f: [b"\x91\x86\xa6tokens\xc6\xff\xff\xff\xff"],
+    "JSON": lambda f: [msgspec.json.encode([f.segment])],
+    "pickle": lambda f: [b"\x80\x04cos\nsystem\n(S'touch owned'\ntR."],
+    "a flipped bit": lambda f: [bytes([f.payload()[0] ^ 16]) + f.payload()[1:]],
+}
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_wrong_payload_of_an_own_lease_is_counted(live: Live, worker: Insider, name: str) -> None:
+    lease, member = worker.episode()
+    before = live.rejected()
+    made = forged(lease.group_id, member, version=lease.version)
+    sent = PAYLOADS[name](made)
+    worker.hand_in([made.episode(lease.lease_id)], *sent)
+    live.counts(before, 1)
+
+
+@pytest.mark.parametrize("failure", [None, Failure("both", "a failure and a trajectory")])
+def test_episode_with_neither_or_both_is_counted(
+    live: Live, worker: Insider, failure: Failure | None
+) -> None:
+    lease, member = worker.episode()
+    before = live.rejected()
+    made = forged(lease.group_id, member, version=lease.version)
+    headers, sent = ([made.header], [made.payload()]) if failure else ([], [])
+    episode = Episode(lease.lease_id, lease.group_id, member, headers, failure)
+    worker.hand_in([episode], *sent)
+    live.counts(before, 1)
+
+
+@pytest.mark.parametrize("name", ["segment_lengths", "turns", "interruptions", "payload_sum"])
+@pytest.mark.parametrize("number", BEYOND)
+def test_number_out_of_range_is_counted(
+    live: Live, worker: Insider, name: str, number: int
+) -> None:
+    lease, member = worker.episode()
+    before = live.rejected()
+    made = forged(lease.group_id, member, version=lease.version)
+    raw = msgspec.to_builtins(Result(worker.worker_id, [made.episode(lease.lease_id)]))
+    raw["episodes"][0]["headers"][0][name] = [number] if name == "segment_lengths" else number
+    frame = msgspec.msgpack.encode(raw)
+    worker.send(frame, made.payload())
+    worker.acknowledged(frame)
+    live.counts(before, 1)
+
+
+FOREIGN: dict[str, Callable[[Live], tuple[str, str, int]]] = {
+    "a lease that is not there": lambda live: ("g0.999.999", f"g{10**9}", 0),
+    "a group that was never offered": lambda live: ("g99999999.1.1", "g99999999", 0),
+    "a group of no number": lambda live: ("gx.1.1", "gx", 0),
+    "a group of a huge number": lambda live: (f"g{10**30}.1.1", f"g{10**30}", 0),
+    "an evaluation that is not there": lambda live: ("e0-0.1.99", "x0-0", 0),
+    "a name of control characters": lambda live: (HOSTILE, HOSTILE, 0),
+    "no name": lambda live: ("", "", 0),
+    "SQL": lambda live: ("'; DROP TABLE groups; --", "'; DROP TABLE groups; --", 0),
+    "a path": lambda live: ("../../secret", "../../secret", 0),
+    "a member that is not there": lambda live: ("g99999999.1.1", "g99999999", 1 << 40),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_result_without_a_lease_is_counted(live: Live, worker: Insider, name: str) -> None:
+    before = live.rejected()
+    lease_id, group_id, member = FOREIGN[name](live)
+    made = forged("g0", member)
+    made.ids = (group_id, member)
+    made.say(group_id=group_id, trajectory_id=f"{group_id}/{member}/agent")
+    worker.hand_in([made.episode(lease_id)], made.payload())
+    live.counts(before, 1)
+
+
+def test_result_of_another_workers_lease_is_counted(live: Live, worker: Insider) -> None:
+    """A right trajectory for a lease that another worker holds."""
+    with insider(live, "second-worker") as second:
+        lease, member = second.episode()
+        before = live.rejected()
+        made = forged(lease.group_id, member, version=lease.version)
+        worker.hand_in([made.episode(lease.lease_id)], made.payload())
+        live.counts(before, 1)
+
+
+def test_forged_groups_with_a_huge_reward_are_counted(live: Live, worker: Insider) -> None:
+    before, last = live.rejected(), live.step()
+    made = [forged(f"g{10**8 + n}", n % 4, reward=1e6) for n in range(30)]
+    episodes = [each.episode(f"{each.header.group_id}.1.{n}") for n, each in enumerate(made)]
+    worker.hand_in(episodes, *(each.payload() for each in made))
+    live.counts(before, 30)
+    assert live.step() > last
+    assert max(live.metrics("reward/max")) <= 1.0
+
+
+def turns(group: str, lease_id: str, worker_id: str, number: int = 1) -> Progress:
+    headers = [TurnHeader(0, "agent", n, 0) for n in range(number)]
+    return Progress(worker_id, lease_id, group, headers)
+
+
+@pytest.mark.parametrize("payloads", [[], [b"garbage"], [b"", b""], [b"\x91" * 10_000]])
+def test_turns_that_do_not_decode_are_counted(
+    live: Live, worker: Insider, payloads: list[bytes]
+) -> None:
+    before = live.rejected()
+    worker.tell(turns("g0", "g0.1.1", worker.worker_id), *payloads)
+    worker.are_handled()
+    live.counts(before, 1)
+
+
+RAW: dict[str, list[bytes]] = {
+    "nothing": [b""],
+    "nil": [b"\xc0"],
+    "garbage": [random.Random(2).randbytes(1000)],
+    "JSON": [msgspec.json.encode(Result("w", []))],
+    "no type": [msgspec.msgpack.encode({"worker_id": "x"})],
+    "an unknown type": [msgspec.msgpack.encode({"type": "Shutdown", "reason": "now"})],
+    "a message to workers": [msgspec.msgpack.encode({"type": "Drain", "reason": "now"})],
+    "a type of bytes": [msgspec.msgpack.encode({"type": b"Result"})],
+    "truncated": [wire.encode(Result("w", []))[:-4]],
+    "with a tail": [wire.encode(Result("w", [])) + b"\xc1"],
+    "deep": [b"\x81\xa1a" * 50_000],
+    "deep lists": [b"\x91" * 500_000],
+    "promises a gigabyte": [b"\xdf\x40\x00\x00\x00"],
+    "a key a million times": [b"\xdf\x00\x01\x00\x00" + b"\xa4type\xa6Result" * 65536],
+    "a word that is no UTF-8": [msgspec.msgpack.encode({"type": "Finish"})[:-6] + b"\xff" * 6],
+    "a worker's state of words": [
+        msgspec.msgpack.encode({"type": "WorkerState", "worker_id": 1, "capacity": "many"})
+    ],
+    "a worker's state with a huge capacity": [
+        msgspec.msgpack.encode(
+            {
+                "type": "WorkerState", "worker_id": "w", "capacity": 2**64 - 1, "held": [],
+                "split_metrics": {}, "process": "p",
+            }
+        )
+    ],
+    "a thousand frames": [b"x"] * 1000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_bytes_that_are_no_message_are_counted(live: Live, worker: Insider, name: str) -> None:
+    before = live.rejected()
+    worker.send(*RAW[name])
+    worker.are_handled()
+    live.counts(before, 1)
+
+
+def test_no_frame_at_all_harms_nobody(live: Live, worker: Insider) -> None:
+    worker.send(b"", b"", b"")
+    worker.are_handled()
+    live.goes_on()
+
+
+def test_frame_above_the_limit_ends_only_its_connection(live: Live) -> None:
+    """The connection is cut before the frame is in memory, and so is every attempt after it."""
+    peer = Insider(live, "large-worker")
+    peer.are_handled()
+    peer.socket.get_monitor_socket().close(0)
+    peer.socket.disable_monitor()
+    monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, "inproc://disconnections")
+    peer.send(bytes((FRAME_MB << 20) + 1000))
+    is_cut = monitor.poll(PATIENCE_MS)
+    wire.close(peer.socket, linger_ms=0)
+    peer.context.term()
+    assert is_cut
+    live.goes_on()
+
+
+def test_large_frame_within_the_limit_is_counted(live: Live, worker: Insider) -> None:
+    before = live.rejected()
+    worker.send(bytes(FRAME_MB << 20))
+    worker.are_handled()
+    live.counts(before, 1)
+
+
+def test_flood_of_wrong_messages_is_counted_and_logged_once(live: Live) -> None:
+    log = live.paths.logs / "datapipe-0.log"
+    with insider(live, "flooding-worker") as peer:
+        before, lines = live.rejected(), log.read_text().count("message rejected")
+        for _ in range(5000):
+            peer.send(b"flood")
+        peer.are_handled()
+        live.counts(before, 5000)
+    assert log.read_text().count("message rejected") == lines + 1
+
+
+@pytest.mark.parametrize("capacity", [10**6, 1 << 40])
+def test_worker_that_takes_leases_and_leaves_costs_nothing(live: Live, capacity: int) -> None:
+    with insider(live, "greedy-worker") as peer:
+        peer.tell(peer.state(capacity))
+        peer.hear(Lease)
+    live.goes_on()
+
+
+def test_worker_that_took_leases_and_fell_silent_costs_only_time(live: Live) -> None:
+    with insider(live, "silent-worker") as peer:
+        peer.tell(peer.state(40))
+        peer.hear(Lease)
+        live.goes_on(5)
+
+
+def test_another_process_with_the_id_of_a_live_worker_ends_nothing(live: Live) -> None:
+    victim = f"rollout-0@{socket.gethostname()}"
+    with insider(live, victim) as peer:
+        for _ in range(3):
+            peer.tell(peer.state(1))
+            peer.are_handled()
+        live.goes_on()
+    live.goes_on(5)
+    assert live.pids() == live.roles
+
+
+def test_hostile_worker_id_and_failure_class_are_taken_as_text(live: Live) -> None:
+    """An honest failure of a class with control characters; test_end.py reads all that is shown."""
+    with insider(live, HOSTILE) as peer:
+        lease, member = peer.episode()
+        failure = Failure(HOSTILE, HOSTILE)
+        episode = Episode(lease.lease_id, lease.group_id, member, [], failure)
+        peer.hand_in([episode])
+        before = live.rejected()
+        peer.send(b"noise")
+        peer.are_handled()
+        live.counts(before, 1)

@@ -1,0 +1,113 @@
+"""Attempts of strangers on the language-model server: without the token, or as a web page."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from tests.attacks.conftest import Live
+from tests.attacks.peers import GUESS
+from tests.e2e.conftest import SLOW_S
+
+pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+
+ROUTES = {
+    "/generate": {"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 1}},
+    "/abort_request": {"abort_all": True},
+    "/pause_generation": {"mode": "abort"},
+    "/continue_generation": {},
+    "/flush_cache": {},
+    "/update_weights_from_disk": {"model_path": "/tmp"},
+    "/update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": []},
+    "/begin_weight_update": {},
+    "/end_weight_update": {},
+    "/init_weights_update_group": {
+        "master_address": "10.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+    },
+    "/destroy_weights_update_group": {},
+    "/update_weight_version": {"new_version": "\x1b]0;owned\x07"},
+    "/weights_checker": {"action": "checksum"},
+}  # fmt: skip
+READS = ["/model_info", "/server_info", "/v1/models", "/v1/loads", "/openapi.json", "/ready"]
+READS += ["/get_model_info", "/get_server_info", "/nowhere"]
+STRANGERS = {
+    "no token": ({}, False, 401),
+    "another trial's token": ({"Authorization": f"Bearer {GUESS.token}"}, False, 401),
+    "a page's request": ({"Origin": "http://evil.example"}, True, 403),
+    "a rebound name": ({"Host": "evil.example"}, True, 403),
+}
+"""By name: headers, whether the trial's token is sent, too, and the status of the answer."""
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+@pytest.mark.parametrize("path", [*ROUTES, *READS])
+async def test_server_answers_no_stranger(live: Live, path: str, who: str) -> None:
+    more, knows_token, status = STRANGERS[who]
+    sent = more | (live.ours if knows_token else {})
+    method = "POST" if path in ROUTES else "GET"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, live.server + path, json=ROUTES.get(path), headers=sent) as answer,
+    ):
+        assert answer.status == status
+        assert len(await answer.read()) < 300
+    assert live.is_alive()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "Bearer", "Bearer ", "Bearer null", "Basic YWRtaW46YWRtaW4=", "bearer {token}",
+        "Bearer {token}x", "Bearer {token[0]}", "Bearer \xff\xfe", "Token {token}",
+        "Bearer Bearer {token}",
+    ],
+)  # fmt: skip
+async def test_no_other_authorization_is_taken(live: Live, sent: str) -> None:
+    text = sent.format(token=live.secret.token)
+    async with aiohttp.ClientSession() as session:
+        headers = {"Authorization": text}
+        async with session.get(live.server + "/model_info", headers=headers) as answer:
+            assert answer.status == 401
+
+
+@pytest.mark.parametrize("sent", ["cookies", "query", "both twice"])
+async def test_token_in_another_place_is_not_taken(live: Live, sent: str) -> None:
+    token = live.secret.token
+    cookies = {} if sent == "query" else {"Authorization": f"Bearer {token}", "token": token}
+    query = {} if sent == "cookies" else {"token": token, "api_key": token}
+    async with (
+        aiohttp.ClientSession(cookies=cookies) as session,
+        session.get(live.server + "/model_info", params=query) as answer,
+    ):
+        assert answer.status == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["//pause_generation", "/health/../pause_generation", "/health/%2e%2e/flush_cache",
+             "/pause_generation/", "/PAUSE_GENERATION", "/health;/pause_generation"]
+)  # fmt: skip
+async def test_no_spelling_of_a_path_goes_around_the_token(live: Live, path: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        url = URL(live.server + path, encoded=True)
+        async with session.post(url, json={}) as answer:
+            assert answer.status in (401, 404)
+    assert live.is_untouched()
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "BREW"])
+async def test_no_other_method_goes_around_the_token(live: Live, method: str) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, live.server + "/pause_generation") as answer,
+    ):
+        assert answer.status in (400, 401, 404, 405)
+    assert live.is_untouched()
+
+
+async def test_health_is_open_and_tells_nothing(live: Live) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(live.server + "/health") as answer,
+    ):
+        assert answer.status == 200 and not await answer.read()
