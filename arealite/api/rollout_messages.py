@@ -22,7 +22,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class EpisodeIds(msgspec.Struct, frozen=True):
-    """Which episode of a leased group. Filled by the worker."""
+    """The ids of one episode of a leased group. Filled by the worker."""
 
     lease_id: str
     group_id: str
@@ -111,8 +111,8 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """The result is durable in the ledger (or was already), or it cannot be read: the worker may
-    forget it. Of what cannot be read, the datapipe gives the leases again."""
+    """The worker may forget a result: it is durable in the ledger, or it is unreadable and the
+    datapipe gives its leases again."""
 
     checksum: int
     """`zlib.crc32` of the result's first frame; 0 answers a WorkerState."""

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-"""A number in a message: SQLite stores it, and millions of them add up without an overflow."""
+"""A number in a message. SQLite can store it, and the sum of millions of them."""
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
@@ -52,7 +52,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     source: str = ""
     """The task's."""
     payload_sum: Count = 0
-    """`ledger.payloads.payload_sum` of the payload; 0 if it was not taken."""
+    """`ledger.payloads.payload_sum` of the payload; 0 if the worker computed none."""
 
     @property
     def num_tokens(self) -> int:

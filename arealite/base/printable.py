@@ -1,6 +1,6 @@
-"""Keeps other people's text from controlling a terminal: control characters are replaced.
+"""Replaces control characters in all output, so that foreign text cannot control a terminal.
 
-`guard_output` puts a filter before stdout and stderr, so no `print` and no logger can forget it.
+`guard_output` puts the filter before stdout and stderr, for every `print` and every logger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PrintableStream(codecs.StreamWriter):
     """A text stream that replaces control characters in everything written to it."""
 
     def encode(self, input: str, errors: str = "strict") -> tuple[str, int]:  # type: ignore[override]
-        """Return what the stream below gets for `input`."""
+        """Return the filtered text, and the length of `input`."""
         return printable(input), len(input)
 
     def isatty(self) -> bool:
@@ -32,14 +32,14 @@ class PrintableStream(codecs.StreamWriter):
 
 
 def guard_output() -> None:
-    """Replace control characters in whatever this process prints from now on.
+    """Replace control characters in all that this process writes to stdout and stderr from now on.
 
-    A second call changes nothing, unless a library has put its own streams in place of the filter.
+    Call it again after a library has replaced these streams; else a second call is a no-op.
     """
     for name in ("stdout", "stderr"):
         setattr(sys, name, PrintableStream(unguarded(getattr(sys, name))))
 
 
 def unguarded(stream: Any) -> Any:
-    """Return the text stream below the filter, for the program's own terminal codes."""
+    """Return the stream below the filter, for terminal codes of the program itself."""
     return stream.stream if isinstance(stream, PrintableStream) else stream

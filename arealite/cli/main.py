@@ -73,7 +73,7 @@ def _main(args: Sequence[str]) -> int:
 def _piped(call: Callable[..., int], *words: Any) -> int:
     """Return the exit code of `call(*words)`; 141 where nobody reads on, as after `| head`.
 
-    Control characters in what it prints are replaced; the filter stays for what Python prints last.
+    Control characters in the output are replaced, also in a last traceback.
     """
     guard_output()
     os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 and later colour tracebacks

@@ -1,4 +1,4 @@
-"""`arealite secret`: prints where a trial's secret is, or the token made of it; replaces it."""
+"""`arealite secret`: prints the path of a trial's secret or its token, or replaces the secret."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the path of a trial's secret, or with --token its token; --rotate replaces it first.
 
     Raises:
-        UserError: the trial has no secret, or a process of it is alive and has the old secret.
+        UserError: the trial has no secret, or a live process still uses it.
     """
     layers = options.parse(
         [word for word in argv if word not in (ROTATE, TOKEN)],

@@ -1,6 +1,6 @@
-"""Decides which HTTP requests a server answers: none of web pages, none without the token.
+"""Refuses HTTP requests of web pages and requests without the token.
 
-Used by embedded servers and by environment servers.
+Embedded servers and environment servers use it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,14 +28,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def guard(token: str, *hosts: str) -> Any:
     """Return aiohttp middleware that refuses foreign requests.
 
-    A page that a browser shows can send requests to loopback, too. Its requests have an `Origin`
-    header; and if its host name was rebound to an address of this machine, they have that name as
-    `Host`.
+    A web page in a browser can send requests to loopback, too. These requests have an `Origin`
+    header. If DNS resolves the page's host name to this machine (DNS rebinding), their `Host` is
+    that name.
 
     Args:
-        token: What requests have to send as `Authorization: Bearer TOKEN`; "" lets all in.
-        hosts: Host names of this server besides localhost and the machine's own; addresses are
-            always its own.
+        token: Required as `Authorization: Bearer TOKEN`; "" requires none.
+        hosts: Host names of this server, besides localhost and the machine's name. An IP address
+            as `Host` is always accepted.
     """
     names, told = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}, set[str]()
 
@@ -61,11 +62,7 @@ def guard(token: str, *hosts: str) -> Any:
 
 
 def _is_own(host: str, names: set[str]) -> bool:
-    try:
+    with suppress(ValueError):
         name = urlsplit(f"//{host}").hostname or ""
-        if name in names:
-            return True
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return name in names or bool(ipaddress.ip_address(name))
+    return False

@@ -1,6 +1,6 @@
-"""Limits of an HTTP server that hold before a handler runs: body sizes and idle connections.
+"""Limits of an HTTP server before a handler runs: body sizes and idle connections.
 
-aiohttp alone lets a client that sends its headers or its body slowly hold a connection for ever.
+Without them, a client that sends its headers or its body slowly holds a connection for ever.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from typing import Any
 from aiohttp import web
 
 IDLE_S = 60.0
-"""A connection is closed after this long without a complete request. It counts from the moment that
-the connection was made or its last request was answered: a request that is being answered may take
-any time."""
+"""A connection is closed after this long without a complete request, counted from its beginning or
+from the last answer. The answer itself may take any time."""
 MAX_IDLE, CROWDED_S = 512, 5.0
-"""With more than MAX_IDLE such connections, they are closed after CROWDED_S. That is longer than
-the rollout workers keep a connection that they do not use."""
+"""With more than MAX_IDLE idle connections, idle ones are closed after CROWDED_S. Rollout workers
+close their unused connections earlier."""
 SWEEP_S = 1.0
-"""How often connections are looked at."""
+"""Seconds between two checks of all connections."""
 MAX_BODY = 2**16
-"""Bytes of a body, where a route has no other limit."""
+"""Bytes of a body, unless its route has another limit."""
 
 
 class LimitedRunner(web.AppRunner):
-    """Runs an application within these limits. A handler finds its body read."""
+    """Runs an application within these limits; the body is read before the handler runs."""
 
     def __init__(self, app: web.Application, *, bodies: Mapping[str, int], **options: Any) -> None:
-        """`bodies`: most bytes of a body, by path; MAX_BODY elsewhere."""
+        """`bodies`: largest body in bytes, by path; MAX_BODY elsewhere."""
         # aiohttp would decompress bodies before any check, in the event loop.
         options |= {"access_log": None, "auto_decompress": False, "handler_cancellation": True}
         super().__init__(app, **options)
         app.middlewares.append(self._serve)
         self._bodies = bodies
         self._idle_since = dict[Any, float]()
-        """When each connection was made or last answered; in the future while it is answered."""
+        """When each connection began or was last answered; infinity during an answer."""
 
     async def setup(self) -> None:
         await super().setup()
@@ -44,7 +43,7 @@ class LimitedRunner(web.AppRunner):
 
     @web.middleware
     async def _serve(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Read the body; the connection is not idle from there to the answer."""
+        """Read the body, then answer; the connection is not idle during the answer."""
         if request.method == "POST":
             request = request.clone(client_max_size=self._bodies.get(request.path, MAX_BODY))
             await request.read()
@@ -55,7 +54,7 @@ class LimitedRunner(web.AppRunner):
             self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
-        """Close the connections that were idle for too long; again in SWEEP_S."""
+        """Close connections that were idle for too long, every SWEEP_S."""
         if self.server is None:  # after `cleanup`
             return
         loop = asyncio.get_running_loop()

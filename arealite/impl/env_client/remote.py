@@ -28,7 +28,7 @@ from arealite.impl.env_client.servers import Servers
 from arealite.system.health.deadlines import deadline
 
 TOKEN = "AREALITE_ENV_TOKEN"
-"""Variable with the token of processes that belong to this one."""
+"""Environment variable with the token of this worker's own environment processes."""
 
 
 class Hosted(msgspec.Struct):

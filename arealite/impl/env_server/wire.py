@@ -23,8 +23,8 @@ INVALID_ACTION = "env_action_invalid"
 """As a failure class: the server cannot follow a message; its session stays as it was."""
 MAX_NAME, MAX_TEXT = 64, 2000
 MAX_PARTS = 2**16
-"""Lists and objects in a message: each costs about 0.5 us of CPU time, for Python's garbage
-collector visits them all while they are made. Brackets in texts count, too."""
+"""Brackets and braces in a message, those in texts included. Each list or object costs about 0.5 us
+of CPU time, because Python's garbage collector visits all of them."""
 
 
 T = TypeVar("T")

@@ -72,7 +72,7 @@ class Server:
     is_open: bool = False
     """In a weight-update session."""
     foreign_pause: Wait | None = None
-    """Since when a pause by another client is seen; None: there was none when last asked."""
+    """The pause by another client, as a wait in vitals; None: none was seen when last asked."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     known: Capabilities | None = None
     _greeted: bool = False
@@ -223,8 +223,11 @@ class Server:
     async def end_foreign_pause(self, *, resume: bool) -> None:
         """Look for a pause by another client. Continue the server, or show the pause in vitals.
 
-        The caller holds `lock`: no update of its own is under way. SGLang 0.5.9 has no /ready. Such
-        a server is continued every time, which has no effect on a server that is not paused.
+        The caller holds `lock`, so no update of this trial is under way. SGLang 0.5.9 has no
+        /ready: it is continued at each call, which has no effect unless it is paused.
+
+        Args:
+            resume: Whether to continue the server.
         """
         get = self.session.get(url := self.address + "/ready", headers=self.headers)
         async with self.bounded(url, CONTINUE_S), get as response:
@@ -243,7 +246,7 @@ class Server:
             table.add(self.foreign_pause)
 
     def forget_pause(self) -> None:
-        """Take a pause by another client out of vitals."""
+        """Remove the pause by another client from vitals."""
         if self.foreign_pause is not None:
             table.discard(self.foreign_pause)
             self.foreign_pause = None

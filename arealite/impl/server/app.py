@@ -24,11 +24,11 @@ from arealite.impl.server.updates import UpdateRoutes
 logger = log.get(__name__)
 
 MAX_PROMPT = MAX_BODY + 2**20
-"""Bytes of a body of /generate at any context length, which holds a prompt of 131,072 tokens. Such
-a body is decoded and checked in less than 50 ms of CPU time (tools/measure_requests.py)."""
+"""Largest body of /generate in bytes, at any context length: a prompt of 131,072 tokens. It takes
+less than 50 ms of CPU time to decode and check (tools/measure_requests.py)."""
 
 LONG_ANSWER = 10_000
-"""Tokens, which take 7 ms of CPU time to answer; a longer answer is made in another thread."""
+"""Tokens, which take 7 ms of CPU time to encode; a longer answer is encoded in another thread."""
 
 
 class App:
@@ -37,11 +37,13 @@ class App:
     def __init__(
         self, engine: Engine, model: ServedModel, *, is_shared: bool = False, check: Any = None
     ) -> None:
-        """Serve `model`, which `engine` runs.
+        """Serve `model` with `engine`.
 
         Args:
-            is_shared: No request pauses the engine or changes the model; only its owner does.
-            check: Middleware that decides which requests are answered; None answers all.
+            engine: Generates.
+            model: Describes the model to clients.
+            is_shared: Whether only the engine's owner pauses it and changes the model, no request.
+            check: Middleware that refuses requests; None refuses none.
         """
         self.engine = engine
         self.model = model
@@ -80,7 +82,7 @@ class App:
         return app
 
     def bodies(self) -> dict[str, int]:
-        """Return the most bytes of a body, by path: a prompt, or the layout of all tensors."""
+        """Return the largest body in bytes, by path: a prompt, or the layout of all tensors."""
         digits = len(str(self.model.vocab_size)) + len(", ")
         tensors = self.engine.decoder.model.state_dict(keep_vars=True).items()
         layout = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-"""Longer numbers are refused before they are decoded, which takes the square of their length."""
+"""Decoding a number takes the square of its length, so longer ones are refused before."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ import msgspec
 from arealite.impl.server.generation import Generation, Int32, SamplingParams
 
 MAX_STOPS = 1024
-"""Stop strings, and stop token ids, of a request: each generated token is compared with them."""
+"""Largest number of stop strings, and of stop token ids, of a request; each token is compared."""
 
 
 class Refusal(Exception):

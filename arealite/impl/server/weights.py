@@ -103,7 +103,7 @@ def _match(
 
 
 def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Refuse numbers that are not finite in the model's dtype: every answer would fail."""
+    """Refuse numbers that are not finite in the model's dtype: with them, every answer fails."""
     if not target.is_floating_point() or not tensor.numel():
         return
     low, high = torch.aminmax(tensor)  # both NaN where there is one; in half the time of a copy

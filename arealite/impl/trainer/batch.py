@@ -29,7 +29,7 @@ logger = log.get(__name__)
 
 
 class Unusable(InvariantError):
-    """Groups of a batch cannot be trained; `groups` says what is wrong with each, by id."""
+    """Groups of a batch cannot be trained; `groups` has the error of each, by id."""
 
     def __init__(self, text: str, groups: dict[str, str]) -> None:
         super().__init__(text)
@@ -164,10 +164,9 @@ class TrainBatch:
 def make_rows(
     batch: Batch, payloads: list[bytes], config: PPOConfig, *, world: World, link: TrainerLink
 ) -> TrainBatch | None:
-    """Return this rank's rows.
+    """Return this rank's rows; None on every rank if any rank has a group that it cannot train.
 
-    If a rank has a group that it cannot train, return None on every rank, once the datapipe has set
-    the group aside: then the batch is to be asked for again.
+    After None, the datapipe has set the groups aside: ask for the batch again.
     """
     made, groups = None, dict[str, str]()
     try:

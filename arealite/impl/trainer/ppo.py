@@ -35,7 +35,7 @@ from arealite.system.links.trainer_link import TrainerLink
 logger = log.get(__name__)
 
 ATTEMPTS = 10
-"""Times that a batch is composed anew because a rank cannot train some of its groups."""
+"""Compositions of a batch that may contain unusable groups, before the run stops."""
 SLICE_S = 1.0
 """How long ranks wait apart before they look together whether a server needs weights."""
 NOTED = {"logprobs": "prox_logprobs", "entropy": "entropy"}
@@ -111,7 +111,7 @@ class PPOTrainer(Trainer):
         raise InvariantError(f"batch {step} could not be trained {ATTEMPTS} times, see the logs")
 
     def ask_ahead(self, step: int) -> None:
-        """Ask for the next batch before this one is trained; nothing does here."""
+        """Ask for the next batch before this one is trained. No-op in synchronous training."""
 
     def fetch(self, step: int) -> Answer:
         """Ask the datapipe for batch `step`."""

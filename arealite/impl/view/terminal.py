@@ -18,14 +18,14 @@ from arealite.system.health.snapshot import Watch
 
 
 class Terminal(Console):
-    """Prints lines without markup, below the filter of `base.printable`; the panel draws itself."""
+    """Prints lines without markup, below the filter of `base.printable`, and draws the panel."""
 
     def __init__(self) -> None:
         out = unguarded(sys.stdout)
         super().__init__(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None):
-        """Yield what is printed, with control characters in texts replaced; rich's own stay."""
+        """Yield segments with control characters of texts replaced; rich's own codes stay."""
         for part in super().render(renderable, options):
             yield part if part.control else part._replace(text=printable(part.text))
 

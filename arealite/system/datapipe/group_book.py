@@ -299,13 +299,10 @@ class GroupBook:
         return max(self._newest, self.known_steps())
 
     def set_aside(self, step: int, reasons: Mapping[str, str]) -> None:
-        """Filter groups of an untrained batch, by group id; roll back to it, to compose it anew.
-
-        A request that comes again names no group of the batch that was composed since: no-op.
-        """
+        """Filter groups of an untrained batch, by group id; roll back to it, to compose it anew."""
         batch = [g for g in self.batches.get(step, ()) if g.state == "batched"]
         if reasons.keys().isdisjoint(g.group_id for g in batch):
-            return
+            return  # the request came again, after the batch was composed anew
         for group in batch:
             group.state, group.step, group.place = "complete", None, None
             if group.group_id in reasons:
@@ -376,10 +373,8 @@ class GroupBook:
         """Groups by state; filtered ones also by `filtered:<reason>`."""
         self.offered = self.counts.total()
         """Groups ever offered: the dataset's cursor."""
-        reasons = (
-            "SELECT 'filtered:' || reason, COUNT(*) FROM groups WHERE reason NOTNULL GROUP BY 1"
-        )
-        self.counts.update(dict(db.execute(reasons)))
+        sql = "SELECT 'filtered:' || reason, COUNT(*) FROM groups WHERE reason NOTNULL GROUP BY 1"
+        self.counts.update(dict(db.execute(sql)))
         top = "SELECT MAX(step) FROM groups WHERE state IN ('batched', 'trained', 'durable')"
         (last,) = db.execute(top).fetchone()
         self.next_step: int = 0 if last is None else last + 1

@@ -1,7 +1,7 @@
-"""Takes in what workers send, once it is checked: no peer is believed.
+"""Checks results and turns of workers, and hands them to the books of training and evaluation.
 
-What is wrong in itself is counted and ends no process. An episode that is wrong counts as a failed
-attempt, so that its member is offered again.
+A wrong message is counted and ends no process. A wrong episode counts as a failed attempt, so its
+member is offered again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arealite.system.links import wire
 logger = log.get(__name__)
 
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message."""
+"""Errors that msgspec raises for bytes that are no message."""
 MAX_DETAIL = 200
 """Characters of a reason that are kept."""
 MAX_SENDERS = 1000
@@ -36,7 +36,7 @@ MAX_SENDERS = 1000
 
 
 class Rejections(Counter[str]):
-    """Counts wrong messages, and wrong episodes of results, by sender."""
+    """Counts rejected messages and rejected episodes by sender."""
 
     def note(self, sender: str, reason: str) -> None:
         """Count a message; log the first of each sender."""
@@ -47,7 +47,7 @@ class Rejections(Counter[str]):
 
 
 class ResultIds(msgspec.Struct, tag="Result"):
-    """The ids of a Result that is wrong elsewhere, as in a number out of range."""
+    """The ids of a Result whose other fields are wrong, as a number out of range is."""
 
     worker_id: str
     episodes: list[EpisodeIds]
@@ -57,10 +57,10 @@ _decode_ids = msgspec.msgpack.Decoder(ResultIds).decode
 
 
 def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
-    """Return a message and what is wrong with it; of a wrong Result, return the ids alone.
+    """Return a message and ""; for a Result with a wrong field, its ids and the error.
 
     Raises:
-        NO_MESSAGE: it is no message, or a wrong one of another kind.
+        NO_MESSAGE: the frame is no message, or a message of another kind has a wrong field.
     """
     try:
         return wire.decode_to_datapipe(frame), ""
@@ -70,17 +70,17 @@ def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
 
 @dataclass
 class Intake:
-    """Brings checked episodes to the books of training and evaluation."""
+    """Checks episodes and turns, and hands them to the books."""
 
     book: GroupBook
     evals: EvalBook
     workers: Workers
     rejections: Rejections
     vocab_size: int
-    """Token ids of the model."""
+    """Number of token ids of the model."""
 
     def take(self, result: Result | ResultIds, payloads: Sequence[bytes], wrong: str) -> None:
-        """Take in a result; `wrong` says what is wrong with it as a whole, "" for nothing."""
+        """Take in a result; `wrong` is the error of the whole message, "" if it has none."""
         sizes = [len(e.headers) if isinstance(e, Episode) else 0 for e in result.episodes]
         if sum(sizes) != len(payloads):
             wrong = wrong or "payloads are missing, or too many"
@@ -104,7 +104,7 @@ class Intake:
                 self.book.add(episode, payloads)
 
     def _is_leased(self, worker_id: str, lease_id: str, group_id: str, member: int) -> bool:
-        """Return whether a worker has or had an episode, or nothing is expected of it any more."""
+        """Return whether a worker holds or held the lease of an episode, or its group is over."""
         if not lease_id.startswith(f"{group_id}."):
             return False
         if self.evals.is_running(lease_id, member):
@@ -116,7 +116,7 @@ class Intake:
         return ids is not None and int(ids[1] or -1) < self.book.offered
 
     def take_progress(self, progress: Progress, payloads: Sequence[bytes]) -> None:
-        """Keep turns of episodes under way."""
+        """Check and store turns of unfinished episodes."""
         wrong = _tried(check_progress, progress, payloads, self.book.newest)
         group = self.book.groups.get(progress.group_id)
         if group and group.owners.get(progress.lease_id) not in (None, progress.worker_id):
@@ -137,13 +137,13 @@ def _tried(check: Callable[..., str], *args: Any) -> str:
 def check_episode(
     episode: Episode, payloads: Sequence[bytes], newest: int, vocab_size: int = 1 << 31
 ) -> str:
-    """Return what is wrong with an episode in itself, in words; "" if nothing is.
+    """Return the first error of an episode; "" if it has none.
 
     Args:
-        episode: As a worker sent it.
+        episode: From a worker.
         payloads: One for each of its headers.
         newest: The newest version that can have sampled a token.
-        vocab_size: Token ids of the model.
+        vocab_size: Number of token ids of the model.
     """
     coldest = 0.0 if episode.group_id.startswith("e") else COLDEST  # evaluations may be greedy
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
@@ -158,15 +158,15 @@ def check_episode(
         if h.newest_version > newest:
             return f"version {h.newest_version}, but the newest is {newest}"
         if what := unlike(h, payload, vocab_size=vocab_size, coldest=coldest):
-            return f"the payload of {h.trajectory_id} and its header: {what}"
+            return f"the payload of {h.trajectory_id} differs from its header: {what}"
     return ""
 
 
 def check_progress(progress: Progress, payloads: Sequence[bytes], newest: int) -> str:
-    """Return what is wrong with turns of an episode under way, in words; "" if nothing is."""
+    """Return the first error of the turns of an unfinished episode; "" if they have none."""
     for turn, payload in zip(progress.turns, payloads, strict=True):
         stored = decode_turn(payload)
         sizes = {*map(len, (stored.output_ids, stored.logprobs, stored.versions))}
         if len(sizes) > 1 or sizes.pop() % 4 or turn.oldest_version > newest:
-            return f"turn {turn.index} of seat {turn.seat}: its arrays or version"
+            return f"turn {turn.index} of seat {turn.seat}: wrong array lengths or version"
     return ""

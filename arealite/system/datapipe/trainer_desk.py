@@ -34,25 +34,23 @@ from arealite.system.links.wire import STOP_WAITING, request_name
 logger = log.get(__name__)
 
 ALIVE_S = 7.0
-"""A trainer heard within this time is alive: it repeats a request that waits every 5 s."""
+"""A trainer that sent a request within this time is alive: it repeats a pending one every 5 s."""
 GONE_S = 15.0
-"""A trainer that waits, also to begin, asks again every few seconds; one silent for this long waits
-no more."""
+"""After this long without a request, a trainer waits no more, and its pending start is dropped."""
 
 
 class OutOfStep(InvariantError):
-    """A request that contradicts the ledger, or one of a trainer that was replaced: only its sender
-    stops."""
+    """A request contradicts the ledger, or comes from a replaced trainer; only its sender stops."""
 
 
 class TrainerDesk:
-    """What the trainer asked for and has not been given, and what its words change.
+    """Handles requests of the trainer, and keeps those that are not answered yet.
 
-    The newest trainer is served: each job of ranks begins with a TrainerStart, whose ticket all its
-    requests carry. A restarted trainer needs its start to be taken as soon as the trainer before it
-    is dead, without a word of that one. A stray start must not roll back a run that goes on. So a
-    start waits while the trainer before it is alive, and a start that contradicts the ledger is
-    refused; it stops the datapipe only if no trainer has begun.
+    The newest trainer is served: each job of ranks begins with a TrainerStart, and all its requests
+    carry the ticket of that start. A restarted trainer must begin soon after the previous one died,
+    and a stray start must not roll back a live run. So a start waits while the previous trainer is
+    alive. A start that contradicts the ledger is refused; if no trainer has begun, it stops the
+    datapipe.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class TrainerDesk:
         """Take in a request; answers leave once its changes are durable.
 
         Returns:
-            False if the request is of no trainer that runs.
+            False if the request has no ticket of a trainer.
 
         Raises:
             InvariantError: it contradicts the ledger.
@@ -114,7 +112,7 @@ class TrainerDesk:
         if 0 < request.ticket < self._ticket:
             raise OutOfStep("this trainer was replaced by one that began later")
         if not 0 < request.ticket == self._ticket:
-            self.rejections.note(route.hex(), f"{request_name(request)} of no trainer that runs")
+            self.rejections.note(route.hex(), f"{request_name(request)} without a trainer's ticket")
             return False
         self.heard = time.monotonic()
         self.changed = True
@@ -143,9 +141,9 @@ class TrainerDesk:
             self.begin_if_free()
 
     def begin_if_free(self) -> None:
-        """Begin the start that waits, once the trainer before it is silent or has finished.
+        """Begin the pending start, once the previous trainer is silent or has finished.
 
-        A trainer that was asked to stop while it waited has to save its last steps.
+        A trainer that was asked to stop while it waited still saves its last steps: it is alive.
         """
         now, has_more = time.monotonic(), self.finish is None or self.finish.reason == STOP_WAITING
         is_alive = has_more and now - self.heard < ALIVE_S
@@ -170,7 +168,7 @@ class TrainerDesk:
             detail = f"{self._describe(request.step)}, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
         for route, start in [self._start] if self._start else []:
-            detail = f"the trainer before, heard {time.monotonic() - self.heard:.1f} s ago"
+            detail = f"the previous trainer, heard {time.monotonic() - self.heard:.1f} s ago"
             self._send(route, messages.Waiting(request_name(start), detail))
         for eval_id, (route, request) in self._eval_requests.items():
             left = self.evals.runs[eval_id].left
@@ -335,7 +333,7 @@ class TrainerDesk:
         )
 
     def _set_aside(self, route: bytes, request: messages.Unusable) -> None:
-        """Between two commits, as `_begin`."""
+        """Set groups aside; runs between two commits, as `_begin` does."""
         reasons = {group: f"unusable:{what[:50]}" for group, what in request.groups.items()}
         logger.warning("groups set aside", step=request.step, groups=reasons)
         self.book.set_aside(request.step, reasons)
@@ -352,8 +350,8 @@ class TrainerDesk:
                 folder = os.path.normpath(run_paths(self._config).checkpoints)
                 is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
                 if request.step > self.book.known_steps() or not is_inside:
-                    place = f"step {request.step} at {request.path} is impossible"
-                    raise OutOfStep(f"a checkpoint of {place}: checkpoints are in {folder}")
+                    place = f"step {request.step} at {request.path} (checkpoints are in {folder})"
+                    raise OutOfStep(f"impossible checkpoint: {place}")
                 self.book.mark_durable(request.step)
                 self.book.ledger.checkpoint(request.step, request.path)
             case _:

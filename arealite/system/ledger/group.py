@@ -79,9 +79,9 @@ class Group(msgspec.Struct, eq=False):
         return {m for m, n in counts.items() if n >= max_attempts and m not in self.finished}
 
     def was_leased(self, worker_id: str, lease_id: str, member: int) -> bool:
-        """Return whether a worker has a member under a lease, or had it before the lease was lost.
+        """Return whether a worker holds a member under a lease, or held it before a loss.
 
-        After a restart only the failures tell of a lost lease, and not whose it was.
+        After a restart, a lost lease is known from the failures only, without its worker.
         """
         owner, lease = self.owners.get(lease_id), self.leases.get(lease_id)
         if owner is None:
@@ -90,7 +90,7 @@ class Group(msgspec.Struct, eq=False):
         return owner == worker_id and member in members
 
     def outcome(self, ppo: PPOConfig) -> tuple[str, str] | None:
-        """Return the state that follows, and the reason of a filtered group; None: it goes on."""
+        """Return the group's next state and the reason if filtered; None while it is unfinished."""
         given_up = self.given_up(ppo.max_attempts)
         if ppo.partial_group == "drop":  # at the first failure that is the episode's own
             given_up |= {member for member, _, name in self.failures if name != LOST}

@@ -381,6 +381,6 @@ def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]
 
 
 def number(db: sqlite3.Connection, key: str) -> int:
-    """Return the number that the ledger remembers under a key; 0 if there is none."""
+    """Return the number under a key of `meta`; 0 if there is none."""
     row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return int(row[0]) if row else 0

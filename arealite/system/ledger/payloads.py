@@ -22,10 +22,9 @@ COLDEST = 1e-6
 
 
 def payload_sum(payload: bytes) -> int:
-    """Return a number from 1 to 2**40 that changes with any byte of a payload.
+    """Return a checksum of a payload, from 1 to 2**40; it costs one pass over memory.
 
-    It detects bytes that a worker garbles, for the time of one pass over memory. It detects no
-    forger, and no bytes that were swapped by whole words.
+    It changes with any single byte. It detects neither forgeries nor swapped 8-byte words.
     """
     words = len(payload) // 8
     total = int(np.add.reduce(np.frombuffer(payload, np.uint64, words)))
@@ -38,10 +37,10 @@ def unlike(
     """Return the first difference between a payload and its header, in words; "" if they agree.
 
     Args:
-        header: Of the trajectory.
+        header: The trajectory's header.
         payload: Its encoded segments.
-        vocab_size: Token ids of the model, if it is known.
-        coldest: Lowest temperature.
+        vocab_size: Number of token ids of the model, if it is known.
+        coldest: Lowest temperature that is accepted.
     """
     if header.payload_sum not in (0, payload_sum(payload)):
         return "garbled"
@@ -72,7 +71,7 @@ def unlike(
 
 
 def _flaw(segment: Segment, vocab_size: int, coldest: float) -> str:
-    """Return what is wrong with a segment in itself; "" if nothing is."""
+    """Return the first error of a segment, whatever its header; "" if it has none."""
     s, size = segment, len(segment.loss_mask)
     if not size or {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))} != {4 * size}:
         return "arrays of other lengths"

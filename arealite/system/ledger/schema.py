@@ -53,7 +53,7 @@ used.
 heads: by table, its rows, and the sum of their checksums modulo 2^62.
 """
 POSSIBLE = "step <= (SELECT IFNULL(MAX(steps.step) + 1, 0) FROM steps)"
-"""Whether a row of checkpoints is of trained steps: older versions stored any checkpoint."""
+"""SQL condition: a row of `checkpoints` is of trained steps. Older versions stored any step."""
 COVERED = {
     "groups": "group_id, seq, task_id, row, epoch, state, reason, step, place",
     "trajectories": "trajectory_id, group_id, member, seat, reward, tokens, trained_tokens, "

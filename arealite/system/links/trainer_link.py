@@ -63,7 +63,7 @@ class TrainerLink:
         self.world_size = world_size
         self.silence_s = silence_s
         self.ticket = 0
-        """Of `start`; every link of the job needs it before its first request."""
+        """From `start`. Set it on every link of the job before the link's first request."""
         self._resolve = resolve
         self._context, self._secret = context, secret
         self._socket: zmq.Socket[bytes] | None = None
@@ -107,7 +107,7 @@ class TrainerLink:
         self._tell(report)
 
     def set_aside(self, step: int, groups: dict[str, str]) -> None:
-        """Tell why groups of batch `step` cannot be trained, by id; the batch is composed anew."""
+        """Tell why groups of batch `step` cannot be trained, by group id; it is composed anew."""
         self._tell(messages.Unusable(step, groups))
 
     def published(self, version: int) -> None:

@@ -26,9 +26,9 @@ STOP_WAITING = "a rank was asked to stop while it waited"
 """Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
 
 ENVELOPE = 64
-"""Most bytes that CURVE adds to a frame."""
+"""Largest number of bytes that CURVE adds to a frame."""
 
-REFUSED = "the two processes have different secrets: one has none, or that of another trial"
+REFUSED = "the two processes have different secrets: one has none, an old one, or another trial's"
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -55,12 +55,12 @@ def open_socket(
     """Make a socket that never blocks in send and drops what is unsent when closed.
 
     Queues are unbounded because credit bounds what is in flight, and acknowledgements, not queues,
-    keep results safe. With a secret, messages are encrypted (CURVE, https://rfc.zeromq.org/spec/26):
-    only a process that has the same secret can derive the key of the ROUTER, which no message
-    contains, and without that key no connection comes about.
+    keep results safe. With a secret, messages are encrypted (CURVE, https://rfc.zeromq.org/spec/26).
+    A peer needs the ROUTER's public key to connect. No message contains that key; it is derived
+    from the secret.
 
-    A peer is disconnected before a frame larger than `max_mb` is in memory; 0 is for ranks, which
-    receive only what the datapipe has received.
+    A peer is disconnected before a frame larger than `max_mb` is in memory. 0 sets no limit: ranks
+    receive only frames that the datapipe received within its limit.
     """
     socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
     for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
@@ -78,8 +78,8 @@ def open_socket(
 
 
 def refusals(socket: zmq.Socket[bytes]) -> int:
-    """Return how many connections have failed since the last call because of the secret: the other
-    side has another one or none."""
+    """Return how many connections failed since the last call because the two sides have different
+    secrets, or one has none."""
     monitor, count = _monitor(socket), 0
     while monitor is not None and monitor.poll(0):
         monitor.recv_multipart()

@@ -57,7 +57,7 @@ class NameRegistry:
     def __init__(
         self, root: Path, *, ttl_s: float = 5.0, is_secured: bool = False, key_env: str = ""
     ) -> None:
-        """Names are listed from `root`, and written there.
+        """Keep names below `root`.
 
         Args:
             root: The trial's folder.
@@ -84,7 +84,7 @@ class NameRegistry:
 
     @cached_property
     def secret(self) -> Secret | None:
-        """The trial's secret, made if there is none yet; None where security is off.
+        """The trial's secret, made if there is none yet; None if security is off.
 
         Raises:
             UserError: it cannot be read or written.
@@ -92,14 +92,14 @@ class NameRegistry:
         return create(self.root) if self.is_secured else None
 
     def headers(self, kind: str = "") -> dict[str, str]:
-        """Return the HTTP headers that a server of type `kind` asks for."""
+        """Return the HTTP headers that a server of type `kind` requires."""
         token = self.secret.token if self.secret else ""
         if kind == "external":
             token = os.environ.get(self.key_env, "").strip()
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def check(self) -> None:
-        """Check that the folder of names can be made and written, and who is in it.
+        """Check that the folder of names is writable, and that live processes have the secret.
 
         Raises:
             UserError: the folder cannot be made or written, or has live names of processes without
@@ -107,7 +107,7 @@ class NameRegistry:
         """
         check_folder(self.root, "folder of names", "cluster.name_root")
         if not self.is_secured:
-            logger.warning("cluster.security is off: whoever reaches a port controls the run")
+            logger.warning("cluster.security is off: anyone who reaches a port controls the run")
         if self.is_secured and read(self.root) is None:
             for role in ("llm_server", "datapipe"):
                 if found := [e for e in self.list(role) if e.value.get("type") != "external"]:

@@ -1,7 +1,6 @@
 """The secret of a trial: 32 random bytes in a file that only its owner can read.
 
-Every token and key with which a trial's processes prove that they belong to it is derived from this
-secret.
+The processes of a trial derive their token and their ZeroMQ keys from it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ class Secret:
         return self.derive("http").hex()
 
     def derive(self, purpose: str) -> bytes:
-        """Return 32 bytes for one purpose; they reveal neither the secret nor those of others."""
+        """Return 32 bytes for a purpose; they reveal neither the secret nor bytes derived for
+        another purpose."""
         return hmac.digest(self.key, purpose.encode(), "sha256")
 
 
@@ -54,14 +54,14 @@ def read(folder: Path) -> Secret | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise UserError(f"other users can read the secret {path}: chmod 600 it, and rotate it.")
+        raise UserError(f"{path} must be yours and of mode 0600. Run chmod 600, then rotate it.")
     if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", text):
         raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
     return Secret(bytes.fromhex(text))
 
 
 def create(folder: Path) -> Secret:
-    """Return the trial's secret, and make it if there is none yet; safe to call in parallel.
+    """Return the trial's secret; make it if there is none. Processes may call this in parallel.
 
     Raises:
         UserError: the folder cannot be written.
@@ -79,7 +79,7 @@ def rotate(folder: Path) -> Secret:
 
 
 def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
-    """Write a new secret and `put` it in place (os.link or os.replace): never half of one."""
+    """Write a new secret to a temporary file, and `put` it in place (os.link or os.replace)."""
     name = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -215,7 +215,7 @@ def test_start_waits_while_the_trainer_before_is_alive(desk: TrainerDesk) -> Non
     assert desk.book.known_steps() == 2
     desk.tell_waiting()
     (said,) = [m for m in sent(desk) if isinstance(m, Waiting)]
-    assert said.request == "TrainerStart 1" and "the trainer before, heard" in said.detail
+    assert said.request == "TrainerStart 1" and "the previous trainer, heard" in said.detail
     desk.heard -= datapipe_trainer.ALIVE_S
     desk.begin_if_free()
     assert desk.book.known_steps() == 1

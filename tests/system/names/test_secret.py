@@ -61,7 +61,7 @@ def test_file_that_is_no_secret_is_refused(tmp_path: Path, text: str) -> None:
 def test_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     create(tmp_path)
     (tmp_path / FILE).chmod(mode)
-    with pytest.raises(UserError, match=r"other users can read the secret .* chmod 600"):
+    with pytest.raises(UserError, match=r"must be yours and of mode 0600"):
         read(tmp_path)
 
 
