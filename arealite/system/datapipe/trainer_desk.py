@@ -167,9 +167,9 @@ class TrainerDesk:
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
-        for route, start in [self._start] if self._start else []:
+        if self._start is not None:
             detail = f"the previous trainer, heard {time.monotonic() - self.heard:.1f} s ago"
-            self._send(route, messages.Waiting(request_name(start), detail))
+            self._send(self._start[0], messages.Waiting(request_name(self._start[1]), detail))
         for eval_id, (route, request) in self._eval_requests.items():
             left = self.evals.runs[eval_id].left
             detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"

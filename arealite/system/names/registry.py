@@ -113,8 +113,7 @@ class NameRegistry:
                 if found := [e for e in self.list(role) if e.value.get("type") != "external"]:
                     raise UserError(
                         f"{role} {found[0].id} in {self.root} runs without a secret: it is of "
-                        "AReaLite 0.1.0, or has cluster.security=off. Stop it, or choose another "
-                        "trial_name."
+                        "AReaLite 0.1.0 or has cluster.security=off. Stop it, or set trial_name."
                     )
 
     def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
