@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 import time as real_time
 from collections.abc import Generator
@@ -16,6 +17,7 @@ import arealite.impl.rollout.worker
 import arealite.system.datapipe.datapipe
 import arealite.system.datapipe.eval_book
 import arealite.system.links.worker_link
+from arealite.system.datapipe import trainer_desk
 from arealite.system.health.limits import Limit
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links import wire
@@ -105,6 +107,8 @@ def patched(sim: Simulation) -> Generator[None, None, None]:
         undo.set(arealite.system.links.worker_link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
         if hasattr(link, "uuid"):
             undo.set(link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
+        tickets = random.Random(f"tickets {sim.scenario.seed}")
+        undo.set(trainer_desk, "secrets", SimpleNamespace(randbelow=tickets.randrange))
         undo.set(Limit, "__hash__", lambda limit: hash(limit._task))
         undo.set(link, "POLL_MS", 1000)
         if hasattr(arealite.impl.rollout.worker, "LAG_PERIOD_S"):

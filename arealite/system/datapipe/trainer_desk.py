@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -132,7 +133,7 @@ class TrainerDesk:
     def _take_start(self, route: bytes, start: TrainerStart) -> None:
         pending = self._start[1].ticket if self._start else self._ticket + 1
         if start.ticket == 0:
-            self._issued += 1
+            self._issued += 1 + secrets.randbelow(1 << 19)  # nobody else guesses it
             self._send(route, messages.Ticket(self._issued))
         elif start.ticket == self._ticket:
             self._send(route, messages.TrainerReady(start.step, 0))
