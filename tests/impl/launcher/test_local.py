@@ -256,7 +256,8 @@ me = os.environ["RANK"]
 lives = {str(lives)!r} + me
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(lives, "a").write(os.environ["MASTER_PORT"] + chr(10))
-while not os.path.exists({str(lives)!r} + str(1 - int(me))): time.sleep(0.01)
+other = {str(lives)!r} + str(1 - int(me))
+while not (os.path.exists(other) and os.path.getsize(other)): time.sleep(0.01)
 if len(open(lives).read().split()) == 1:
     if me == "1": os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
