@@ -31,7 +31,7 @@ def test_all_that_is_marked_is_read(marker: str, words: list[str]) -> None:
     assert [f for f in files if not any(f.is_relative_to(folder) for folder in folders)] == []
 
 
-def test_the_short_part_on_real_sglang_has_a_contract_a_client_and_a_publish() -> None:
+def test_short_part_on_real_sglang_has_contract_client_publish_and_wrapper() -> None:
     """CI has time for no more; `make test-sglang` runs all."""
     (line,) = re.findall(r'-m "sglang and sglang_short" (.+)', (ROOT / "Makefile").read_text())
     files = [f for folder in line.split() for f in (ROOT / folder).glob("test_*.py")]
@@ -40,4 +40,5 @@ def test_the_short_part_on_real_sglang_has_a_contract_a_client_and_a_publish() -
         "test_llm_server_weights.py",
         "test_client.py",
         "test_publishers.py",
+        "test_wrapper.py",
     }
