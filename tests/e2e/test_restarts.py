@@ -134,7 +134,8 @@ def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
         assert "died" not in shown
         assert not leftovers(tmp_path), "the next launcher has removed it"
         names_left = [f for f in (tmp_path / "names").rglob("*") if f.is_file()]
-        of_server = [f for f in names_left if "llm_server" in str(f) or f.name == ".lock"]
+        of_trial = (".lock", "secret")
+        of_server = [f for f in names_left if "llm_server" in str(f) or f.name in of_trial]
         assert names_left == of_server, "only the living server shows itself"
     report = audit(run.paths.ledger)
     assert report.ok and not report.lost and not report.repeated, report.table()
