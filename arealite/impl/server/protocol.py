@@ -82,7 +82,7 @@ class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
 class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
     """POST /init_weights_update_group."""
 
-    master_address: str
+    master_address: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,253}\Z")]
     master_port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
     rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
     world_size: Annotated[int, msgspec.Meta(ge=2, lt=2**16)]

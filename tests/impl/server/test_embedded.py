@@ -234,10 +234,18 @@ async def test_layout_of_all_tensors_is_not_too_long(
 
 
 @pytest.mark.parametrize(
-    "change", [{"master_port": 0}, {"master_port": 2**16}, {"world_size": 1}, {"rank_offset": -1}]
+    "change",
+    [
+        {"master_port": 0},
+        {"master_port": 2**16},
+        {"world_size": 1},
+        {"rank_offset": -1},
+        {"master_address": "evil\x1b[2J"},
+        {"master_address": "a" * 254},
+    ],
 )
 async def test_impossible_group_is_refused_without_a_thread(
-    session: aiohttp.ClientSession, change: dict[str, int]
+    session: aiohttp.ClientSession, change: dict[str, Any]
 ) -> None:
     body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
     threads = threading.active_count()
