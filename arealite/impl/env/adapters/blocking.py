@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from arealite.base.errors import EpisodeError
@@ -101,39 +101,6 @@ class Instance:
     def _alone(self, function: Callable[..., T], *args: Any) -> T:
         with self._lock:
             return function(*args)
-
-
-class Instances:
-    """Environments that `make` makes: one an episode at a time, used again by the next."""
-
-    make: Callable[[], Any]
-    """Set before the first episode."""
-
-    def __init__(self, *, threads: int) -> None:
-        self.threads = Threads(threads)
-        self._idle: list[Instance] = []
-
-    @asynccontextmanager
-    async def one(self) -> AsyncGenerator[Instance]:
-        """Lend an environment; one whose episode failed is closed and not lent again."""
-        instance = self._idle.pop() if self._idle else await self.threads.call(
-            lambda: Instance(self.make(), self.threads), drop=Instance.close
-        )  # fmt: skip
-        try:
-            yield instance
-        except BaseException:
-            start(instance.close)
-            raise
-        self._idle.append(instance)
-
-    async def close(self) -> None:
-        """Close what is not lent."""
-        while self._idle:
-            close = self._idle.pop().close
-            try:
-                await self.threads.call(close)
-            except EnvStuck:
-                start(close)
 
 
 def start(function: Callable[..., object], *args: Any) -> None:

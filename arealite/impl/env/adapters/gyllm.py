@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.impl.env.adapters.blocking import Instances
-from arealite.impl.env.adapters.foreign import maker, seed_of, seeded_rows
+from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 
 
 class BadRequests(EpisodeError):
@@ -26,34 +24,22 @@ class BadRequests(EpisodeError):
     failure_class = "bad_requests"
 
 
-class GyLLMEnv(Env):
+class GyLLMEnv(LibraryEnv):
     """All actors that are asked act at once; each has a seat of its name."""
 
-    check_row = staticmethod(seed_of)
+    package = install = "gyllm"
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
-        self._instances = Instances(threads=config.threads)
+        self.seats = tuple(config.seats)
 
-    @property
-    def seats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The actors, as the config names them."""
-        return tuple(self.config.seats)
+    def check_env(self, env: Any) -> None:
+        """Check that the seats are the actors of `env`.
 
-    @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield a seed a row."""
-        name = (config.factory or config.env_id).rpartition(":")[2]
-        return seeded_rows(name, name, split, seed)
-
-    async def setup(self) -> None:
-        """Make the first environment."""
-        self._instances.make = maker("gyllm", self.config)
-        try:
-            async with self._instances.one() as instance:
-                theirs = {*getattr(instance.env, "agents", self.seats)}
-        except Exception as error:
-            raise UserError(f"env.gyllm: it cannot be made: {error}") from error
+        Raises:
+            UserError: they are not.
+        """
+        theirs = {*getattr(env, "agents", self.seats)}
         if theirs != {*self.seats}:
             raise UserError(
                 f"env.gyllm.seats={self.config.seats}: its actors are {sorted(theirs)}."
@@ -67,7 +53,7 @@ class GyLLMEnv(Env):
         """
         config, illegal = self.config, 0
         told: defaultdict[str, list[str]] = defaultdict(list)
-        async with self._instances.one() as instance:
+        async with self.instance() as instance:
             options = {**config.options, "seed": seed_of(task)}
             requests = await instance.call(instance.env.reset, options)
             for _ in range(config.max_steps):
@@ -94,10 +80,6 @@ class GyLLMEnv(Env):
                 if illegal >= config.max_illegal or any(a.is_last for a in answers.values()):
                     take(requests, agents, told)
                     return
-
-    async def close(self) -> None:
-        """Close all environments."""
-        await self._instances.close()
 
 
 def take(

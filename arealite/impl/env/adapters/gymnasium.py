@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env
 from arealite.api.observation import Observation
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.impl.env.adapters.blocking import Instance, Instances
-from arealite.impl.env.adapters.foreign import maker, seed_of, seeded_rows
+from arealite.base.extras import ours
+from arealite.impl.env.adapters.blocking import Instance
+from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 from arealite.impl.env.games.choices import chosen
 
 HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 
 
-class GymnasiumEnv(Env):
+class GymnasiumEnv(LibraryEnv):
     """One seat acts until the environment, or the config, ends the episode."""
 
-    check_row = staticmethod(seed_of)
-
-    def __init__(self, args: Any, config: Any) -> None:
-        super().__init__(args, config)
-        self._instances = Instances(threads=config.threads)
+    package, install = "gymnasium", ours("envs")
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield a seed a row, with the rules as prompt."""
-        name = (config.factory or config.env_id).rpartition(":")[2]
-        return seeded_rows(name, config.rules or f"You act in {name}.", split, seed)
+    def prompt(cls, config: Any, name: str) -> str:
+        """Return the rules."""
+        return config.rules or f"You act in {name}."
 
-    async def setup(self) -> None:
-        """Make the first environment, and see that an agent can act in it."""
-        self._instances.make = maker("gymnasium", self.config)
-        try:
-            async with self._instances.one() as instance:
-                space = getattr(instance.env, "action_space", None)
-        except Exception as error:
-            raise UserError(f"env.gymnasium: it cannot be made: {error}") from error
-        self._first, self.choices = actions(space, self.config.actions)
+    def check_env(self, env: Any) -> None:
+        """Read the names of the actions.
+
+        Raises:
+            UserError: an agent cannot write the actions of `env`.
+        """
+        self._first, self.choices = actions(getattr(env, "action_space", None), self.config.actions)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then step to the end; a step's reward is its turn's."""
@@ -49,7 +42,7 @@ class GymnasiumEnv(Env):
         rules = task.text
         if self.choices and not config.rules:
             rules += f" Answer with one of: {', '.join(self.choices)}."
-        async with self._instances.one() as instance:
+        async with self.instance() as instance:
             seed = seed_of(task)
             seen, _ = await instance.call(lambda: instance.env.reset(seed=seed))
             text = f"{rules}\n{await self._shown(instance, seen)}"
@@ -84,10 +77,6 @@ class GymnasiumEnv(Env):
         if isinstance(seen, dict):
             return "\n".join(f"{name}: {value}" for name, value in seen.items())
         return str(seen)
-
-    async def close(self) -> None:
-        """Close all environments."""
-        await self._instances.close()
 
 
 def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:

@@ -25,12 +25,11 @@ drawing = threading.Lock()
 class TextArenaEnv(Env):
     """Players act one after the other, as the game says; each sees its own observations."""
 
-    @property
-    def seats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One a player."""
-        return tuple(f"player_{number}" for number in range(self.config.players))
-
     check_row = staticmethod(seed_of)
+
+    def __init__(self, args: Any, config: Any) -> None:
+        super().__init__(args, config)
+        self.seats = tuple(f"player_{number}" for number in range(config.players))
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:

@@ -99,7 +99,7 @@ async def test_a_faulty_environment_is_not_used_again(
 
 @pytest.mark.parametrize("opened", [{"kwargs": {"fault": "hang"}, "threads": 2}], indirect=True)
 async def test_a_step_that_hangs_keeps_its_thread_and_nothing_else(opened: GymnasiumEnv) -> None:
-    free = opened._instances.threads._free
+    free = opened.threads._free
     for left in (1, 0):
         player = Player(["1"])
         running = asyncio.ensure_future(opened.run(task(seed=1), agent=player))
@@ -110,12 +110,12 @@ async def test_a_step_that_hangs_keeps_its_thread_and_nothing_else(opened: Gymna
     with pytest.raises(Exception, match="all 2 threads hang") as raised:
         await opened.run(task(seed=1), agent=Player(["1"]))
     assert raised.value.failure_class == "env_stuck"  # type: ignore[attr-defined]
-    opened._instances._idle.append(Instance(Guess(), opened._instances.threads))
+    opened._idle.append(Instance(Guess(), opened.threads))
     await opened.close()
     foreign.RELEASE.set()
     await eventually(lambda: all(guess.is_closed for guess in Guess.made))
     Guess.made.clear()
-    await eventually(lambda: not opened._instances.threads._left)
+    await eventually(lambda: not opened.threads._left)
 
 
 @pytest.mark.parametrize(
