@@ -5,7 +5,7 @@ reward.
         dataset.train=mbpp.jsonl
 
 Rows are MBPP's, HumanEval's or your own (docs/environments.md); without any, functions of one line
-are asked for. It needs bubblewrap or a kernel with Landlock. On a laptop, where a tiny model writes
+are asked for. It needs bubblewrap. On a laptop, where a tiny model writes
 such lines (tools/lessons/code.py):
 
     python3 examples/code_sandbox.py

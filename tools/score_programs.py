@@ -1,6 +1,6 @@
 """Score programs of made rows in the real sandbox: right, wrong, half right, and cheats.
 
-Usage: python tools/score_programs.py [--rows 1000] [--backend auto|bwrap|landlock]
+Usage: python tools/score_programs.py [--rows 1000] [--backend bwrap|unsafe]
 
 Prints how many programs of each name have the score that is known, and exits 1 if any has not.
 """
@@ -27,7 +27,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=15)
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend", default="bwrap")
     options = parser.parse_args()
     sandbox = SandboxConfig(backend=options.backend, timeout_s=60.0, concurrency=4)
     env = CodeEnv(None, CodeEnvConfig(sandbox=sandbox, case_timeout_s=20.0))

@@ -1,11 +1,10 @@
-"""A sandbox runs a program that nobody trusts, with limits, and leaves nothing behind."""
+"""The options of the sandbox that runs a model's programs, and the outcome of a program."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -17,15 +16,15 @@ from arealite.base.errors import EpisodeError
 class SandboxConfig:
     """How programs are confined."""
 
-    backend: Literal["auto", "bwrap", "landlock", "unsafe"] = opt(
-        "auto", "auto: bubblewrap, else Landlock, else refusal; unsafe confines nothing"
+    backend: Literal["bwrap", "unsafe"] = opt(
+        "bwrap", "bwrap: bubblewrap; without it the run is refused. unsafe: no confinement"
     )
     concurrency: int = opt(8, "programs that one rollout worker runs at a time", at_least=1)
     timeout_s: float = opt(10.0, "wall time of a program", above=0)
     memory_mb: int = opt(512, "memory of a process, and of all of a program's", at_least=64)
     processes: int = opt(32, "processes and threads of a program", at_least=4)
     output_kb: int = opt(256, "of stdout and of stderr each; who writes more is killed", at_least=1)
-    disk_mb: int = opt(16, "files of a program, kept in memory; Landlock allows none", at_least=1)
+    disk_mb: int = opt(16, "files of a program, kept in memory", at_least=1)
     packages: str | None = opt(None, "a folder (site-packages) that programs may import from")
 
 
@@ -57,44 +56,3 @@ class SandboxFailed(EpisodeError):
     """The sandbox could not start or end a program: nothing is known of the program."""
 
     failure_class = "sandbox_failed"
-
-
-class Sandbox(ABC):
-    """Runs Python programs one by one, each in a world of its own; shared by all episodes."""
-
-    def __init__(self, config: SandboxConfig) -> None:
-        self.config = config
-
-    async def setup(self) -> None:  # noqa: B027  (optional hook)
-        """Check that this host can confine programs."""
-
-    @abstractmethod
-    async def run(self, program: str, *, stdin: str = "") -> Outcome:
-        """Run a Python program to its end, or kill it at a limit; cancelling kills it, too.
-
-        When this returns, nothing of the program is left.
-
-        Raises:
-            SandboxFailed: for reasons of its own.
-        """
-
-    async def close(self) -> None:  # noqa: B027  (optional hook)
-        """Stop what `setup` started."""
-
-
-class SandboxFactory:
-    """Makes the sandbox that a config asks for and the host can give."""
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def make_sandbox(self, config: SandboxConfig) -> Sandbox:
-        """Return a sandbox; call its `setup` before the first program. Blocks for 0.1 s: it is
-        tried out.
-
-        Raises:
-            UserError: this host can give none that the config allows; says what to install or set.
-        """
-        from importlib import import_module
-
-        return import_module("arealite.impl.sandbox.choice").choose(config)

@@ -5,7 +5,6 @@ Versions are read from packages' metadata and tools' own words: what is broken m
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
@@ -27,8 +26,6 @@ from arealite.cli.fold import fold
 
 Line = tuple[str, str]
 ANSWER_S = 5.0
-LANDLOCK_CREATE_RULESET = 444
-"""System call; with flag 1 it returns the version of Landlock's interface."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,16 +100,12 @@ def extras() -> Iterator[Line]:
 
 
 def sandbox() -> Iterator[Line]:
-    """Yield what could confine an agent's programs here."""
+    """Yield what confines an agent's programs here."""
     version = said(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
     why = "missing: apt-get install bubblewrap"
     if shutil.which("bwrap"):
         why = "there, but it may not make namespaces here: sysctl -w user.max_user_namespaces=15000"
     yield "bubblewrap", version or why
-    linux = sys.platform == "linux"
-    found = ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, 1) if linux else -1
-    why = "not in this kernel: Linux 5.13 or newer, with lsm=landlock"
-    yield "Landlock", f"interface {found}" if found > 0 else why
 
 
 def package(name: str) -> str:

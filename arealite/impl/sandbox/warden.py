@@ -1,8 +1,8 @@
 """The process that confines a program, watches it, ends it and tells what became of it.
 
-It runs inside the sandbox, above the program: so the same limits and the same end hold whatever
-confines, and outside nothing is left to do but to wait. `process.py` sends this file along, so it
-imports nothing of the package and little else, and has `receive` from there.
+It runs inside the sandbox, above the program: outside, nothing is left to do but to wait.
+`process.py` sends this file along, so it imports nothing of the package and little else, and has
+`receive` from there.
 
 On stdin come a user id, the lengths of a program and of its input, and then both; the end of stdin
 is the order to stop. On stdout goes one line, `status code seconds length`, then stdout and stderr.
@@ -14,7 +14,6 @@ import builtins
 import os
 import resource
 import select
-import stat
 import sys
 import time
 from contextlib import suppress
@@ -27,16 +26,12 @@ TYPE_CHECKING = False
 LOOK_S = 0.05
 """How often memory, processes and files are counted: no rlimit holds for all processes together."""
 MAX_FILES, SIGKILL = 4096, 9
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-CAP_DAC_READ_SEARCH, CAP_VERSION_3 = 2, 0x20080522
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-EXECUTE, WRITE, READ, READ_DIR = 1, 2, 4, 8
-READABLE = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/urandom"
+CAP_VERSION_3 = 0x20080522
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH, and the column in the tables of system calls below."""
-NOWHERE = 0xFFFF
 FORBIDDEN = {  # what reaches other processes, holds memory that nobody counts, or is hazardous
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
@@ -55,15 +50,6 @@ FORBIDDEN = {  # what reaches other processes, holds memory that nobody counts, 
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "migrate_pages": (256, 238), "move_pages": (279, 239),
-}  # fmt: skip
-FORBIDDEN_UNDER_LANDLOCK = {  # what it does not see: owners, modes, times, and who watches files
-    "chmod": (90, NOWHERE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, NOWHERE), "fchown": (93, 55), "lchown": (94, NOWHERE), "fchownat": (260, 54),
-    "utime": (132, NOWHERE), "utimes": (235, NOWHERE), "futimesat": (261, NOWHERE),
-    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
-    "inotify_init": (253, NOWHERE), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
 ALLOWED_IF = [  # system call, argument, mask, and what the masked argument must be, or not be
     ((56, 220), 0, 0x7E020000, 0, True),  # clone: without new namespaces
@@ -96,43 +82,15 @@ def call(name: str, *args: object) -> int:
     return result
 
 
-def be_nobody(user: int, under_landlock: bool) -> None:
-    """Give up root for a user who has no other processes.
-
-    Landlock leaves the folders above Python as they are; so that they may be passed where they are
-    closed to all but root, one capability stays.
-    """
-    capability = under_landlock << CAP_DAC_READ_SEARCH
-    call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
+def be_nobody(user: int) -> None:
+    """Give up root for a user who has no other processes, and all capabilities."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    call("capset", pack("Ii", CAP_VERSION_3, 0), pack("6I", capability, capability, 0, 0, 0, 0))
+    call("capset", pack("Ii", CAP_VERSION_3, 0), bytes(24))
 
 
-def restrict_files(readable: list[str]) -> None:
-    """Let Landlock refuse all files but the readable ones, and all TCP, where it can.
-
-    Raises:
-        OSError: this kernel's Landlock cannot be relied on.
-    """
-    abi = call("syscall", LANDLOCK_CREATE, None, 0, 1)
-    if abi < (3 if os.getuid() == 0 else 6):  # below 6 signals reach all processes of the user
-        raise OSError(ENOSYS, f"Landlock ABI {abi} is too old (Linux 6.12; as root, 6.2)")
-    files = (1 << (16 if abi >= 5 else 15)) - 1
-    rules = pack("3Q", files, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
-    ruleset = call("syscall", LANDLOCK_CREATE, rules, len(rules), 0)
-    for path in [*readable, "/dev/null"]:
-        with suppress(FileNotFoundError):
-            file = os.open(path, os.O_PATH)
-            folder = READ_DIR if stat.S_ISDIR(os.fstat(file).st_mode) else 0
-            access = READ | (WRITE if path == "/dev/null" else EXECUTE | folder)
-            call("syscall", LANDLOCK_ADD, ruleset, 1, pack("=Qi", access, file), 0)
-    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
-
-
-def filter_calls(under_landlock: bool) -> None:
+def filter_calls() -> None:
     """Refuse system calls, by a seccomp filter: a program for the kernel's packet filter."""
     arch, column = MACHINES[os.uname().machine]
     refuse, allow = (0x06, 0, 0, 0x50000 | EPERM), (0x06, 0, 0, 0x7FFF0000)
@@ -140,7 +98,7 @@ def filter_calls(under_landlock: bool) -> None:
     code = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, 0x80000000), number]
     code += [(0x35, 0, 1, 0x40000000), refuse]  # x32, the other table of x86_64
     code += [(0x15, 0, 1, CLONE3), (0x06, 0, 0, 0x50000 | ENOSYS)]
-    for numbers in (FORBIDDEN | FORBIDDEN_UNDER_LANDLOCK if under_landlock else FORBIDDEN).values():
+    for numbers in FORBIDDEN.values():
         code += [(0x15, 0, 1, numbers[column]), refuse]
     for numbers, argument, mask, value, must in ALLOWED_IF:
         load, compare = (0x20, 0, 0, 16 + 8 * argument), (0x15, must, not must, value)
@@ -151,29 +109,17 @@ def filter_calls(under_landlock: bool) -> None:
     call("prctl", PR_SET_SECCOMP, 2, pack("HP", len(text) // 8, addressof(buffer)), 0, 0)
 
 
-def processes_of_user() -> int:
-    """Return how many processes and threads this user has, which all count for RLIMIT_NPROC."""
-    count = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            if os.stat(f"/proc/{name}").st_uid == os.getuid():
-                count += len(os.listdir(f"/proc/{name}/task"))
-    return count
-
-
 class Limits:
     """The words of the command line."""
 
     def __init__(self, words: list[str]) -> None:
-        self.mode, seconds, memory, processes, output, disk, *self.folders = words
+        backend, seconds, memory, processes, output, disk, *self.folders = words
+        self.is_confined = backend != "unsafe"
         self.seconds, self.memory, self.processes = float(seconds), int(memory), int(processes)
         self.output, self.disk = int(output), int(disk)
 
     def confine(self, user: int) -> None:
         """Put all limits on this process, for good; give it `user` where it is root's."""
-        others = 1  # the parent; there are no others in its namespaces
-        if self.mode == "landlock":
-            others = processes_of_user() if os.getuid() else 0
         bounds = {
             resource.RLIMIT_AS: self.memory,
             resource.RLIMIT_CPU: int(self.seconds) + 60,  # the clock below comes first
@@ -181,18 +127,16 @@ class Limits:
             resource.RLIMIT_NOFILE: 128,
             resource.RLIMIT_CORE: 0,
         }
-        if self.mode != "unsafe":
-            bounds[resource.RLIMIT_NPROC] = others + self.processes
+        if self.is_confined:  # the parent is one more; its namespaces hold no others
+            bounds[resource.RLIMIT_NPROC] = self.processes + 1
         for which, bound in bounds.items():
             resource.setrlimit(which, (bound, bound))
-        if self.mode == "landlock":
-            restrict_files([*READABLE, *self.folders])
-        if self.mode != "unsafe" and os.getuid() == 0:
-            be_nobody(user, self.mode == "landlock")
+        if self.is_confined and os.getuid() == 0:
+            be_nobody(user)
         call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor its forks into each other
-        if self.mode != "unsafe":
-            filter_calls(self.mode == "landlock")
+        if self.is_confined:
+            filter_calls()
 
     def excess(self) -> bool:
         """Return whether all processes together are too many, too large, or keep many files."""
@@ -205,7 +149,7 @@ class Limits:
                 pages += resident - shared
             if len(pids) > self.processes + 2:
                 return True
-        disks = map(os.statvfs, ["/tmp", "/dev/shm"] if self.mode == "bwrap" else [])
+        disks = map(os.statvfs, ["/tmp", "/dev/shm"] if self.is_confined else [])
         used = sum(disk.f_files - disk.f_ffree for disk in disks)
         return pages * resource.getpagesize() > self.memory or used > MAX_FILES
 

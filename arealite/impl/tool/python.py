@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from typing import Any
 
-from arealite.api.sandbox import SandboxConfig, SandboxFactory
+from arealite.api.sandbox import SandboxConfig
 from arealite.api.tool import PythonToolConfig, Tool, ToolError, function
 from arealite.base.extras import extra, ours
+from arealite.impl.sandbox.process import Sandbox
 
 MAX_CHARS = 20_000
 MONTY_MB = 64
@@ -74,8 +75,7 @@ class _Runner(ABC):
 
 class _Sandbox(_Runner):
     async def setup(self, stack: AsyncExitStack) -> None:
-        self.sandbox = SandboxFactory(None).make_sandbox(self.config)
-        stack.push_async_callback(self.sandbox.close)
+        self.sandbox = Sandbox(self.config)
         await self.sandbox.setup()
 
     async def run(self, code: str) -> str:

@@ -1,4 +1,4 @@
-"""Sandboxes of every kind that this host can give, and a look at what a program left behind."""
+"""Sandboxes of root and of an ordinary user, and a look at what a program left behind."""
 
 from __future__ import annotations
 
@@ -12,40 +12,50 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from arealite.api.sandbox import SandboxConfig
+from arealite.api.sandbox import SandboxConfig, SandboxFailed
 from arealite.impl.sandbox import process
-from arealite.impl.sandbox.process import ProcessSandbox
+from arealite.impl.sandbox.process import PROBE, Sandbox, outcome, request
 
-BACKENDS = ["bwrap", "landlock"]
-CONFINED = [*BACKENDS, *(f"{name} as a user" for name in BACKENDS)]
 SETPRIV = "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"
 SMALL = {"timeout_s": 60.0, "processes": 16}
 
 
-class AsUser(ProcessSandbox):
+class AsUser(Sandbox):
     """What an ordinary user's sandbox is; for tests that run as root."""
 
-    def __init__(self, config: SandboxConfig, backend: str) -> None:
+    def __init__(self, config: SandboxConfig) -> None:
         system = SimpleNamespace(base_prefix="/usr", executable="/usr/bin/python3")
         with patch.object(process, "sys", system), patch.object(os, "getuid", lambda: 1):
-            super().__init__(config, backend)
+            super().__init__(config)
         self.command = [*SETPRIV, *self.command]
 
 
-def cell(name: str, **options: object) -> ProcessSandbox:
+def cell(name: str = "bwrap", **options: object) -> Sandbox:
     """Return a sandbox, or skip the test for the reason why this host cannot give it."""
     config = SandboxConfig(**SMALL | options)
-    backend, _, user = name.partition(" ")
+    user = name.partition(" ")[2]
     if user and os.getuid() != 0:
         pytest.skip("every sandbox of this run is an ordinary user's")
-    made = (AsUser if user else ProcessSandbox)(config, backend)
+    made = (AsUser if user else Sandbox)(config)
     problem = probe(name, made)
     if problem:
         pytest.skip(f"this host cannot confine by {name}: {problem}")
     return made
 
 
-def probe(name: str, sandbox: ProcessSandbox, known: dict[str, str] = {}) -> str:  # noqa: B006
+def tried(sandbox: Sandbox) -> str:
+    """Run a program that forks; return "" or why it cannot be."""
+    told = request(PROBE, "")
+    try:
+        done = subprocess.run(
+            sandbox.command, input=told, env=process.ENVIRONMENT, capture_output=True, check=False
+        )
+        return outcome(done.stdout, done.stderr).stderr
+    except (SandboxFailed, OSError) as error:
+        return str(error)
+
+
+def probe(name: str, sandbox: Sandbox, known: dict[str, str] = {}) -> str:  # noqa: B006
     """Try a kind of sandbox once a session."""
     if name not in known and name.endswith("user"):
         ask = ["/usr/bin/python3", "-c", "import sys; print(sys.version_info[:2])"]
@@ -53,7 +63,7 @@ def probe(name: str, sandbox: ProcessSandbox, known: dict[str, str] = {}) -> str
         if version != str(sys.version_info[:2]):
             known[name] = f"the system's Python, which every user may run, is {version or 'absent'}"
     if name not in known:
-        known[name] = sandbox.probe()
+        known[name] = tried(sandbox)
     return known[name]
 
 

@@ -1,5 +1,5 @@
-"""Programs that try to get out, to take all there is, to stay, or to stop others; on each backend
-they are contained, and nothing of them is left."""
+"""Programs that try to get out, to take all there is, to stay, or to stop others: they are
+contained, and nothing of them is left."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from types import CodeType
 import pytest
 import uvloop
 
-from arealite.api.sandbox import SandboxConfig, SandboxFactory, SandboxFailed
+from arealite.api.sandbox import SandboxConfig, SandboxFailed
 from arealite.base.errors import UserError, failure_class
-from arealite.impl.sandbox import choice, process, warden
-from arealite.impl.sandbox.process import BOOT, ProcessSandbox
-from tests.impl.sandbox.cells import BACKENDS, CONFINED, cell, left
+from arealite.impl.sandbox import process, warden
+from arealite.impl.sandbox.process import BOOT, Sandbox
+from tests.impl.sandbox.cells import cell, left
 from tests.waiting import eventually, until
 
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -151,13 +151,12 @@ def mark(tmp_path):
     return f"/nowhere{tmp_path}"
 
 
-@pytest.fixture(params=BACKENDS)
-async def sandbox(request, mark):
+@pytest.fixture
+async def sandbox(mark):
     """A sandbox; at the end nothing of its programs may be left."""
-    made = cell(request.param, packages=mark, memory_mb=192)
+    made = cell(packages=mark, memory_mb=192)
     await made.setup()
     yield made
-    await made.close()
     assert not left(mark)
 
 
@@ -211,10 +210,9 @@ async def test_ordinary_programs_work(sandbox):
         assert done.stdout.strip().startswith("done"), done
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-async def test_packages_may_be_imported(backend, tmp_path):
+async def test_packages_may_be_imported(tmp_path):
     (tmp_path / "mine.py").write_text("word = 'done'")
-    made = cell(backend, packages=str(tmp_path))
+    made = cell(packages=str(tmp_path))
     tmp_path.chmod(0o755)  # a root's programs are others to it
     assert (await made.run("import mine\nprint(mine.word)")).stdout == "done\n"
     assert "escaped" not in (await made.run(TRY.format(f"open('{tmp_path}/x', 'w')"))).stdout
@@ -231,7 +229,7 @@ async def test_refused(sandbox, tmp_path, monkeypatch):
     assert not [p for p in ("/", "/usr", "/dev") if (Path(p) / tmp_path.name).exists()]
 
 
-async def check_refusals(sandbox: ProcessSandbox, mark: str, port: int) -> None:
+async def check_refusals(sandbox: Sandbox, mark: str, port: int) -> None:
     about = {"port": port, "mark": mark, "here": __file__, "home": Path.home()}
     programs = [program.format(**about) for program in REFUSED.values()]
     for name, done in zip(REFUSED, await asyncio.gather(*map(sandbox.run, programs)), strict=True):
@@ -240,7 +238,7 @@ async def check_refusals(sandbox: ProcessSandbox, mark: str, port: int) -> None:
         assert not done.stderr, (name, done)  # it was refused, and not misspelt
 
 
-async def check_stops(sandbox: ProcessSandbox) -> None:
+async def check_stops(sandbox: Sandbox) -> None:
     for name, (program, status) in STOPPED.items():
         seconds = sandbox.command.index(BOOT) + 2
         sandbox.command[seconds] = "0.4" if status == "timeout" else "60"
@@ -264,7 +262,7 @@ async def test_ended(sandbox):
 async def test_files_without_content_are_counted(sandbox, folder):
     make = f"open(f'{folder}/{{n}}', 'w').close()"
     done = await sandbox.run(f"n = 0\nwhile True:\n    {make}\n    n += 1")
-    assert done.status == ("killed" if sandbox.backend == "bwrap" else "exited")
+    assert done.status == "killed"
 
 
 async def test_daemons_end_with_the_program(sandbox, mark):
@@ -278,16 +276,15 @@ async def test_daemons_end_with_the_program(sandbox, mark):
     assert not left(mark)  # at once
 
 
-@pytest.mark.parametrize("name", CONFINED[2:])
-async def test_an_ordinary_user_is_confined_as_well(name, mark, tmp_path):
-    made = cell(name, packages=mark, memory_mb=192)
+async def test_an_ordinary_user_is_confined_as_well(mark, tmp_path):
+    made = cell("bwrap as a user", packages=mark, memory_mb=192)
     await check_refusals(made, tmp_path.name, 1)
     await check_stops(made)
     assert not left(mark)
 
 
 async def test_innocents_beside_a_bomb(sandbox, mark):
-    made = cell(sandbox.backend, packages=mark, concurrency=17, processes=8)
+    made = cell(packages=mark, concurrency=17, processes=8)
     bomb = asyncio.ensure_future(made.run(STOPPED["a fork bomb"][0]))
     await eventually(lambda: len(left(mark)) > 6, "the bomb")
     innocent = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('done')"
@@ -299,11 +296,10 @@ async def test_innocents_beside_a_bomb(sandbox, mark):
 
 
 async def test_no_more_run_at_a_time_than_are_allowed(sandbox, mark):
-    made = cell(sandbox.backend, packages=mark, concurrency=2)
+    made = cell(packages=mark, concurrency=2)
     running = [asyncio.ensure_future(made.run("import time\ntime.sleep(600)")) for _ in range(6)]
-    each = 3 if sandbox.backend == "bwrap" else 2  # with bubblewrap itself
-    await eventually(lambda: len(left(mark)) >= 2 * each, "two programs")
-    assert len(left(mark)) == 2 * each
+    await eventually(lambda: len(left(mark)) >= 6, "two programs, each of three processes")
+    assert len(left(mark)) == 6
     for run in running:
         run.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -319,9 +315,8 @@ async def test_cancelling_kills(sandbox, mark):
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_cancelling_at_any_moment_leaves_nothing(backend, loop, mark):
-    made = cell(backend, packages=mark)
+def test_cancelling_at_any_moment_leaves_nothing(loop, mark):
+    made = cell(packages=mark)
     dice = random.Random(1)
 
     async def cut(seconds: float) -> None:
@@ -338,13 +333,12 @@ def test_cancelling_at_any_moment_leaves_nothing(backend, loop, mark):
         runner.run(main())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_worker_takes_its_programs_along(backend, mark):
-    cell(backend)
+def test_a_killed_worker_takes_its_programs_along(mark):
+    cell()
     code = (
         "import asyncio\nfrom arealite.api.sandbox import SandboxConfig\n"
-        "from arealite.impl.sandbox.process import ProcessSandbox\n"
-        f"made = ProcessSandbox(SandboxConfig(packages={mark!r}, timeout_s=600), {backend!r})\n"
+        "from arealite.impl.sandbox.process import Sandbox\n"
+        f"made = Sandbox(SandboxConfig(packages={mark!r}, timeout_s=600))\n"
         "asyncio.run(made.run('import os, time\\nos.fork()\\ntime.sleep(600)'))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as worker:
@@ -354,11 +348,11 @@ def test_a_killed_worker_takes_its_programs_along(backend, mark):
     until(lambda: not left(mark), what="nothing to be left")
 
 
-# ---------------------------------------------------------------- failures, and the choice
+# ---------------------------------------------------------------- failures
 
 
 async def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
-    made = ProcessSandbox(SandboxConfig(), "unsafe")
+    made = Sandbox(SandboxConfig(backend="unsafe"))
     made.command = ["/nonexistent/bwrap"]
     with pytest.raises(SandboxFailed, match="nonexistent") as caught:
         await made.run("print(1)")
@@ -368,82 +362,55 @@ async def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
         await made.run("print(1)" * 100_000)
 
 
-def without_landlock() -> CodeType:
-    """Return a warden as on a kernel that knows no Landlock."""
+def without_seccomp() -> CodeType:
+    """Return a warden as on a kernel that knows no seccomp."""
     source = Path(warden.__file__).read_text()
-    return compile(source.replace("RESTRICT = 444,", "RESTRICT = 9999,"), "warden", "exec")
+    return compile(
+        source.replace("PR_SET_SECCOMP = 1, 4, 22", "PR_SET_SECCOMP = 1, 4, 9999"), "warden", "exec"
+    )
 
 
-async def test_what_cannot_be_confined_is_not_run(tmp_path, monkeypatch):
+async def test_what_cannot_be_confined_is_not_run(sandbox, monkeypatch):
     """A warden whose limits fail starts nothing."""
-    code = marshal.dumps(without_landlock())
+    code = marshal.dumps(without_seccomp())
     monkeypatch.setattr(process, "warden", lambda: code)
-    made = ProcessSandbox(SandboxConfig(), "landlock")
-    with pytest.raises(SandboxFailed, match="Function not implemented"):
-        await made.run(f"open({str(tmp_path / 'x')!r}, 'w')")
-    assert not (tmp_path / "x").exists()
-    assert "Function not implemented" in made.probe()
+    with pytest.raises(SandboxFailed, match="Invalid argument"):
+        await sandbox.run("print('escaped')")
+    with pytest.raises(UserError, match="Invalid argument"):
+        await sandbox.setup()
 
 
 async def test_unsafe_runs_and_stops_and_reaps(mark):
     config = SandboxConfig(backend="unsafe", timeout_s=60.0, packages=mark)
-    made = SandboxFactory(None).make_sandbox(config)
+    made = Sandbox(config)
     assert (await made.run("print(1)")).stdout == "1\n"
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
     assert (await made.run(daemon)).status == "exited"
-    short = SandboxFactory(None).make_sandbox(replace(config, timeout_s=0.5))
+    short = Sandbox(replace(config, timeout_s=0.5))
     assert (await short.run("while True: pass")).status == "timeout"
     assert not left(mark)
 
 
-@pytest.mark.parametrize(
-    ("backend", "problems", "chosen"),
-    [
-        ("auto", {}, "bwrap"),
-        ("auto", {"bwrap": "no such file"}, "landlock"),
-        ("bwrap", {}, "bwrap"),
-        ("landlock", {}, "landlock"),
-        ("unsafe", {"bwrap": "no such file", "landlock": "too old"}, "unsafe"),
-    ],
-)
-def test_choice(monkeypatch, backend, problems, chosen):
-    monkeypatch.setattr(choice, "check", lambda name: problems.get(name, ""))
-    assert choice.choose(SandboxConfig(backend=backend)).backend == chosen
-
-
-@pytest.mark.parametrize("backend", ["auto", "bwrap"])
-def test_refusal_names_the_fix(monkeypatch, backend):
-    monkeypatch.setattr(choice, "check", lambda name: "no such file")
-    fix = r"bwrap \(no such file\).*apt install bubblewrap.*sandbox.backend=unsafe"
+async def test_refusal_names_the_fix(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fix = r"bwrap: not on the PATH.*apt install bubblewrap.*sandbox.backend=unsafe"
     with pytest.raises(UserError, match=fix):
-        choice.choose(SandboxConfig(backend=backend))
+        await Sandbox(SandboxConfig()).setup()
 
 
-def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_path):
+async def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_path):
     """Programs in it have another PATH, of the system's folders alone."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    absent = ProcessSandbox(SandboxConfig(), "bwrap")
-    assert "bwrap: not on the PATH" in absent.probe()
     (folder / "bwrap").write_text("#!/bin/sh\necho own >&2\n")
     (folder / "bwrap").chmod(0o755)
-    assert ProcessSandbox(SandboxConfig(), "bwrap").probe() == "own"
-
-
-def test_a_host_is_tried_once(monkeypatch):
-    choice.check.cache_clear()
-    tried: list[str] = []
-    monkeypatch.setattr(ProcessSandbox, "probe", lambda self: tried.append(self.backend) or "")
-    for _ in range(3):
-        choice.choose(SandboxConfig())
-    assert tried == ["bwrap"]
-    choice.check.cache_clear()
+    with pytest.raises(UserError, match="cannot confine programs: own"):
+        await Sandbox(SandboxConfig()).setup()
 
 
 def test_tables_of_system_calls_have_no_number_twice():
-    tables = warden.FORBIDDEN | warden.FORBIDDEN_UNDER_LANDLOCK
     for column in (0, 1):
-        numbers = [pair[column] for pair in tables.values() if pair[column] != warden.NOWHERE]
+        numbers = [pair[column] for pair in warden.FORBIDDEN.values()]
         assert len(set(numbers)) == len(numbers)
     assert os.uname().machine in warden.MACHINES

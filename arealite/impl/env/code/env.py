@@ -8,7 +8,6 @@ own: no program can report itself as right (`harness.py`).
 from __future__ import annotations
 
 import ast
-import asyncio
 import builtins
 import json
 import marshal
@@ -24,11 +23,12 @@ from typing import Any, NamedTuple
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.observation import messages
-from arealite.api.sandbox import SandboxFactory, SandboxFailed
+from arealite.api.sandbox import SandboxFailed
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError
 from arealite.impl.env.code.tasks import one_line
 from arealite.impl.env.code.values import decode, encode, same, same_text
+from arealite.impl.sandbox.process import Sandbox
 
 MODULES = "values", "program", "asserts", "harness"
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -79,9 +79,8 @@ class CodeEnv(Env):
         read_cases(task, 1.0)
 
     async def setup(self) -> None:
-        """Choose a sandbox."""
-        factory = SandboxFactory(self.args)
-        self.sandbox = await asyncio.to_thread(factory.make_sandbox, self.config.sandbox)
+        """Check that the sandbox works here."""
+        self.sandbox = Sandbox(self.config.sandbox)
         await self.sandbox.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
@@ -134,10 +133,6 @@ class CodeEnv(Env):
             return int(same(got, due, self.config.tolerance))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return 0
-
-    async def close(self) -> None:
-        """Stop the sandbox."""
-        await self.sandbox.close()
 
 
 def heard(text: str) -> Iterator[dict[str, Any]]:

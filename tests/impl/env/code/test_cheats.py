@@ -170,7 +170,7 @@ CHEATS = {
 @pytest.mark.parametrize("kind", ROWS)
 async def test_cheats_score_nothing(env, kind):  # noqa: F811
     """And no cheat makes a row look broken or an episode fail, which would be offered again."""
-    if env.sandbox.backend == "unsafe":
+    if env.sandbox.config.backend == "unsafe":
         pytest.skip("without a sandbox programs may look into each other")
     prompt, info = ROWS[kind]
     found = await asyncio.gather(
@@ -182,15 +182,14 @@ async def test_cheats_score_nothing(env, kind):  # noqa: F811
     assert honest == ({"check": 12, "list": 3, "calls": 3}[kind],) * 2 + (True,)
 
 
-@pytest.mark.parametrize("backend", ["bwrap", "landlock"])
-async def test_stopped_and_killed_parents_score_nothing(backend):
+async def test_stopped_and_killed_parents_score_nothing():
     """The time of the sandbox ends what waits for ever; the program gets nothing for it."""
-    config = SandboxConfig(backend=backend, timeout_s=2.0)
+    config = SandboxConfig(timeout_s=2.0)
     made = CodeEnv(None, CodeEnvConfig(sandbox=config, case_timeout_s=1.0))
     try:
         await made.setup()
     except UserError:
-        pytest.skip(f"this host cannot confine by {backend}")
+        pytest.skip("this host cannot confine by bwrap")
     stop = PARENTS + "import signal\nfor pid in [*parents, -1]:\n    try: os.kill(pid, signal.{})\n"
     stop += "    except OSError: pass\ndef f(x): return 0.0\n"
     texts = [stop.format(name) for name in ("SIGSTOP", "SIGKILL", "SIGINT", "SIGSEGV")]

@@ -40,21 +40,22 @@ PAIRS = (
 )
 
 
-def sandboxed() -> SandboxConfig:
-    """Return the best sandbox of this host; what is tested here are verdicts."""
-    from arealite.impl.sandbox.choice import choose
-
-    try:
-        choose(SandboxConfig())
-    except UserError:
-        return SandboxConfig(backend="unsafe", timeout_s=LONG_S)
-    return SandboxConfig(timeout_s=LONG_S)
+async def sandboxed(**options: Any) -> CodeEnv:
+    """Return the environment in the best sandbox of this host; what is tested are verdicts."""
+    for backend in ("bwrap", "unsafe"):
+        sandbox = SandboxConfig(backend=backend, timeout_s=LONG_S)
+        made = CodeEnv(None, CodeEnvConfig(sandbox=sandbox, case_timeout_s=CASE_S, **options))
+        try:
+            await made.setup()
+            break
+        except UserError:
+            continue
+    return made
 
 
 @pytest.fixture
 async def env():
-    made = CodeEnv(None, CodeEnvConfig(sandbox=sandboxed(), case_timeout_s=CASE_S))
-    await made.setup()
+    made = await sandboxed()
     yield made
     await made.close()
 
@@ -282,7 +283,7 @@ SECRETS = {
 @pytest.mark.parametrize("kind", SECRETS)
 async def test_cheating_does_not_pay(env, kind):
     """No program gets a case that it does not know the answer of, or spoils the run for others."""
-    if env.sandbox.backend == "unsafe":
+    if env.sandbox.config.backend == "unsafe":
         pytest.skip("without a sandbox programs may look into each other")
     texts = [text.format(f="f") for text in CHEATS.values()]
     found = await asyncio.gather(*(verdict(env, text, SECRETS[kind], case_s=1.0) for text in texts))
@@ -315,8 +316,7 @@ async def test_printing_is_no_answer_to_stdin_cases(env):
     ],
 )
 async def test_rewards(text, options, reward):
-    env = CodeEnv(None, CodeEnvConfig(sandbox=sandboxed(), case_timeout_s=CASE_S, **options))
-    await env.setup()
+    env = await sandboxed(**options)
     player = Player([text])
     await env.run(task("f adds one", **CALLS), agent=player)
     assert player.rewards == [reward]
