@@ -16,8 +16,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.impl.env.debate.rules import judge
-from arealite.impl.env.debate.topics import TOPICS
+from arealite.impl.env.debate.rules import WORDS, judge
 
 SIDES = {"pro": "for", "con": "against"}
 HELD_OUT = 5
@@ -52,8 +51,8 @@ class DebateEnv(Env):
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield the built-in claims, over and over in another order."""
-        held = [(i % HELD_OUT == 0) != (split == "train") for i in range(len(TOPICS))]
-        topics = [topic for topic, is_ours in zip(TOPICS, held, strict=True) if is_ours]
+        is_train, every = split == "train", enumerate(WORDS["topics"])
+        topics = [topic for i, topic in every if (i % HELD_OUT != 0) is is_train]
         dice = random.Random(f"debate/{split}/{seed}")
         while True:
             yield from ({"prompt": topic} for topic in dice.sample(topics, len(topics)))

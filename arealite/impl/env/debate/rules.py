@@ -7,35 +7,18 @@ model judge.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
-EVIDENCE = (
-    *("for example", "for instance", "according to", "such as", "evidence", "study", "studies"),
-    *("research", "data", "survey", "report", "percent", "%", "history", "case of", "measured"),
+WORDS: dict[str, list[str]] = tomllib.loads(
+    Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
 )
-REASONS = (
-    *("because", "since", "therefore", "thus", "hence", "so that", "as a result", "leads to"),
-    *("means that", "consequently", "which is why", "it follows", "implies", "if we", "otherwise"),
-)
-ORDER = (
-    *("first", "second", "third", "next", "finally", "in conclusion", "to conclude", "in short"),
-    *("moreover", "furthermore", "however", "on the other hand", "to begin", "in summary"),
-)
-CONCESSIONS = (
-    *("i agree with my opponent", "you are right", "my opponent is right", "i concede"),
-    *("i was wrong", "i take back", "i change my mind"),
-)
+FILLERS = frozenset(WORDS["fillers"])
 ENOUGH = 3
 """So many different marks of one kind give the full score."""
-FILLERS = {
-    *("about", "after", "again", "also", "been", "before", "being", "between", "could", "does"),
-    *("every", "from", "have", "into", "just", "more", "most", "much", "must", "only", "other"),
-    *("over", "same", "should", "some", "such", "than", "that", "their", "them", "then", "there"),
-    *("these", "they", "this", "those", "very", "want", "well", "were", "what", "when", "where"),
-    *("which", "while", "will", "with", "would", "your", "because", "claim", "debate", "speech"),
-}
 
 
 def judge(
@@ -50,9 +33,9 @@ def judge(
     claimed = content(claim)
     return {
         "length": fmean(length(text, words) for text in own),
-        "evidence": fmean(marks(text, EVIDENCE, numbers=True) for text in own),
-        "reasoning": fmean(marks(text, REASONS) for text in own),
-        "structure": fmean((marks(text, ORDER) + sentences(text)) / 2 for text in own),
+        "evidence": fmean(marks(text, WORDS["evidence"], numbers=True) for text in own),
+        "reasoning": fmean(marks(text, WORDS["reasons"]) for text in own),
+        "structure": fmean((marks(text, WORDS["order"]) + sentences(text)) / 2 for text in own),
         "relevance": fmean(len(content(t) & claimed) / max(1, len(claimed)) for t in own),
         "consistency": consistency(own),
         "coverage": coverage(own, other, claimed, first=first),
@@ -86,7 +69,7 @@ def sentences(text: str) -> float:
 def consistency(own: Sequence[str]) -> float:
     """Score how far a side keeps to itself: it concedes nothing, and comes back to its points
     without repeating a speech."""
-    kept = fmean(bool(t) and not any(c in t.lower() for c in CONCESSIONS) for t in own)
+    kept = fmean(bool(t) and not any(c in t.lower() for c in WORDS["concessions"]) for t in own)
     if len(own) == 1:
         return kept
     pairs = [(content(a), content(b)) for a, b in pairwise(own)]

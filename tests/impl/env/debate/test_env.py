@@ -6,8 +6,7 @@ import pytest
 
 from arealite.base.errors import UserError
 from arealite.impl.env.debate.env import JudgeUnreadable
-from arealite.impl.env.debate.rules import content, judge
-from arealite.impl.env.debate.topics import TOPICS
+from arealite.impl.env.debate.rules import WORDS, content, judge
 from tests.impl.env.games.players import Player, first_rows, make, task
 
 CLAIM = "Cities should close their centres to private cars."
@@ -145,11 +144,12 @@ async def test_a_claim_may_be_a_message() -> None:
 
 
 def test_topics_are_split_shuffled_and_endless() -> None:
-    assert len({*TOPICS}) == len(TOPICS) == 40
-    assert all(len(content(topic)) >= 2 for topic in TOPICS)
+    topics = WORDS["topics"]
+    assert len({*topics}) == len(topics) == 40
+    assert all(len(content(topic)) >= 2 for topic in topics)
     env = make("debate")
     train = [row["prompt"] for row in first_rows(env, 64)]
     held_out = [row["prompt"] for row in first_rows(env, 8, split="eval")]
     assert train[:32] != train[32:] and sorted(train[:32]) == sorted(train[32:])
-    assert {*train} | {*held_out} == {*TOPICS} and not {*train} & {*held_out}
+    assert {*train} | {*held_out} == {*WORDS["topics"]} and not {*train} & {*held_out}
     assert train != [row["prompt"] for row in first_rows(env, 64, seed=2)]
