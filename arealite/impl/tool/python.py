@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from arealite.api.sandbox import SandboxConfig
@@ -36,23 +37,35 @@ class PythonTool(Tool):
     def __init__(self, config: PythonToolConfig) -> None:
         super().__init__(config)
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
-        self.stack = AsyncExitStack()
-        make = _Monty if config.backend == "monty" else _Sandbox
-        self.runner: _Runner = make(config.sandbox)
+        self._stack = AsyncExitStack()
+        self._run: Callable[[str], Awaitable[str]]
 
     async def setup(self) -> None:
-        """Start what runs programs."""
-        await self.runner.setup(self.stack)
+        """Start the back-end.
+
+        Raises:
+            UserError: it cannot run programs here.
+        """
+        limits = self.config.sandbox
+        if self.config.backend == "sandbox":
+            sandbox = Sandbox(limits)
+            await sandbox.setup()
+            self._run = partial(run_in_sandbox, sandbox)
+        else:
+            monty = extra("pydantic_monty", ours("tools"))
+            pool = monty.AsyncMonty(max_processes=limits.concurrency)
+            await self._stack.enter_async_context(pool)
+            self._run = partial(run_in_monty, monty, pool, limits)
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         """Run a program; of an error, the agent gets the last line."""
         if len(arguments["code"]) > MAX_CHARS:
             raise ToolError(f"the program is longer than {MAX_CHARS} characters")
-        return (await self.runner.run(arguments["code"])).rstrip() or "(nothing printed)"
+        return (await self._run(arguments["code"])).rstrip() or "(nothing printed)"
 
     async def close(self) -> None:
         """Stop it."""
-        await self.stack.aclose()
+        await self._stack.aclose()
 
 
 def failed(why: str, printed: str) -> ToolError:
@@ -60,58 +73,43 @@ def failed(why: str, printed: str) -> ToolError:
     return ToolError(f"{why}\nprinted before:\n{printed}" if printed else why)
 
 
-class _Runner(ABC):
-    def __init__(self, config: SandboxConfig) -> None:
-        self.config = config
+async def run_in_sandbox(sandbox: Sandbox, code: str) -> str:
+    """Return what the program prints.
 
-    @abstractmethod
-    async def setup(self, stack: AsyncExitStack) -> None:
-        """Start; `stack` ends it."""
-
-    @abstractmethod
-    async def run(self, code: str) -> str:
-        """Return what the program printed; a ToolError says how it failed."""
-
-
-class _Sandbox(_Runner):
-    async def setup(self, stack: AsyncExitStack) -> None:
-        self.sandbox = Sandbox(self.config)
-        await self.sandbox.setup()
-
-    async def run(self, code: str) -> str:
-        outcome = await self.sandbox.run(AS_TYPED.format(code=code))
-        if outcome.status == "exited" and outcome.code == 0:
-            return outcome.stdout
-        why = {
-            "timeout": f"ran longer than {self.config.timeout_s:g} s",
-            "output": f"printed more than {self.config.output_kb} kB",
-        }
-        said = outcome.stderr.strip().rpartition("\n")[2] or f"ended with code {outcome.code}"
-        raise failed(why.get(outcome.status, said), outcome.stdout)
+    Raises:
+        ToolError: the program fails.
+    """
+    outcome = await sandbox.run(AS_TYPED.format(code=code))
+    if outcome.status == "exited" and outcome.code == 0:
+        return outcome.stdout
+    why = {
+        "timeout": f"ran longer than {sandbox.config.timeout_s:g} s",
+        "output": f"printed more than {sandbox.config.output_kb} kB",
+    }
+    said = outcome.stderr.strip().rpartition("\n")[2] or f"ended with code {outcome.code}"
+    raise failed(why.get(outcome.status, said), outcome.stdout)
 
 
-class _Monty(_Runner):
-    """A pool of processes that interpret a subset of Python, without files, network or imports."""
+async def run_in_monty(monty: Any, pool: Any, limits: SandboxConfig, code: str) -> str:
+    """Return what the program prints, and its last value.
 
-    async def setup(self, stack: AsyncExitStack) -> None:
-        self.monty = extra("pydantic_monty", ours("tools"))
-        pool = self.monty.AsyncMonty(max_processes=self.config.concurrency)
-        self.pool = await stack.enter_async_context(pool)
+    Monty interprets a subset of Python in processes of its own, without files, network or imports.
 
-    async def run(self, code: str) -> str:
-        printed = self.monty.CollectString(self.config.output_kb << 10)
-        limits: Any = {
-            "max_feed_duration_secs": self.config.timeout_s,
-            "max_memory": min(self.config.memory_mb, MONTY_MB) << 20,
-        }
-        session = self.pool.checkout(limits=limits, os_policy={"sleep": "zero"})
-        try:
-            async with session as shell:
-                value = await shell.feed_run(code, print_callback=printed)
-            return printed.output + ("" if value is None else f"{value!r}\n")
-        except self.monty.MontyCrashedError as error:
-            raise ToolError(str(error)) from error
-        except self.monty.MontyError as error:
-            raise failed(error.display("type-msg"), printed.output) from error
-        except (ValueError, RecursionError) as error:  # of repr, of this Python's
-            raise failed(f"the value cannot be shown: {error}", printed.output) from error
+    Raises:
+        ToolError: the program fails.
+    """
+    printed = monty.CollectString(limits.output_kb << 10)
+    bounds = {
+        "max_feed_duration_secs": limits.timeout_s,
+        "max_memory": min(limits.memory_mb, MONTY_MB) << 20,
+    }
+    try:
+        async with pool.checkout(limits=bounds, os_policy={"sleep": "zero"}) as shell:
+            value = await shell.feed_run(code, print_callback=printed)
+        return printed.output + ("" if value is None else f"{value!r}\n")
+    except monty.MontyCrashedError as error:
+        raise ToolError(str(error)) from error
+    except monty.MontyError as error:
+        raise failed(error.display("type-msg"), printed.output) from error
+    except (ValueError, RecursionError) as error:  # of repr, of this Python's
+        raise failed(f"the value cannot be shown: {error}", printed.output) from error

@@ -137,12 +137,12 @@ async def test_monty_sleeps_for_nobody_and_ends_in_time_or_when_cancelled(python
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await python.call({"code": "while True: pass"}, {})
-    long = python.runner.config
+    limits = python.config.sandbox
     for code, seconds, error in (
         ("while True: pass", 0.1, "TimeoutError"),
-        ("for _ in range(1000): print('x' * 100)", long.timeout_s, "MemoryError"),
+        ("for _ in range(1000): print('x' * 100)", limits.timeout_s, "MemoryError"),
     ):
-        python.runner.config = replace(long, timeout_s=seconds)
+        object.__setattr__(limits, "timeout_s", seconds)
         with pytest.raises(ToolError, match=error) as raised:
             await python.call({"code": code}, {})
         assert len(str(raised.value)) < 9_000
