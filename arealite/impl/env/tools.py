@@ -107,18 +107,11 @@ class ToolsEnv(Env):
             if not action.calls or action.is_last:
                 return action
             answers = await self._answer(action.calls, states)
+            messages: list[dict[str, Any]] = []
             for call, answer in zip(action.calls, answers, strict=True):
                 tally.add(call, answer)
-            told = zip(action.calls, answers, strict=True)
-            messages = [
-                {
-                    "role": "tool",
-                    "tool_call_id": call.call_id,
-                    "name": call.name,
-                    "content": answer.content,
-                }
-                for call, answer in told
-            ]
+                about = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
+                messages.append(about | {"content": answer.content})
             observation = Observation(messages, tools=self.box.schemas)
         return await agent.act(observation)
 

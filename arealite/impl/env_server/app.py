@@ -10,6 +10,8 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,14 +20,16 @@ from aiohttp import WSCloseCode, WSMsgType, web
 import arealite
 from arealite.api.env import EnvFactory
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
+from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.places import check_address
-from arealite.impl.env_server.draw import Draw
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
+from arealite.system.data.dataset import load_tasks, make_task
+from arealite.system.data.tasks import GENERATED, generate
 from arealite.system.health.limits import END_S, Limit, Limits
 
 logger = log.get(__name__)
@@ -43,7 +47,11 @@ class EnvServer:
     """One environment and the sessions that play in it."""
 
     def __init__(self, config: EnvServerConfig) -> None:
-        """Raises UserError where the environment is not known or there is no such token."""
+        """Read the tasks and make the environment.
+
+        Raises:
+            UserError: the environment is unknown, or the token or the file of tasks is missing.
+        """
         self.config = config
         self.options = config.server
         self.env = EnvFactory(config).make_env(config.env)
@@ -51,7 +59,9 @@ class EnvServer:
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
         """Episodes that were cancelled, while they clean up."""
-        self._draw = Draw(config)
+        path = config.tasks
+        self._tasks = [] if path == GENERATED else load_tasks(str(Path(path)), "train")
+        self._seeds = count(config.seed)
         self._limits = Limits()
         self._max_bytes = self.options.max_message_kb * 1024
         self._token = os.environ.get(self.options.token_env, "")
@@ -199,13 +209,30 @@ class EnvServer:
                     return "observation", await session.step(decode_step(message.data))
                 case "reset":
                     reset = decode_reset(message.data)
-                    task = await self._draw.task(reset)
-                    return "observation", await session.reset(task, reset)
+                    return "observation", await session.reset(await self._task(reset), reset)
                 case "state" | "close":
                     return "state", session.about()
             raise Refused(f"no message of type '{message.type}'", "UNKNOWN_TYPE")
         except Exception as error:  # noqa: BLE001  (whatever an episode raises is told)
             return "error", refusal(error)
+
+    async def _task(self, reset: Reset) -> Task:
+        """Return the task of a reset, or draw one; a seed always draws the same.
+
+        Raises:
+            Refused: it is no task, or the environment makes none.
+        """
+        try:
+            if reset.task is not None:
+                name = str(reset.task.get("task_id") or "task")
+                return make_task(reset.task, name, "the task of the reset")
+            seed = next(self._seeds) if reset.seed is None else reset.seed
+            if self._tasks:
+                return self._tasks[seed % len(self._tasks)]
+            rows = generate(self.config.env, reset.split, seed)
+            return await asyncio.to_thread(next, rows)
+        except UserError as error:
+            raise Refused(str(error)) from error
 
     async def _post(self, request: web.Request) -> web.Response:
         """Answer /reset and /step: an episode each, which ends with the answer, as there is no

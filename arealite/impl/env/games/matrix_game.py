@@ -6,8 +6,10 @@ Each observation has the rules, the payoffs and all that was chosen before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterator
 from itertools import product, repeat
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,35 +22,10 @@ from arealite.base.registry import unknown
 from arealite.impl.env.games.choices import chosen
 
 Payoffs = dict[tuple[str, str], tuple[float, float]]
-GAMES: dict[str, Mapping[str, Sequence[float]]] = {
-    "prisoners_dilemma": {
-        "cooperate cooperate": [3, 3],
-        "cooperate defect": [0, 5],
-        "defect cooperate": [5, 0],
-        "defect defect": [1, 1],
-    },
-    "stag_hunt": {
-        "stag stag": [4, 4],
-        "stag hare": [0, 3],
-        "hare stag": [3, 0],
-        "hare hare": [2, 2],
-    },
-    "chicken": {
-        "swerve swerve": [0, 0],
-        "swerve straight": [-1, 1],
-        "straight swerve": [1, -1],
-        "straight straight": [-10, -10],
-    },
-    "matching_pennies": {
-        f"{row} {column}": [1, -1] if row == column else [-1, 1]
-        for row, column in product(("heads", "tails"), repeat=2)
-    },
-    "rock_paper_scissors": {
-        f"{row} {column}": [[0, 0], [1, -1], [-1, 1]][(i - j) % 3]
-        for (i, row), (j, column) in product(enumerate(("rock", "paper", "scissors")), repeat=2)
-    },
-}
-"""What row and column get, by what they choose."""
+GAMES: dict[str, dict[str, list[float]]] = tomllib.loads(
+    Path(__file__).with_name("payoffs.toml").read_text(encoding="utf-8")
+)
+"""The payoffs of row and column by game and by their choices."""
 
 
 class MatrixGameEnv(Env):
