@@ -5,6 +5,7 @@ What other agents of many turns are made of: they read the answer differently.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from arealite.api.agent import Agent
@@ -18,14 +19,10 @@ from arealite.impl.agent.history import History
 class ChatAgent(Agent):
     """Answers within a conversation."""
 
-    _history: History | None = None
-
-    @property
+    @cached_property
     def history(self) -> History:
         """The conversation so far."""
-        if self._history is None:
-            self._history = History(self.tokenizer)
-        return self._history
+        return History(self.tokenizer)
 
     async def act(self, observation: Any) -> Action:
         """Generate after the conversation and the observation.
