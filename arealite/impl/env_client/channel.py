@@ -6,9 +6,10 @@ OpenEnv's wire has no ids: what comes unasked cannot be told from an answer, so 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -24,6 +25,7 @@ from arealite.system.health.limits import Limit, Limits, is_cancelled
 CLOSE_S = 1.0
 """A server that is told good-bye has this long to say it, too."""
 SPOKEN = (WSMsgType.TEXT, WSMsgType.BINARY)
+T = TypeVar("T")
 CLOSING = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED)
 
 
@@ -81,7 +83,7 @@ class Server:
     load: int = 0
     """Episodes in it, of this worker."""
     begun: int = 0
-    channels: set[Channel] = field(default_factory=set)
+    channels: set[Channel[Any]] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -99,8 +101,8 @@ class Server:
             channel.pending.cancel()
 
 
-class Channel:
-    """An open session."""
+class Channel(Generic[T]):
+    """An open session; `decode` reads the data of an answer, a T."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Channel:
         *,
         config: EnvServersConfig,
         limits: Limits,
+        decode: Callable[[msgspec.Raw], T],
     ) -> None:
         self.server = server
         self.pending = asyncio.ensure_future(socket.receive())
@@ -116,10 +119,11 @@ class Channel:
         self._socket = socket
         self._config = config
         self._limits = limits
+        self._decode = decode
         server.channels.add(self)
 
-    async def ask(self, kind: str, data: Any) -> msgspec.Raw:
-        """Send a message; return the data of its answer.
+    async def ask(self, kind: str, data: Any) -> T:
+        """Send a message; return its answer.
 
         Raises:
             EpisodeError: there is none; or the server tells of a failure, which has the same class
@@ -168,13 +172,13 @@ class Channel:
             async with asyncio.timeout(CLOSE_S):
                 await self._socket.close()
 
-    def _read(self, message: WSMessage) -> msgspec.Raw:
+    def _read(self, message: WSMessage) -> T:
         if message.type not in SPOKEN:
             raise self._ended(message)
         try:
             answer = decode(message.data)
             if answer.type != "error":
-                return answer.data
+                return self._decode(answer.data)
             told = decode_refusal(answer.data)
         except msgspec.MsgspecError as error:
             raise EnvServerGarbage(f"{self.server.name}: {error}") from error

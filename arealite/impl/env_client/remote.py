@@ -39,7 +39,6 @@ class Hosted(msgspec.Struct):
     resumable: bool
 
 
-decode = msgspec.json.Decoder(Reply).decode
 decode_hosted = msgspec.json.Decoder(Hosted).decode
 
 
@@ -59,7 +58,7 @@ class RemoteEnv(Env):
                 "env.runtime.type=remote needs env.runtime.addresses=[host:port,…] of servers that "
                 f"`arealite serve env.type={config.type}` started."
             )
-        self.servers = Servers(runtime)
+        self.servers = Servers(runtime, Reply)
         self._stack = AsyncExitStack()
         self._hosted: Hosted | None = None
 
@@ -128,7 +127,7 @@ class RemoteEnv(Env):
 class _Episode:
     """One episode, from its first answer to its last."""
 
-    def __init__(self, channel: Channel, agents: dict[str, Agent]) -> None:
+    def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
         self.channel = channel
         self.agents = agents
         self._acting = dict[asyncio.Future[Action], Wait]()
@@ -136,28 +135,27 @@ class _Episode:
         self._turns = dict[tuple[str, int], int]()
         """How many turns an agent's record had when it had acted for the n-th time."""
 
-    async def play(self, raw: msgspec.Raw) -> None:
+    async def play(self, reply: Reply) -> None:
         """Go on from an answer to the end."""
         try:
-            while not self._follow(raw).done:
-                raw = await self.channel.ask("step", await self._next())
+            while not self._follow(reply).done:
+                reply = await self.channel.ask("step", await self._next())
         finally:
             for task in self._acting:
                 task.cancel()
             await asyncio.gather(*self._acting, return_exceptions=True)
 
-    def _follow(self, raw: msgspec.Raw) -> Reply:
+    def _follow(self, reply: Reply) -> Reply:
         """Give the rewards of an answer, and let the seats act that it tells of."""
+        seen = reply.observation
         try:
-            reply = decode(raw)
-            seen = reply.observation
             for given in seen.rewards:
                 self._reward(given)
             waits = [*seen.waiting, *([seen] if seen.turn else [])]
             for wait in [] if reply.done else waits:
                 self._begin(wait)
-        except (msgspec.MsgspecError, KeyError) as error:
-            raise EnvServerGarbage(f"{self.channel.server.name}: {error!r}") from error
+        except KeyError as error:
+            raise EnvServerGarbage(f"{self.channel.server.name}: no seat {error}") from error
         if not self._acting and not reply.done:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat is to act")
         return reply

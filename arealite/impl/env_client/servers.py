@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Generic
 
 import aiohttp
 import msgspec
@@ -20,7 +20,7 @@ from yarl import URL
 from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server
+from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server, T
 from arealite.system.health.deadlines import deadline
 from arealite.system.health.limits import Limits
 
@@ -32,12 +32,13 @@ CONNECT_S = 10.0
 MAX_BODY = 2**16
 
 
-class Servers:
-    """Opens sessions for episodes; `start` it before, `close` it after."""
+class Servers(Generic[T]):
+    """Opens sessions for episodes, in which answers are T; `start` it before, `close` it after."""
 
-    def __init__(self, config: EnvServersConfig) -> None:
+    def __init__(self, config: EnvServersConfig, answer: type[T]) -> None:
         """Raises UserError where an address is none, or the token's variable is not set."""
         self.config = config
+        self._decode = msgspec.json.Decoder(answer).decode
         self._urls = [parse(address) for address in config.addresses]
         self.known: list[Server] = []
         self.finished = 0
@@ -89,7 +90,7 @@ class Servers:
         self.changed.set()
 
     @asynccontextmanager
-    async def episode(self, reset: Any) -> AsyncGenerator[tuple[Channel, msgspec.Raw], None]:
+    async def episode(self, reset: Any) -> AsyncGenerator[tuple[Channel[T], T], None]:
         """Begin an episode on the least loaded server; yield its session and the first answer.
 
         Raises:
@@ -122,7 +123,7 @@ class Servers:
             response.raise_for_status()
             return await response.content.readexactly(min(response.content_length or 0, MAX_BODY))
 
-    async def _begin(self, reset: Any) -> tuple[Channel, msgspec.Raw]:
+    async def _begin(self, reset: Any) -> tuple[Channel[T], T]:
         """Go from server to server until one has room; a message is sent to one alone."""
         end = time.monotonic() + self.config.wait_s
         while True:
@@ -139,7 +140,7 @@ class Servers:
                 await self._end(channel)
                 raise
 
-    async def _end(self, channel: Channel) -> None:
+    async def _end(self, channel: Channel[T]) -> None:
         channel.server.load -= 1
         await channel.close()
 
@@ -165,7 +166,7 @@ class Servers:
         free = [server for server in self.known if server.is_free]
         return min(free, key=lambda server: (server.load, server.begun), default=None)
 
-    async def _connect(self, server: Server) -> Channel | None:
+    async def _connect(self, server: Server) -> Channel[T] | None:
         """Open a session; None: the server does not answer, and is left until it does."""
         server.load += 1
         server.begun += 1
@@ -184,7 +185,7 @@ class Servers:
         except BaseException:
             server.load -= 1
             raise
-        return Channel(server, socket, config=self.config, limits=self._limits)
+        return Channel(server, socket, config=self.config, limits=self._limits, decode=self._decode)
 
     async def _watch(self, server: Server) -> None:
         server.heard = time.monotonic()

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from arealite.api.agent import AgentConfig
 from arealite.api.env import EnvConfig, envs
-from arealite.api.env_server import EnvServerConfig, EnvServerOptions
+from arealite.api.env_server import EnvServerConfig, EnvServerOptions, Reply
 from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import InvariantError, UserError
@@ -260,7 +260,7 @@ async def test_token_stays_out_of_the_log_when_a_server_answers_with_errors(monk
     app.router.add_get("/health", fail)
     async with TestServer(app) as host:
         config = EnvServersConfig(addresses=[str(host.make_url(""))], token_env="HOST_TOKEN")
-        servers = Servers(config)
+        servers = Servers(config, Reply)
         with capture_logs() as events:
             await servers.start()
             try:

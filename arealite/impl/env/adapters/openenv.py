@@ -15,7 +15,6 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.impl.env_client.channel import EnvServerGarbage
 from arealite.impl.env_client.servers import Servers
 from arealite.impl.env_server.wire import INVALID_ACTION, RemoteFailure
 
@@ -34,9 +33,6 @@ class OpenEnvReply(msgspec.Struct):
     done: bool = False
 
 
-decode = msgspec.json.Decoder(OpenEnvReply).decode
-
-
 class OpenEnvEnv(Env):
     """Plays in OpenEnv servers, one session an episode."""
 
@@ -44,7 +40,7 @@ class OpenEnvEnv(Env):
 
     def __init__(self, args: Any, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
-        self.servers = Servers(config)
+        self.servers = Servers(config, OpenEnvReply)
         self._stack = AsyncExitStack()
 
     @classmethod
@@ -74,13 +70,12 @@ class OpenEnvEnv(Env):
             EpisodeError: the server is lost, fails, or does not keep to the protocol.
         """
         agent, config = agents["agent"], self.config
-        async with self.servers.episode(task.extra_info.get("reset", {})) as (channel, raw):
-            reply = _read(raw)
+        async with self.servers.episode(task.extra_info.get("reset", {})) as (channel, reply):
             seen: Any = self.first(task, reply.observation)
             for _ in range(0 if reply.done else config.max_steps):
                 action = await agent.act(seen)
                 try:
-                    reply = _read(await channel.ask("step", self.action(action.text)))
+                    reply = await channel.ask("step", self.action(action.text))
                 except RemoteFailure as error:
                     if error.failure_class != INVALID_ACTION:
                         raise
@@ -136,10 +131,3 @@ def _fill(template: Any, text: str) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _read(raw: msgspec.Raw) -> OpenEnvReply:
-    try:
-        return decode(raw)
-    except msgspec.MsgspecError as error:
-        raise EnvServerGarbage(f"an answer of another form: {error}") from error
