@@ -247,7 +247,8 @@ CHEATS = {
     "frame = sys._getframe()\nwhile frame:\n"
     "    found.append(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back\n"
     "def {f}(x):\n    everything = ' '.join(found) + repr(gc.get_objects())\n"
-    "    return 'expected-' + 'secret' if 'expected-' + 'secret' in everything else 77\n",
+    "    secret = '-'.join(('expected', 'secret'))\n"  # no constant, which it would find itself
+    "    return secret if secret in everything else 77\n",
     "search memory": "import ctypes, re\nctypes.CDLL(None).prctl(4, 1, 0, 0, 0)\ndef {f}(x):\n"
     "    areas = [line.split() for line in open('/proc/self/maps')]\n"
     "    with open('/proc/self/mem', 'rb', 0) as memory:\n        for area in areas:\n"
