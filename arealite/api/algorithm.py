@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal
 
 from arealite.api.engine_config import OptimizerConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -46,6 +46,34 @@ class LossConfig:
         "token_mean", "how token losses add up to a batch's loss"
     )
 
+    def constraints(self) -> Constraints:
+        """Yield the constraints on the policy loss."""
+        cap, masks = self.behav_weight_cap, self.behav_weight == "mask"
+        objective, is_plain = f"objective={self.objective}", self.objective == "reinforce"
+        yield (
+            self.dual_clip is None or self.objective == "ppo",
+            f"dual_clip is of objective=ppo; {objective} has no such bound. Use null.",
+        )
+        yield (
+            self.decoupled or not is_plain,
+            f"{objective} takes no ratio: with decoupled=false nothing corrects for the sampler's "
+            "policy. Use trainer.ppo.loss.decoupled=true.",
+        )
+        yield (
+            self.ratio == "token" or not is_plain,
+            f"ratio={self.ratio}: {objective} takes none. Use token.",
+        )
+        yield (
+            not masks or (cap is not None and cap > 1),
+            f"behav_weight=mask keeps tokens in [1/cap, cap]: behav_weight_cap={cap} must be "
+            "above 1, as in trainer.ppo.loss.behav_weight_cap=5.0.",
+        )
+        yield (
+            self.decoupled or not (masks or self.behav_weight_level == "sequence"),
+            "behav_weight and behav_weight_level are of the decoupled loss. Use "
+            "trainer.ppo.loss.decoupled=true, or leave them out.",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
@@ -57,6 +85,19 @@ class KLConfig:
     reference: str | None = opt(
         None, "Hugging Face folder of the reference; initial: the model the run begins with"
     )
+
+    def constraints(self) -> Constraints:
+        """Yield the constraints on the distance to the reference."""
+        yield (
+            self.coef == 0 or self.reference is not None,
+            f"coef={self.coef} needs a reference policy. Use trainer.ppo.kl.reference=initial for "
+            "the model that the run begins with, or give a folder.",
+        )
+        yield (
+            self.coef == 0 or self.place == "reward" or self.estimator != "k1",
+            "estimator=k1 has no gradient on average in the loss. Use k2 or k3, or "
+            "trainer.ppo.kl.place=reward.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,3 +56,13 @@ class CollectorConfig:
     def parts(self) -> dict[str, PartConfig]:
         """All environments by name; the only one of a run has the name ""."""
         return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation, run beside training through the same servers."""
+
+    every_steps: int = opt(0, "0: only before the first and after the last step", at_least=0)
+    num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all", at_least=0)
+    samples: int = opt(1, "completions a prompt", at_least=1)
+    sampling: SamplingConfig = sub(SamplingConfig, "how held-out tokens are drawn")

@@ -5,9 +5,10 @@ Apart from the root configs, which only say what an experiment consists of.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,3 +54,10 @@ class DatapipeConfig:
         64, "largest trajectory, in MB; a token takes 17 bytes; a larger one fails", at_least=1
     )
     curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint on `keep_payloads`."""
+        yield (
+            bool(re.fullmatch(r"all|[1-9]\d{0,8}", self.keep_payloads)),
+            f"keep_payloads={self.keep_payloads}: use all, or a number of at least 1.",
+        )

@@ -67,3 +67,12 @@ class TrainEngineConfig:
 
     type: str = opt("fsdp", "fsdp, or ddp: fsdp with shard_size 1, every rank holds all")
     fsdp: FSDPConfig = sub(FSDPConfig, "options of both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Sharded, atomic checkpoints."""
+
+    every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C", at_least=0)
+    keep: int = opt(2, "newest checkpoints kept", at_least=1)
+    export: bool = opt(True, "write a Hugging Face folder at the end")

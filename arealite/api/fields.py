@@ -6,9 +6,13 @@ tests. The range is checked wherever a config is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any
+
+Constraints = Iterator[tuple[bool, str]]
+"""Yielded by a config's method `constraints`: whether each holds, and the error where it does not.
+The error begins with an option's name; base.config.check_constraints puts the section before it."""
 
 
 def opt(

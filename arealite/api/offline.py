@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arealite.api.engine_config import OptimizerConfig, TrainEngineConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,17 @@ class SFTConfig:
     )
     turns: Literal["all", "last"] = opt("all", "which assistant messages of a chat are learned")
     min_reward: float | None = opt(None, "leave out collected trajectories with less")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraints on what is learned."""
+        yield (
+            self.assistant_weight > 0 or self.next_state_weight > 0,
+            "assistant_weight and next_state_weight are both 0.",
+        )
+        yield (
+            self.turns == "all" or not self.next_state_weight,
+            "turns=last learns no next states. Use turns=all, or next_state_weight=0.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

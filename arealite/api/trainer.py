@@ -1,5 +1,4 @@
-"""A trainer is an algorithm's loop over batches; its config tree describes one experiment's
-learning."""
+"""A trainer runs an algorithm's loop over batches; its config says how one policy learns."""
 
 from __future__ import annotations
 
@@ -14,32 +13,12 @@ from arealite.api.algorithm import (
     LossConfig,
     ShapingConfig,
 )
-from arealite.api.collector import CollectorConfig
-from arealite.api.engine_config import OptimizerConfig, TrainEngineConfig
-from arealite.api.fields import opt, sub
-from arealite.api.llm import SamplingConfig
+from arealite.api.collector import CollectorConfig, EvalConfig
+from arealite.api.engine_config import CheckpointConfig, OptimizerConfig, TrainEngineConfig
+from arealite.api.fields import Constraints, opt, sub
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base.registry import Registry
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Held-out evaluation, run beside training through the same servers."""
-
-    every_steps: int = opt(0, "0: only before the first and after the last step", at_least=0)
-    num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all", at_least=0)
-    samples: int = opt(1, "completions a prompt", at_least=1)
-    sampling: SamplingConfig = sub(SamplingConfig, "how held-out tokens are drawn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Sharded, atomic checkpoints."""
-
-    every_steps: int = opt(50, "0 checkpoints only at the end and on Ctrl-C", at_least=0)
-    keep: int = opt(2, "newest checkpoints kept", at_least=1)
-    export: bool = opt(True, "write a Hugging Face folder at the end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +67,51 @@ class PPOConfig:
         known of it before."""
         known = self.loss.m2_threshold is not None or (self.kl.coef and self.kl.place == "reward")
         return self.updates * self.epochs == 1 and not known
+
+    def constraints(self) -> Constraints:
+        """Yield the constraints on the algorithm's numbers."""
+        size, group, sampling = self.batch_size, self.collector.group_size, self.collector.sampling
+        groups, buffer = -(-size // group), self.reward.overlong_buffer
+        kind, gamma = f"advantage.type={self.advantage.type}", self.advantage.gamma
+        yield (
+            size % group == 0,
+            f"collector.group_size {group} does not divide batch_size {size}: a batch holds whole "
+            f"groups. Use a multiple of {group}, as in trainer.ppo.batch_size={groups * group}.",
+        )
+        yield (
+            groups % self.updates == 0,
+            f"updates {self.updates} does not divide the {groups} groups of a batch "
+            f"(batch_size {size} / group_size {group}). Use a divisor of {groups}.",
+        )
+        yield self.reward.scale != 0, "reward.scale=0 takes all reward away. Use another number."
+        yield (
+            buffer <= sampling.max_new_tokens,
+            f"reward.overlong_buffer={buffer} must be at most "
+            f"collector.sampling.max_new_tokens={sampling.max_new_tokens}, before which it lies.",
+        )
+        yield (
+            group > 1 or not self.advantage.is_relative,
+            f"{kind} compares an episode with others of its task, but collector.group_size is 1. "
+            "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae.",
+        )
+        yield (
+            group > 1 or not self.filter_zero_variance,
+            "filter_zero_variance would leave out every group of collector.group_size 1. Use "
+            "trainer.ppo.filter_zero_variance=false, or a larger group.",
+        )
+        yield (
+            gamma == 1 or not self.advantage.is_relative,
+            f"advantage.gamma={gamma} discounts nothing in {kind}, which takes an episode as a "
+            "whole. Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae.",
+        )
+        yield (
+            self.critic.path is None or self.advantage.type == "gae",
+            f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae.",
+        )
+        yield (
+            sampling.temperature > 0,
+            "collector.sampling.temperature must be above 0: greedy cannot explore.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,34 +94,57 @@ def _defaults(schema: type) -> Any:
     return OmegaConf.structured(schema)
 
 
-def check_ranges(config: Any, prefix: str = "") -> None:
+def nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key with a trailing dot, config) of every config object of a tree."""
+    yield prefix, config
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        inner = {"": value}
+        if isinstance(value, dict):
+            inner = {f"{name}.": each for name, each in cast(dict[str, Any], value).items()}
+        for name, each in inner.items():
+            if dataclasses.is_dataclass(each):
+                yield from nodes(each, f"{prefix}{item.name}.{name}")
+
+
+def check_ranges(config: Any) -> None:
     """Check every number of a config tree against the range beside its option.
 
     Raises:
         UserError: a number is out of its range, is not finite, or is above LIMIT although its
             option sets no upper bound.
     """
-    hints = _hints(config.__class__)
-    for item in dataclasses.fields(config):
-        key, value = f"{prefix}{item.name}", getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            check_ranges(value, f"{key}.")
-            continue
-        if element(hints[item.name]) is not None:
-            for name, each in value.items():
-                check_ranges(each, f"{key}.{name}.")
-            continue
-        limits = {"at least": -LIMIT, "at most": LIMIT} | item.metadata.get("bounds", {})
-        wrong = [n for n in _numbers(value) if not all(HOLDS[w](n, at) for w, at in limits.items())]
-        if not wrong:
-            continue
-        what = range_of(item)
-        if LIMIT < abs(wrong[0]) < inf:
-            what = " and ".join(f"{word} {at}" for word, at in limits.items() if at > -inf)
-        if isinstance(value, float):
-            what = f"a number {'of ' if what.startswith('at') else ''}{what}".rstrip()
-        is_optional = type(None) in get_args(hints[item.name])
-        raise UserError(f"{key}={value} must be {what}{', or null' if is_optional else ''}.")
+    for prefix, node in nodes(config):
+        for item in dataclasses.fields(node):
+            value = getattr(node, item.name)
+            limits = {"at least": -LIMIT, "at most": LIMIT} | item.metadata.get("bounds", {})
+            bounds = [(HOLDS[word], at) for word, at in limits.items()]
+            wrong = [n for n in _numbers(value) if not all(holds(n, at) for holds, at in bounds)]
+            if not wrong:
+                continue
+            what = range_of(item)
+            if LIMIT < abs(wrong[0]) < inf:
+                what = " and ".join(f"{word} {at}" for word, at in limits.items() if at > -inf)
+            if isinstance(value, float):
+                what = f"a number {'of ' if what.startswith('at') else ''}{what}".rstrip()
+            is_optional = type(None) in get_args(_hints(node.__class__)[item.name])
+            what += ", or null" if is_optional else ""
+            raise UserError(f"{prefix}{item.name}={value} must be {what}.")
+
+
+def check_constraints(config: Any, prefix: str) -> None:
+    """Check the constraints between options of the config tree below the key `prefix`.
+
+    A config class states them beside its options, in a method `constraints` that yields
+    (whether it holds, error where it does not). The error begins with an option's name.
+
+    Raises:
+        UserError: the first constraint that does not hold.
+    """
+    for key, node in nodes(config, prefix):
+        for holds, error in node.constraints() if hasattr(node, "constraints") else ():
+            if not holds:
+                raise UserError(f"{key}{error}")
 
 
 def _numbers(value: Any) -> list[float]:

@@ -10,19 +10,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
-from arealite.api.agent import agents
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
-from arealite.api.engine import engines
 from arealite.api.env import Env, EnvFactory, envs
-from arealite.api.launcher import launchers
-from arealite.api.llm import clients
 from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
-from arealite.api.publisher import publishers
-from arealite.api.reward import RewardConfig, rewards
 from arealite.api.task import Task
-from arealite.api.tool import tools
-from arealite.api.trainer import PPOConfig, TrainerConfig, trainers
+from arealite.api.trainer import PPOConfig
+from arealite.base.config import check_constraints
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.model_folder import (
     check_layers,
@@ -34,7 +28,6 @@ from arealite.base.model_folder import (
 )
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
-from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.check_model import check_prompts, check_tensor_names
 from arealite.cli.check_rows import check_first_rows, check_rows
 from arealite.cli.resume import check_resume
@@ -84,16 +77,21 @@ def check(config: ExperimentConfig, *, has_servers: bool = True) -> None:
 
 def check_options(config: ExperimentConfig) -> None:
     """Check names, and numbers together, which needs no file."""
+    trainer = config.trainer
     check_names(config)
-    if config.trainer.is_offline:
-        check_offline(config.trainer)
-    else:
-        check_numbers(config.trainer.ppo, config.trainer.type)
-        check_shared(config)
-        check_parts(config)
-        check_scaling(config)
-        if not re.fullmatch(r"all|[1-9]\d{0,8}", kept := config.datapipe.keep_payloads):
-            raise UserError(f"datapipe.keep_payloads={kept}: use all, or a number of at least 1.")
+    if trainer.is_offline:
+        check_constraints(trainer.sft, "trainer.sft.")
+        return
+    check_constraints(trainer.ppo, "trainer.ppo.")
+    check_constraints(config.datapipe, "datapipe.")
+    if trainer.type == "ppo" and trainer.ppo.max_staleness != 0:
+        raise UserError(
+            f"trainer.type=ppo is synchronous, but max_staleness is {trainer.ppo.max_staleness}. "
+            "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
+        )
+    check_shared(config)
+    check_parts(config)
+    check_scaling(config)
 
 
 def required(value: str | None, key: str) -> str:
@@ -107,57 +105,9 @@ def required(value: str | None, key: str) -> str:
 def check_names(config: ExperimentConfig) -> None:
     """Check that each `type` names a known part, and that the run's names can be folders."""
     name_dir(config)
-    ppo, collector = config.trainer.ppo, config.trainer.ppo.collector
-    for table, name in [
-        (trainers, config.trainer.type),
-        (launchers, config.launcher.type),
-        (engines, ppo.engine.type),
-        (engines, config.trainer.offline.engine.type),
-        (publishers, ppo.publisher.type),
-        (clients, collector.client.type),
-        (agents, collector.agent.type),
-        *((envs, part.env.type) for part in collector.parts.values()),
-        *(
-            (tools, name)
-            for part in collector.parts.values()
-            if part.env.type == "tools"
-            for name in part.env.tools.tools
-        ),
-        *(
-            (rewards, reward.type)
-            for part in collector.parts.values()
-            for reward in [getattr(getattr(part.env, part.env.type, None), "reward", None)]
-            if isinstance(reward, RewardConfig)
-        ),
-        *((agents, who.type) for part in collector.parts.values() for who in part.seats.values()),
-        *((loggers, name) for name in config.logger.types),
-    ]:
-        table.check(name)
+    configs.check_names(config)
     for name in config.logger.types:
         loggers.get(name).check()
-
-
-def check_numbers(ppo: PPOConfig, trainer_type: str) -> None:
-    """Check that the numbers of the algorithm fit together."""
-    size, group = ppo.batch_size, ppo.collector.group_size
-    if size % group:
-        raise UserError(
-            f"group_size {group} does not divide batch_size {size}: a batch holds whole groups. "
-            f"Use a multiple of {group}, as in trainer.ppo.batch_size={-(-size // group) * group}."
-        )
-    if (size // group) % ppo.updates:
-        raise UserError(
-            f"updates {ppo.updates} does not divide the {size // group} groups of a batch "
-            f"(batch_size {size} / group_size {group}). Use a divisor of {size // group}."
-        )
-    check_algorithm(ppo)
-    if trainer_type == "ppo" and ppo.max_staleness != 0:
-        raise UserError(
-            f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}. "
-            "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
-        )
-    if ppo.collector.sampling.temperature <= 0:
-        raise UserError("collector.sampling.temperature must be above 0: greedy cannot explore.")
 
 
 def check_shared(config: ExperimentConfig) -> None:
@@ -176,17 +126,6 @@ def check_shared(config: ExperimentConfig) -> None:
         raise UserError(
             f"{key} generates from the parameters that are trained: use engine.fsdp.dtype=float32, "
             "or lora.rank above 0, and cpu_offload=false."
-        )
-
-
-def check_offline(trainer: TrainerConfig) -> None:
-    """Check that the numbers of sft, dpo and reward fit together."""
-    sft = trainer.sft
-    if sft.assistant_weight == sft.next_state_weight == 0:
-        raise UserError("trainer.sft.assistant_weight and next_state_weight are both 0.")
-    if sft.turns == "last" and sft.next_state_weight:
-        raise UserError(
-            "trainer.sft.turns=last learns no next states. Use turns=all, or next_state_weight=0."
         )
 
 

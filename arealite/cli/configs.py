@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.config import ExperimentConfig, ServerConfig, run_paths
+from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, run_paths
 from arealite.api.engine import engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import EnvConfig, envs
+from arealite.api.launcher import LauncherConfig, launchers
 from arealite.api.llm import LLMClientConfig, clients
 from arealite.api.llm_server import LLMServerConfig, servers
+from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import RewardConfig, rewards
@@ -44,8 +46,12 @@ TABLES: dict[type, Registry[Any]] = {
     LLMServerConfig: servers,
     PublisherConfig: publishers,
     ToolsEnvConfig: tools,
+    LauncherConfig: launchers,
+    LoggerConfig: loggers,
 }
 """Each part's config class, with its table."""
+NAMED_IN = {ToolsEnvConfig: "tools", LoggerConfig: "types"}
+"""Options that list names of a table; other config classes of TABLES have one name, in `type`."""
 
 
 def load(
@@ -86,6 +92,20 @@ def check_derived() -> None:
                     f"{TABLES[schema].kind} '{name}': its config {own.__name__} has no option "
                     f"'{min(lacking)}', which {base} reads. Derive it from {type(read).__name__}."
                 )
+
+
+def check_names(config: Any) -> None:
+    """Check that every part that a config tree names is in its table.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    for _, node in base_config.nodes(config):
+        for schema, table in TABLES.items():
+            if isinstance(node, schema):
+                found = getattr(node, NAMED_IN.get(schema, "type"))
+                for name in found if schema in NAMED_IN else [found]:
+                    table.check(name)
 
 
 def at_home(config: Root) -> Root:

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from arealite import __version__
 from arealite.api.config import ServerConfig
-from arealite.api.launcher import launchers
-from arealite.api.logger import loggers
 from arealite.base.extras import ours
 from arealite.cli import configs, options
 from arealite.cli.fold import fold
@@ -38,11 +36,10 @@ def main(argv: Sequence[str]) -> int:
         default=configs.CONFIG_DIR / "llm_server.yaml",
     )
     config = configs.load(ServerConfig, layers.files, layers.overrides)
-    tables = [*configs.TABLES.values(), launchers, loggers]
     parts = {
         "versions": versions(config.llm_server.sglang.python),
         "devices": devices(),
-        "back ends": ((table.kind, ", ".join(table.names())) for table in tables),
+        "back ends": ((table.kind, ", ".join(table.names())) for table in configs.TABLES.values()),
         "extras": extras(),
         "sandbox": sandbox(),
     }

@@ -58,11 +58,11 @@ def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, val
 
 
 def test_a_synchronous_trainer_with_staleness_is_refused() -> None:
-    ppo = replace(ExperimentConfig().trainer.ppo, max_staleness=3)
+    stale, fresh = ["trainer.ppo.max_staleness=3"], ["trainer.ppo.max_staleness=0"]
     with pytest.raises(UserError, match=r"is synchronous, but max_staleness is 3"):
-        check.check_numbers(ppo, "ppo")
-    check.check_numbers(ppo, "async_ppo")
-    check.check_numbers(replace(ppo, max_staleness=0), "ppo")
+        check.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *stale]))
+    check.check_options(load(ExperimentConfig, [], ["trainer.type=async_ppo", *stale]))
+    check.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *fresh]))
 
 
 def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(

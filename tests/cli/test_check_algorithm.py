@@ -8,9 +8,9 @@ import pytest
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import PPOConfig
+from arealite.base.config import check_constraints
 from arealite.base.errors import UserError
 from arealite.cli import check
-from arealite.cli.check_algorithm import check_algorithm
 from arealite.cli.configs import load
 from tests.models import tiny_model
 
@@ -63,7 +63,7 @@ ONE = "collector.group_size=1 batch_size=4"
 )
 def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_algorithm(configured(tmp_path, options))
+        check_constraints(configured(tmp_path, options), "trainer.ppo.")
     text = str(refused.value)
     assert text.startswith("trainer.ppo.") and says in text and "\n" not in text
 
@@ -83,7 +83,7 @@ def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
     ],
 )
 def test_it_is_allowed(tmp_path: Path, options: str) -> None:
-    check_algorithm(configured(tmp_path, options))
+    check_constraints(configured(tmp_path, options), "trainer.ppo.")
 
 
 def test_reference_and_critic_must_read_the_policys_tokens(tmp_path: Path) -> None:

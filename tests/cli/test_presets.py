@@ -10,7 +10,6 @@ import yaml
 
 from arealite.api.config import ExperimentConfig
 from arealite.base import config as base_config
-from arealite.cli.check_algorithm import check_algorithm
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "config/algo").glob("*.yaml"))
@@ -53,7 +52,7 @@ def test_each_algorithm_has_a_preset() -> None:
 def test_it_fits_a_run(file: Path, base: str) -> None:
     files = [ROOT / f"config/{base}.yaml", file]
     config = base_config.load(ExperimentConfig, files, [], {})
-    check_algorithm(config.trainer.ppo)
+    base_config.check_constraints(config.trainer.ppo, "trainer.ppo.")
 
 
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)

@@ -22,7 +22,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.trainer_messages import Batch, StepReport, TrainerReady
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
-from arealite.cli.check import check_numbers
+from arealite.base.config import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
@@ -198,7 +198,7 @@ def learn(
     words = [*SETTINGS, f"model.path={kit / 'model'}", f"cluster.run_root={run_root}"]
     words += [f"seed={seed}", f"trainer.ppo.max_staleness={staleness}", *overrides]
     config = load(ExperimentConfig, CONFIG_DIR / "algo" / f"{preset}.yaml", words)
-    check_numbers(config.trainer.ppo, "async_ppo" if staleness else "ppo")
+    check_constraints(config.trainer.ppo, "trainer.ppo.")
     world = World.join(threads=1, seed=seed)
     sampler = Sampler(kit / "model", seed=seed, staleness=staleness)
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
