@@ -38,7 +38,7 @@ loggers: Registry[MetricLogger] = Registry(
     {
         "jsonl": "arealite.impl.logger.jsonl:JSONLLogger",
         "tensorboard": "arealite.impl.logger.tensorboard:TensorBoardLogger",
-        "trackio": "arealite.impl.logger.trackio:TrackioLogger",
-        "wandb": "arealite.impl.logger.wandb:WandbLogger",
+        "trackio": "arealite.impl.logger.services:TrackioLogger",
+        "wandb": "arealite.impl.logger.services:WandbLogger",
     },
 )

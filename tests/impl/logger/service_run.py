@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from arealite.api.logger import loggers
-from arealite.impl.logger import guarded, wandb
+from arealite.impl.logger import guarded, services
 from arealite.impl.logger.guarded import GuardedLogger
 
 
 def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
-    wandb.UPLOAD_S = float(sys.argv[3])
+    services.UPLOAD_S = float(sys.argv[3])
     guarded.CLOSE_S = 120.0
     for begin in (0, 1):
         second = int(time.time())
