@@ -13,9 +13,6 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from arealite.api.algorithm import ShapingConfig
-from arealite.base.errors import UserError
-
-KINDS = ("grpo", "dr_grpo", "rloo")
 
 
 def group_advantages(
@@ -28,8 +25,6 @@ def group_advantages(
     equal rewards, gets 0. Sources: GRPO, arXiv 2402.03300; Dr.GRPO, arXiv 2503.20783; RLOO, arXiv
     2402.14740.
     """
-    if kind not in KINDS:
-        raise UserError(f"Unknown advantage type '{kind}'. Known: {', '.join(KINDS)}.")
     advantages = [0.0] * len(rewards)
     for members in _members(groups):
         own = [rewards[i] for i in members]

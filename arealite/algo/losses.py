@@ -1,4 +1,4 @@
-"""The policy's and the critic's loss, as weighted sums over loss tokens.
+"""The losses of policy, critic and supervised fine-tuning, as weighted sums over loss tokens.
 
 Here as pure functions, so that they can be checked against hand-made tables. N = loss tokens.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from arealite.algo.kl import MAX_LOG_RATIO, kl_estimate
-from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
+from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
 from arealite.api.engine import LossFn, LossInput
 
 Stats = dict[str, torch.Tensor]
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped here: exp of more is inf, and inf · 0 would make a gradient NaN."""
 
 
 def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
@@ -53,6 +54,20 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
         return loss, _sums(stats, weight_N, loss)
 
     return loss_fn
+
+
+def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
+    """Estimate from x = log π − log π_ref of tokens sampled from π, float32 [N].
+
+    k1 = x, k2 = ½x², k3 = ρ − 1 − log ρ with ρ = π_ref/π = exp(−x) (Schulman, "Approximating KL
+    divergence", 2020). In a loss k1 has a gradient of expectation 0; that of k2 is the KL's.
+    """
+    if kind == "k1":
+        return log_ratio_N
+    if kind == "k2":
+        return 0.5 * log_ratio_N.square()
+    x_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-x_N).exp() - 1.0 + x_N
 
 
 def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> torch.Tensor:
@@ -186,3 +201,19 @@ def explained_variance(stats: dict[str, float]) -> float:
 
     spread = variance("returns")
     return 1.0 - variance("error") / spread if spread > 1e-12 else 0.0
+
+
+def cross_entropy(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
+
+    `is_answer` (1 for what the assistant wrote, 0 for what followed) only splits the sum in the
+    stats: `answer` + `next_state` = `loss`.
+    """
+    weight_N, is_answer_N = batch.fields["loss_weight"], batch.fields["is_answer"]
+    terms_N = -weight_N * batch.outputs["logprobs"]
+    loss = terms_N.sum()
+    with torch.no_grad():
+        answer = (terms_N * is_answer_N).sum()
+        entropy = (weight_N * batch.outputs["entropy"]).sum()
+    stats = {"loss": loss.detach(), "answer": answer, "next_state": loss.detach() - answer}
+    return loss, stats | {"entropy": entropy}

@@ -8,9 +8,6 @@ from __future__ import annotations
 import math
 
 from arealite.api.engine_config import OptimizerConfig
-from arealite.base.errors import UserError
-
-KINDS = ("constant", "linear", "cosine")
 
 
 def learning_rate(update: int, *, lr: float, total: int, config: OptimizerConfig) -> float:
@@ -19,12 +16,7 @@ def learning_rate(update: int, *, lr: float, total: int, config: OptimizerConfig
     Linear warm-up over `warmup_steps` updates, the first already at lr / warmup_steps; then
     constant, or a linear or cosine decay that reaches lr · min_lr_ratio at the last of `total`
     updates and stays there.
-
-    Raises:
-        UserError: an unknown schedule.
     """
-    if config.schedule not in KINDS:
-        raise UserError(f"Unknown schedule '{config.schedule}'. Known: {', '.join(KINDS)}.")
     warmup = config.warmup_steps
     if update < warmup:
         return lr * (update + 1) / warmup

@@ -13,6 +13,7 @@ from arealite.api.engine_config import OptimizerConfig
 from arealite.api.fields import Constraints, opt, sub
 
 KLEstimator = Literal["k1", "k2", "k3"]
+Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,7 @@ class LossConfig:
         None, "M2PO: tokens farthest off policy get no loss until the mean square is below", above=0
     )
     entropy_coef: float = opt(0.0, "of the entropy bonus", above=-inf)
-    reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = opt(
-        "token_mean", "how token losses add up to a batch's loss"
-    )
+    reduction: Reduction = opt("token_mean", "how token losses add up to a batch's loss")
 
     def constraints(self) -> Constraints:
         """Yield the constraints on the policy loss."""

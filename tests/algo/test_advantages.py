@@ -23,7 +23,6 @@ from arealite.algo.advantages import (
 from arealite.algo.losses import value_loss
 from arealite.api.algorithm import CriticConfig, ShapingConfig
 from arealite.api.engine import LossInput
-from arealite.base.errors import UserError
 
 
 def test_values_by_hand() -> None:
@@ -50,11 +49,6 @@ def test_groups_of_one_and_equal_rewards_get_zero(kind: str) -> None:
         "groups_of_one": 1.0,
         "groups_zero_variance": 1.0,
     }
-
-
-def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(UserError, match="Unknown advantage type 'gae'"):
-        group_advantages([], [], kind="gae", eps=0.0)
 
 
 drawn_rewards = st.lists(

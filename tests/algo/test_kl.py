@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from arealite.algo.kl import MAX_LOG_RATIO, kl_estimate
+from arealite.algo.losses import MAX_LOG_RATIO, kl_estimate
 from arealite.api.algorithm import KLEstimator
 
 REFERENCE = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arealite.algo.losses import cross_entropy
 from arealite.algo.preference import bradley_terry, dpo_terms, make_dpo_loss
-from arealite.algo.supervised import cross_entropy
 from arealite.api.engine import LossInput
 from arealite.api.offline import DPOConfig
 

@@ -224,6 +224,9 @@ NUMBERS = [
     ("launcher.rollout_workers=9223372036854775808", "at least 1 and at most 1000000000."),
     ("seed=9223372036854775808", "and at most 9223372036854775807."),
     ("trainer.ppo.total_steps=1.5", "could not be converted to Integer."),
+    ("trainer.ppo.loss.reduction=mean", "Invalid value 'mean', expected one of ['token_mean'"),
+    ("trainer.ppo.optimizer.schedule=step", "Invalid value 'step', expected one of ['constant'"),
+    ("trainer.ppo.advantage.type=x", "Invalid value 'x', expected one of ['grpo', 'dr_grpo'"),
 ]
 DOORS = [
     (SERVE_LLM + " llm_server.port={used}", "llm_server.port={used}: cannot listen on 127.0.0.1:"),

@@ -22,7 +22,7 @@ from arealite.algo.advantages import (
     overlong_penalty,
     shape_rewards,
 )
-from arealite.algo.kl import kl_estimate
+from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
 from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
