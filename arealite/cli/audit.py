@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,14 @@ from rich.progress import Progress
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.fold import fold
+from arealite.cli.options import run_parser
 from arealite.system.ledger.audit import audit
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the audit of a run folder (or of a ledger file)."""
-    parser = argparse.ArgumentParser(
-        prog="arealite audit", description="Balance a run's ledger: no sample lost, none repeated."
-    )
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
-    run: Path = parser.parse_args(argv).run
+    about = "Balance a run's ledger: no sample lost, none repeated."
+    run: Path = run_parser("audit", about).parse_args(argv).run
     ledger = run if run.is_file() else RunPaths(run).ledger
     if not ledger.is_file():
         raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")

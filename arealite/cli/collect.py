@@ -16,7 +16,7 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.base.registry import unknown
-from arealite.cli import check, sampling
+from arealite.cli import check, configs, sampling
 from arealite.cli.fold import fold
 from arealite.system.data.row_files import SUFFIXES, Row, write_rows
 from arealite.system.data.samples import Samples
@@ -37,7 +37,8 @@ Key = tuple[int, int, str]
 
 def main(argv: Sequence[str]) -> int:
     """Collect; 1 where some samples failed for good, or no trajectory is within the bounds."""
-    config = sampling.load(argv, CollectConfig, command="collect", about=ABOUT)
+    config = configs.parse(CollectConfig, argv, command="arealite collect", about=ABOUT)
+    config = configs.at_home(config)
     out = Path(check.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")

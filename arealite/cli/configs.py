@@ -28,7 +28,7 @@ from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins
-from arealite.cli.options import Layers
+from arealite.cli import options
 from arealite.impl.launcher.processes import own_address
 
 C = TypeVar("C")
@@ -77,6 +77,13 @@ def load(
     return base_config.load(schema, files, overrides, parts(), is_saved=is_saved)
 
 
+def parse(schema: type[C], argv: Sequence[str], *, command: str, about: str) -> C:
+    """Return the config that a command line asks for."""
+    default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
+    layers = options.parse(argv, command=command, about=about, schema=schema, default=default)
+    return load(schema, layers.files, layers.overrides)
+
+
 def check_derived() -> None:
     """Check that each registered config has all options that its built-in base part reads.
 
@@ -115,7 +122,7 @@ def at_home(config: Root) -> Root:
     return replace(config, cluster=replace(config.cluster, host=own_address()))
 
 
-def load_stages(stages: Sequence[Layers]) -> list[ExperimentConfig]:
+def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
     """Load the configs of stages that follow each other; see options.THEN for what they share.
 
     Raises:
@@ -152,7 +159,7 @@ def _fields(config: Any) -> Sequence[str]:
     return [*getattr(config, "__dataclass_fields__", ())]
 
 
-def _layers(layers: Layers) -> list[Any]:
+def _layers(layers: options.Layers) -> list[Any]:
     """Read files and overrides as they are, the strongest first."""
     files = [base_config.read(file) for file in reversed(layers.files)]
     return [base_config.dotlist(layers.overrides), *files]
@@ -160,7 +167,7 @@ def _layers(layers: Layers) -> list[Any]:
 
 def _imports(files: Sequence[Path], overrides: Sequence[str]) -> list[str]:
     """Find `imports` before the schema can be known: it decides the schema."""
-    for layer in _layers(Layers([*files], [*overrides])):
+    for layer in _layers(options.Layers([*files], [*overrides])):
         if layer.get("imports") is not None:
             return [str(name) for name in layer.imports]
     return []

@@ -16,7 +16,7 @@ from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
-from arealite.cli import check, sampling
+from arealite.cli import check, configs, sampling
 from arealite.cli.fold import fold
 from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
@@ -36,7 +36,8 @@ Score = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate; 1 where some samples failed for good."""
-    config = sampling.load(argv, EvaluateConfig, command="eval", about=ABOUT)
+    config = configs.parse(EvaluateConfig, argv, command="arealite eval", about=ABOUT)
+    config = configs.at_home(config)
     wrong = [k for k in config.k if not 1 <= k <= config.n]
     if wrong:
         raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")

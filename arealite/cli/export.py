@@ -5,7 +5,6 @@ One process, whatever number of ranks wrote it: shards are read back at any numb
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,16 +13,14 @@ from arealite.api.engine import Head, Training
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
+from arealite.cli.options import run_parser
 from arealite.cli.resume import step_of
 from arealite.impl.engine import checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the model of one checkpoint; print where."""
-    parser = argparse.ArgumentParser(
-        prog="arealite export", description="Write a run's checkpoint as a Hugging Face folder."
-    )
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser = run_parser("export", "Write a run's checkpoint as a Hugging Face folder.")
     parser.add_argument("--step", type=int, help="of the checkpoint; without it, the newest")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export-step-…")
     options = parser.parse_args(argv)

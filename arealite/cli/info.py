@@ -19,7 +19,7 @@ from pathlib import Path
 from arealite import __version__
 from arealite.api.config import ServerConfig
 from arealite.base.extras import ours
-from arealite.cli import configs, options
+from arealite.cli import configs
 from arealite.cli.fold import fold
 
 Line = tuple[str, str]
@@ -28,14 +28,12 @@ ANSWER_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Print a table; overrides say where else to look (llm_server.sglang.python)."""
-    layers = options.parse(
+    config = configs.parse(
+        ServerConfig,
         argv,
         command="arealite info",
         about="Show versions, devices, back ends, extras, sandboxes, and what installs the rest.",
-        schema=ServerConfig,
-        default=configs.CONFIG_DIR / "llm_server.yaml",
     )
-    config = configs.load(ServerConfig, layers.files, layers.overrides)
     parts = {
         "versions": versions(config.llm_server.sglang.python),
         "devices": devices(),

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
-from arealite.cli import configs, options
+from arealite.cli import configs
 from arealite.cli.fold import fold
 
 
@@ -25,14 +25,9 @@ def main(argv: Sequence[str]) -> int:
     where, words = next(iter(argv), ""), [word for word in argv[1:] if word != "--print"]
     if where not in CLUSTERS:
         raise UserError(USAGE)
-    layers = options.parse(
-        words,
-        command=f"arealite launch {where}",
-        about="Run an experiment on a cluster. --print only shows what would be submitted.",
-        schema=ExperimentConfig,
-        default=configs.CONFIG_DIR / "async_ppo.yaml",
-    )
-    config = configs.load(ExperimentConfig, layers.files, layers.overrides)
+    about = "Run an experiment on a cluster. --print only shows what would be submitted."
+    command = f"arealite launch {where}"
+    config = configs.parse(ExperimentConfig, words, command=command, about=about)
     own = replace(config.launcher, type=where)
     host = "auto" if config.cluster.host == "127.0.0.1" else config.cluster.host
     config = replace(config, launcher=own, cluster=replace(config.cluster, host=host))

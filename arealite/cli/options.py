@@ -63,6 +63,13 @@ def parse(
     return Layers([*(options.config or []), *files] or [default], overrides)
 
 
+def run_parser(command: str, about: str) -> argparse.ArgumentParser:
+    """Return the parser of a command whose first argument is a run folder."""
+    parser = argparse.ArgumentParser(prog=f"arealite {command}", description=about)
+    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    return parser
+
+
 def parse_stages(
     argv: Sequence[str], *, command: str, about: str, schema: type, default: Path
 ) -> list[Layers]:

@@ -23,6 +23,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli.fold import fold
+from arealite.cli.options import run_parser
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.ledger.ledger import number, reading
 
@@ -47,10 +48,7 @@ class Segment:
 
 def main(argv: Sequence[str]) -> int:
     """Replay a run folder; 0: bitwise equal, 1: a step differs."""
-    parser = argparse.ArgumentParser(
-        prog="arealite replay", description="Train a run again from its ledger, and compare."
-    )
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser = run_parser("replay", "Train a run again from its ledger, and compare.")
     parser.add_argument("--to", type=int, metavar="STEP", help="only the steps up to STEP")
     parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

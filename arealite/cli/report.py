@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.base.names import RunPaths
+from arealite.cli.options import run_parser
 from arealite.impl.view.report import write_report
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the report of a run folder, and say what is in it."""
-    parser = argparse.ArgumentParser(
-        prog="arealite report", description="Write a run's report: one HTML file, no network."
-    )
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser = run_parser("report", "Write a run's report: one HTML file, no network.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
     parser.add_argument(
         "--trajectories", type=int, default=10_000, metavar="N",

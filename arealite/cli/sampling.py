@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import name_dir
@@ -22,7 +22,7 @@ from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.places import check_name
-from arealite.cli import check, configs, options
+from arealite.cli import check
 from arealite.cli.role import with_externals
 from arealite.impl.launcher.beside import own_servers
 from arealite.impl.rollout.collector import Collector
@@ -33,16 +33,7 @@ from arealite.system.data.tasks import load_split
 from arealite.system.locks import held
 from arealite.system.names.registry import NameRegistry
 
-C = TypeVar("C", bound=SamplingRunConfig)
 SHOW_S = 5.0
-
-
-def load(argv: Sequence[str], schema: type[C], *, command: str, about: str) -> C:
-    """Read the command line of `arealite COMMAND`."""
-    default = configs.CONFIG_DIR / "async_ppo.yaml"
-    words = f"arealite {command}"
-    layers = options.parse(argv, command=words, about=about, schema=schema, default=default)
-    return configs.at_home(configs.load(schema, layers.files, layers.overrides))
 
 
 @contextmanager

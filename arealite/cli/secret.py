@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from arealite.api.config import ServerConfig
 from arealite.base.errors import UserError
-from arealite.cli import configs, options
+from arealite.cli import configs
 from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE, read, rotate
 
@@ -19,16 +19,15 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: the trial has no secret, or a live process still uses it.
     """
-    layers = options.parse(
+    config = configs.parse(
+        ServerConfig,
         [word for word in argv if word not in (ROTATE, TOKEN)],
         command="arealite secret",
         about="Print the path of a trial's secret, as in: arealite secret trial_name=a\n"
         "--token prints the token that its servers ask for: curl -H 'Authorization: Bearer TOKEN'\n"
         "--rotate makes a new secret; no process of the trial may run then.",
-        schema=ServerConfig,
-        default=configs.CONFIG_DIR / "llm_server.yaml",
     )
-    names = NameRegistry.of(configs.load(ServerConfig, layers.files, layers.overrides))
+    names = NameRegistry.of(config)
     found = read(names.root)
     if found is None:
         raise UserError(f"{names.root} has no secret: no process of this trial was started yet.")

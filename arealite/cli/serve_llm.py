@@ -15,7 +15,7 @@ from arealite.api.llm_server import servers
 from arealite.base import log
 from arealite.base.model_folder import read_model
 from arealite.base.places import check_address
-from arealite.cli import configs, options
+from arealite.cli import configs
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import IS_KEPT, keep
 from arealite.system.health import vitals
@@ -28,14 +28,13 @@ SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
-    layers = options.parse(
+    config = configs.parse(
+        ServerConfig,
         argv,
         command="launch_llm_server.py",
         about="Start a language-model server that speaks SGLang's protocol.",
-        schema=ServerConfig,
-        default=configs.CONFIG_DIR / "llm_server.yaml",
     )
-    config = configs.at_home(configs.load(ServerConfig, layers.files, layers.overrides))
+    config = configs.at_home(config)
     if not die_with_parent():  # else it waits for the names to be back
         NameRegistry.of(config).check()
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")

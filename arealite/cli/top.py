@@ -3,7 +3,6 @@ sees its folders."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import select
@@ -13,10 +12,10 @@ import termios
 import tty
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from arealite.base import log
 from arealite.base.names import RunPaths
+from arealite.cli.options import run_parser
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.view.panel import panel
 from arealite.impl.view.terminal import Terminal
@@ -25,10 +24,7 @@ from arealite.system.health.snapshot import Watch
 
 def main(argv: Sequence[str]) -> int:
     """Show a run until it is over, or until q or Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="arealite top", description="Show what a run is doing, until it is over; q ends it."
-    )
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser = run_parser("top", "Show what a run is doing, until it is over; q ends it.")
     parser.add_argument("--once", action="store_true", help="print the panel once")
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds: 2")
     options = parser.parse_args(argv)

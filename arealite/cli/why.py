@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 from arealite.api.config import ExperimentConfig, name_dir
@@ -12,6 +10,7 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.fold import fold
+from arealite.cli.options import run_parser
 from arealite.system.health.diagnosis import examine, read
 from arealite.system.health.explain import explain
 from arealite.system.locks import holder
@@ -19,11 +18,8 @@ from arealite.system.locks import holder
 
 def main(argv: Sequence[str]) -> int:
     """Print one screen; 1 where somebody holds the run up."""
-    parser = argparse.ArgumentParser(
-        prog="arealite why", description="Name who holds a run up: on this host, and on others."
-    )
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
-    paths = RunPaths(parser.parse_args(argv).run)
+    about = "Name who holds a run up: on this host, and on others."
+    paths = RunPaths(run_parser("why", about).parse_args(argv).run)
     launcher = holder(paths.root / ".lock")
     if not paths.config.exists() and not launcher:
         raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
