@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from arealite.api.agent_config import AgentConfig
 from arealite.api.env_config import EnvConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 from arealite.api.llm import LLMClientConfig, SamplingConfig
 
 
@@ -56,6 +56,15 @@ class CollectorConfig:
     def parts(self) -> dict[str, PartConfig]:
         """All environments by name; the only one of a run has the name ""."""
         return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint on the bounds of the concurrency."""
+        least, most = self.autoscale.min_concurrency, self.concurrency
+        yield (
+            least <= most or not self.autoscale.enabled,
+            f"autoscale.min_concurrency={least} is above collector.concurrency={most}. Lower one "
+            "or raise the other.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ from arealite.base.model_folder import (
 )
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
-from arealite.cli.check_model import check_prompts, check_tensor_names
-from arealite.cli.check_rows import check_first_rows, check_rows
+from arealite.cli.check_data import check_first_rows, check_prompts, check_rows, check_tensor_names
 from arealite.cli.resume import check_resume
 from arealite.impl.launcher.local import server_overrides
 from arealite.impl.rollout.collector import check_seats
@@ -187,15 +186,10 @@ def check_parts(config: ExperimentConfig) -> None:
 
 
 def check_scaling(config: ExperimentConfig) -> None:
-    """Check the bounds of what is adapted while the run goes."""
-    collector, launcher = config.trainer.ppo.collector, config.launcher
-    scale, most = collector.autoscale, launcher.max_workers
-    if scale.enabled and scale.min_concurrency > collector.concurrency:
-        raise UserError(
-            f"collector.autoscale.min_concurrency={scale.min_concurrency} is above "
-            f"collector.concurrency={collector.concurrency}. Lower one or raise the other."
-        )
-    if most and (most < launcher.rollout_workers or not scale.enabled):
+    """Check that launcher.max_workers fits the other options of scaling."""
+    most, launcher = config.launcher.max_workers, config.launcher
+    is_scaled = config.trainer.ppo.collector.autoscale.enabled
+    if most and (most < launcher.rollout_workers or not is_scaled):
         raise UserError(
             f"launcher.max_workers={most} must be at least launcher.rollout_workers="
             f"{launcher.rollout_workers}, with collector.autoscale.enabled=true. 0 keeps that many."
@@ -271,7 +265,11 @@ def check_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
     """Check who will generate; return the contexts they say they have."""
     servers = find_servers(config, model)
     for server in servers:
-        check_same_model(config, model, server)
+        if difference := other_model(server.value, model):
+            raise UserError(
+                f"the server at {server.value['address']}: {difference} Start it with "
+                f"model.path={config.model.path}, or use another trial_name."
+            )
     return [length for server in servers if (length := server.value.get("context_length"))]
 
 
@@ -291,12 +289,3 @@ def own_contexts(config: ExperimentConfig, model: dict[str, Any]) -> list[int]:
     wanted = own_server(config).llm_server.context_length if config.launcher.llm_servers else None
     context = wanted or exact_length(model) or model.get("max_position_embeddings")
     return [context] if context else []
-
-
-def check_same_model(config: ExperimentConfig, model: dict[str, Any], server: Entry) -> None:
-    """Check that the server holds the architecture that will be trained."""
-    if difference := other_model(server.value, model):
-        raise UserError(
-            f"the server at {server.value['address']}: {difference} Start it with "
-            f"model.path={config.model.path}, or use another trial_name."
-        )

@@ -13,7 +13,7 @@ from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import other_model
-from arealite.cli import check, check_model, main
+from arealite.cli import check, check_data, main
 from arealite.cli.configs import load
 from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_tokenizer
@@ -77,7 +77,7 @@ def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
     def load_tokenizer(path: str) -> None:
         raise Loaded(path)
 
-    monkeypatch.setattr(check_model, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(check_data, "load_tokenizer", load_tokenizer)
     with pytest.raises(UserError, match="has no tokenizer"):
         check.check_prompts(config, [short], [1024])
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -1,6 +1,7 @@
-"""Checks a model's tensor names and tokenizer for this run, before it starts and without torch.
+"""Checks a model's files and a run's rows with the model's tokenizer, before anything starts and
+without torch.
 
-Separate from the other checks because these read the files of the model.
+Separate from the other checks because these read files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from arealite.api.env import envs
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_json, read_shapes, vocab_size
-from arealite.system.data.tasks import FIRST_ROWS
+from arealite.cli.fold import fold
+from arealite.system.data.chats import Row, identity_of_rows, make_encoder, read_dataset
+from arealite.system.data.tasks import FIRST_ROWS, first_rows
 
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
 """Tensors that transformers fuses or renames as it loads them."""
@@ -97,3 +100,45 @@ def _prompt_tokens(tokenizer: Any, prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(tokenizer.encode(prompt))
     return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"])
+
+
+def check_rows(config: ExperimentConfig, model: dict[str, Any]) -> dict[str, str]:
+    """Check that every row can be used, and return what must not change within the trial.
+
+    A row whose context leaves no room for its answer within `max_tokens` is only counted.
+    """
+    train, held_out = read_dataset(config)
+    encode = make_encoder(config, load_tokenizer(config.model.path))
+    vocabulary = vocab_size(model)
+
+    def is_learned(row: Row) -> bool:
+        examples = encode(row)
+        for example in examples:
+            top, bottom = int(example.tokens.max(initial=0)), int(example.tokens.min(initial=0))
+            if bottom < 0 or (vocabulary and top >= vocabulary):
+                raise UserError(
+                    f"{row[0]}: token {top if bottom >= 0 else bottom} is not among the model's "
+                    f"{vocabulary}. Were the rows made with another model's tokenizer?"
+                )
+        return all(example.kinds[1:].any() for example in examples)
+
+    empty = [row[0] for row in (*train, *held_out) if not is_learned(row)]
+    if len(empty) == len(train) + len(held_out):
+        limit = config.trainer.offline.max_tokens
+        raise UserError(
+            f"no row has a token to learn within trainer.offline.max_tokens={limit}. Raise it."
+        )
+    if empty:
+        about = f"{len(empty)} rows have nothing to learn and are left out; the first: {empty[0]}"
+        print(fold(about))
+    return identity_of_rows(config, train)
+
+
+def check_first_rows(config: ExperimentConfig) -> None:
+    """Check that each environment can read the first rows of its files."""
+    for where, part, task in first_rows(config):
+        try:
+            envs.get(part.env.type).check_row(task)
+        except Exception as error:  # an environment may raise anything
+            why = f"environment {part.env.type} cannot read it: {type(error).__name__}: {error}"
+            raise UserError(f"{where}: {why}. Correct or remove the row.") from error

@@ -18,7 +18,7 @@ from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model, weight_files
-from arealite.cli.check_model import check_prompts, check_tokens
+from arealite.cli.check_data import check_prompts, check_tokens
 from arealite.cli.main import main
 from tests.e2e.conftest import ENVIRONMENT, ROOT, write_rows
 from tests.models import tiny_mixture, tiny_model
