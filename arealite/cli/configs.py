@@ -32,7 +32,7 @@ from arealite.cli import options
 from arealite.impl.launcher.processes import own_address
 
 C = TypeVar("C")
-Root = TypeVar("Root", ExperimentConfig, ServerConfig)
+Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 """The YAML files, in a checkout (through a link) and in an installed wheel."""
