@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import fields, is_dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 from arealite.api.agent import Agent, AgentFactory, agents
@@ -49,14 +49,17 @@ class Left(EpisodeError):
 
 
 class Lines:
-    """Reads lines of the standard input without holding up the event loop."""
+    """Reads lines of the standard input in a thread, so that the event loop never waits for it."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """Whoever asks the person; one seat at a time."""
+        """Held by the seat that asks the person; one seat at a time."""
         self.told = list[str]()
         """What the others did, not shown yet: seats may act at the same time."""
-        self._held = b""
+        self._typed = asyncio.Queue[bytes]()
+        """Lines that no seat has read yet; an empty one is the end of the input."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read_input, args=(loop,), daemon=True).start()
 
     def show(self, *texts: str) -> None:
         """Print what the others did, then `texts`."""
@@ -69,26 +72,16 @@ class Lines:
         Raises:
             Left: there are no more.
         """
-        while b"\n" not in self._held:
-            await self._readable()
-            if not (got := os.read(0, 65536)):
-                if not self._held:
-                    raise Left("the input has ended")
-                got = b"\n"
-            self._held += got
-        line, self._held = self._held.split(b"\n", 1)
-        return line.decode(errors="replace").rstrip("\r")
+        if not (line := await self._typed.get()):
+            self._typed.put_nowait(line)  # for the other seats
+            raise Left("the input has ended")
+        return line.decode(errors="replace").rstrip("\r\n")
 
-    async def _readable(self) -> None:
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            loop.add_reader(0, event.set)
-        except PermissionError:  # a file: it can be read at any time
-            return
-        try:
-            await event.wait()
-        finally:
-            loop.remove_reader(0)
+    def _read_input(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Unbuffered: a lock of sys.stdin would hold up the end of the process.
+        with suppress(RuntimeError), open(0, "rb", buffering=0, closefd=False) as typed:
+            for line in chain(iter(typed.readline, b""), [b""]):
+                loop.call_soon_threadsafe(self._typed.put_nowait, line)
 
 
 class Player(Agent):
