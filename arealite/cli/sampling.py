@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import sys
@@ -71,14 +70,13 @@ def sample(
         return Counter()
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(_sample(config, tasks, samples, split))
-        except KeyboardInterrupt:
-            kept, all_ = len(samples.done()), len(tasks) * config.n
-            what = f"{kept} of {all_} samples are kept in {config.folder}"
-            print(f"{what}: the same command goes on from there", file=sys.stderr)
-            raise
+    try:
+        return uvloop.run(_sample(config, tasks, samples, split))
+    except KeyboardInterrupt:
+        kept, all_ = len(samples.done()), len(tasks) * config.n
+        what = f"{kept} of {all_} samples are kept in {config.folder}"
+        print(f"{what}: the same command goes on from there", file=sys.stderr)
+        raise
 
 
 async def _sample(

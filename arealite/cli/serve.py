@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
         import uvloop
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, told))
+        uvloop.run(_serve(config, told))
     return 0
 
 
