@@ -30,6 +30,7 @@ from arealite.api.logger import loggers  # noqa: E402
 from arealite.api.sampling import CollectConfig, EvaluateConfig  # noqa: E402
 from arealite.base import config as base_config  # noqa: E402
 from arealite.base import errors  # noqa: E402
+from arealite.base.extras import ours  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
 from arealite.impl.logger.names import catalogue  # noqa: E402
 
@@ -272,7 +273,7 @@ def metrics_page() -> str:
 
 
 def loggers_section() -> str:
-    """Tell each logger's first words, from its module."""
+    """Describe each logger: by its class if a package has to be installed, else by its module."""
     told = (
         "## Loggers\n\n"
         "`metrics.jsonl` is always written. `logger.types` names others, as in "
@@ -281,11 +282,14 @@ def loggers_section() -> str:
     )
     lines = [told]
     for name in loggers.names():
-        module: Any = inspect.getmodule(loggers.get(name))
-        if not module.__name__.startswith("arealite."):  # a test's
+        kind: Any = loggers.get(name)
+        if not kind.__module__.startswith("arealite."):  # a test's
             continue
-        text = " ".join((inspect.getdoc(module) or "").split())
-        how = f" `pip install {module.PIP}`." if hasattr(module, "PIP") else ""
+        package = getattr(kind, "package", "")
+        text = " ".join(
+            (inspect.getdoc(kind if package else inspect.getmodule(kind)) or "").split()
+        )
+        how = f" `pip install {ours(package)}`." if package else ""
         lines.append(f"**{name}**: {text}{how}\n")
     return "\n".join(lines)
 

@@ -1,9 +1,4 @@
-"""Writes metrics to services that show runs, Weights & Biases and trackio: the experiment is the
-project, the trial is the run.
-
-A run that is resumed goes on in the same run of the service. No service takes back a row, so steps
-that are trained again stand there twice.
-"""
+"""Loggers of services that show runs: Weights & Biases and trackio, which has W&B's interface."""
 
 from __future__ import annotations
 
@@ -79,9 +74,12 @@ class ServiceLogger(MetricLogger):
 
 
 class TrackioLogger(ServiceLogger):
-    """Writes rows to this host, into the folder of all trackio projects (TRACKIO_DIR).
+    """Writes metrics to trackio: the experiment is the project, the trial is the run.
 
-    trackio's own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place.
+    Rows lie on this host, in the folder of all trackio projects (TRACKIO_DIR), unless trackio's own
+    TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names where to send them. A run that is resumed goes on
+    in the same trackio run; trackio takes back no row, so steps that are trained again stand there
+    twice.
     """
 
     package = "trackio"
@@ -96,11 +94,13 @@ class TrackioLogger(ServiceLogger):
 
 
 class WandbLogger(ServiceLogger):
-    """Writes each row with its `step`, which is the axis of all charts.
+    """Writes metrics to Weights & Biases: the experiment is the project, the trial is the run.
 
-    Of two rows of a step the later one counts; an evaluation stands at the step it was asked at.
-    What could not be sent lies in the run's folder, below `wandb/`, for `wandb sync`. W&B reads the
-    key itself (WANDB_API_KEY or `wandb login`); WANDB_MODE=offline sends nothing.
+    A run that is resumed goes on in the same W&B run. W&B takes back no row, so each row carries
+    its `step`, which is the axis of all charts: steps that are trained again stand there twice, and
+    the later row counts; an evaluation stands at the step it was asked at. What could not be sent
+    lies in the run's folder, below `wandb/`, for `wandb sync`. The key is W&B's own matter
+    (WANDB_API_KEY or `wandb login`); WANDB_MODE=offline sends nothing.
     """
 
     package = "wandb"
