@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -11,8 +10,8 @@ from pathlib import Path
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import RoleError
-from arealite.impl.launcher.local import TERMINATE_GRACE_S, server_overrides
-from arealite.impl.launcher.processes import Child, server_gpus, spawn
+from arealite.impl.launcher.local import server_overrides
+from arealite.impl.launcher.processes import Child, end_all, server_gpus, spawn
 
 
 @asynccontextmanager
@@ -35,14 +34,7 @@ async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[No
             for watch in watches:
                 watch.cancel()
     finally:
-        running = [child for child in children if child.running]
-        for child in running:
-            child.send(signal.SIGTERM)
-        if running:
-            ends = [asyncio.ensure_future(child.process.wait()) for child in running]
-            await asyncio.wait(ends, timeout=TERMINATE_GRACE_S)
-        for child in children:
-            child.kill()
+        await end_all(children)
 
 
 async def _until_dead(child: Child) -> None:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from arealite.base import log
+from arealite.impl.launcher.processes import Child
 from arealite.system.health.diagnosis import Finding, examine
 
 EXAMINE_S = 1.0
@@ -35,8 +33,8 @@ class Doctor:
     """Examines the vitals in `folder`."""
 
     folder: Path
-    child: Callable[[Finding], int | None]
-    """Tells the child that a finding is about, leader of a session: nobody else is killed."""
+    child: Callable[[Finding], Child | None]
+    """Returns the child that a finding is about; other processes are never killed."""
     say: Callable[[str], None]
     silent_s: float = 8.0
     blocked_s: float = 60.0
@@ -73,10 +71,9 @@ class Doctor:
         limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
         limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
-        if is_due and (pid := self.child(finding)):
+        if is_due and (child := self.child(finding)):
             self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            child.kill()
 
 
 def trouble(finding: Finding) -> Trouble:

@@ -22,7 +22,14 @@ from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.leftovers import clear
-from arealite.impl.launcher.processes import Child, rank_environments, server_gpus, spawn, threads
+from arealite.impl.launcher.processes import (
+    Child,
+    end_all,
+    rank_environments,
+    server_gpus,
+    spawn,
+    threads,
+)
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget, Died, Role
 from arealite.system.health import vitals
@@ -31,7 +38,6 @@ from arealite.system.health.explain import explain
 from arealite.system.ledger.audit import audit
 from arealite.system.names.registry import NameRegistry
 
-TERMINATE_GRACE_S = 5.0
 REFRESH_S = 0.5
 TOLD = ("dead", "crashing")
 """Causes that the launcher reports itself when they concern its own roles."""
@@ -43,6 +49,8 @@ class LocalLauncher(Launcher):
 
     stop = signal.SIGTERM
     """Asks a child to end."""
+    is_remote = False
+    """Whether roles run on other hosts, so that a finding's process is not the child's own."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
@@ -116,11 +124,15 @@ class LocalLauncher(Launcher):
             lambda f: f.cause != "starting" and not (f.cause in TOLD and is_ours(f.culprit)),
         )
 
-    def culprit(self, finding: Finding) -> int | None:
-        """Return the process of a child that a finding is about: not a successor's, which has
-        another."""
-        running = {child.process.pid for child in self.children if child.running}
-        return finding.pid if finding.pid in running else None
+    def culprit(self, finding: Finding) -> Child | None:
+        """Return the child that a finding is about, unless it is about a predecessor."""
+        up = [child for child in self.children if child.running]
+        if self.is_remote:
+            begun = time.monotonic() - self.options.silent_s
+            found = [c for c in up if c.name == finding.culprit and c.started < begun]
+        else:
+            found = [c for c in up if c.process.pid == finding.pid]
+        return next(iter(found), None)
 
     # ------------------------------------------------------------ starting
 
@@ -333,11 +345,8 @@ class LocalLauncher(Launcher):
                 child.send(self.stop)
 
     async def _end_all(self) -> None:
-        """End what still runs: ask, wait a little, then kill; a session is killed as a group."""
-        self._terminate("")
-        waits = [asyncio.ensure_future(c.process.wait()) for c in self.children if c.running]
-        if waits and self._stops < 2:
-            await asyncio.wait(waits, timeout=TERMINATE_GRACE_S)
+        """Ask what still runs to exit, wait a little, then kill it."""
+        await end_all(self.children, self.stop, at_once=self._stops > 1)
         for role in self.roles:
             await role.clear()
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from arealite.impl.launcher.last_words import ERROR, last_words
 PARENT = "AREALITE_PARENT"
 """Environment variable that tells a process who brings it back: a process id."""
 PR_SET_PDEATHSIG = 1
+TERMINATE_GRACE_S = 5.0
+"""From the request to exit to SIGKILL."""
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 
@@ -36,7 +39,8 @@ class Child:
 
     name: str
     process: asyncio.subprocess.Process
-    log: Path
+    log: Path | None
+    """None: it writes where its parent does."""
     log_begin: int
     """Where in its log this process began to write."""
     started: float = field(default_factory=time.monotonic)
@@ -83,22 +87,24 @@ class Child:
         return f"{head}:\n{tail}"
 
     def _output(self) -> str:
+        if self.log is None:
+            return ""
         with self.log.open("rb") as file:
             file.seek(max(self.log_begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode(errors="replace").rstrip()
 
 
 async def spawn(
-    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
+    name: str, command: Sequence[str], *, log: Path | None, environment: Mapping[str, str]
 ) -> Child:
-    """Start a process that appends to `log`.
+    """Start a process that appends to `log`, or writes where this one does.
 
     Raises:
         UserError: the log cannot be written, or this machine can hold no more processes.
     """
     try:
-        with log.open("ab") as output:
-            begin = output.tell()
+        with log.open("ab") if log else nullcontext() as output:
+            begin = output.tell() if output else 0
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=os.environ | environment | {PARENT: str(os.getpid())},
@@ -110,6 +116,20 @@ async def spawn(
     except OSError as error:
         raise UserError(f"{name} cannot be started: {error}") from error
     return Child(name, process, log, begin)
+
+
+async def end_all(
+    children: Sequence[Child], number: int = signal.SIGTERM, *, at_once: bool = False
+) -> None:
+    """Send children a signal, wait a little unless `at_once`, then kill them and what they
+    started."""
+    running = [child for child in children if child.running]
+    for child in running:
+        child.send(number)
+    if ends := [asyncio.ensure_future(child.process.wait()) for child in running]:
+        await asyncio.wait(ends, timeout=0.0 if at_once else TERMINATE_GRACE_S)
+    for child in children:
+        child.kill()
 
 
 def die_with_parent() -> bool:
@@ -158,10 +178,22 @@ def own_address() -> str:
     return own
 
 
-def rank_environments(count: int) -> list[dict[str, str]]:
-    """Return what each of `count` ranks on this host has to know to find the others."""
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+def rank_environments(
+    count: int, *, address: str = "", local: Sequence[int] = ()
+) -> list[dict[str, str]]:
+    """Return the environment variables by which each of `count` ranks finds the others.
+
+    Args:
+        count: Number of ranks.
+        address: Host of the first rank; "": all ranks are on this host.
+        local: Each rank's number on its host; (): its number among all ranks.
+    """
+    # If a port is taken on another host, the next attempt has another one.
+    port = random.randint(20_000, 29_999) if address else free_port()
+    shared = {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["WORLD_SIZE"] = str(count)
+    numbers = enumerate(local or range(count))
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(place)} for rank, place in numbers]
 
 
 def counts(config: ExperimentConfig) -> dict[str, int]:

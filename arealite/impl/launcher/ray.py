@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +23,8 @@ from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import UserError
 from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, Child, counts
+from arealite.impl.launcher.processes import PARENT, Child, counts, rank_environments
 from arealite.system.health.deadlines import deadline
-from arealite.system.health.diagnosis import Finding
 
 LOST = -signal.SIGKILL
 """The exit code of a role whose actor, or node, is gone."""
@@ -107,6 +104,8 @@ class RayChild(Child):
 class RayLauncher(LocalLauncher):
     """Starts, watches, brings back and ends the roles of one experiment on a Ray cluster."""
 
+    is_remote = True
+
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         self.bundles = bundles(config)
@@ -174,22 +173,11 @@ class RayLauncher(LocalLauncher):
         return made.remote(folders)
 
     async def rank_environments(self) -> list[dict[str, str]]:
-        """Return what each rank has to know to find the others: the first rank's host."""
-        count, port = self.options.trainer_ranks, random.randint(20_000, 29_999)
+        """Return the ranks' environment variables, with the host of the first rank."""
         scout, address, _ = await self._place("trainer-0")
         del scout  # makes room for the rank
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        return [shared | {"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(count)]
-
-    def culprit(self, finding: Finding) -> int | None:
-        """Kill the child that a finding is about, on whichever host; there is none of this one."""
-        for child in self.children:
-            is_its = finding.pid in (0, child.process.pid)  # 0: of another host; else a predecessor
-            is_up = time.monotonic() - child.started > self.options.silent_s
-            if child.running and child.name == finding.culprit and is_its and is_up:
-                self.progress.say(f"{child.name} is killed after {finding.since_s:.0f} s")
-                child.kill()
-        return None
+        count = self.options.trainer_ranks
+        return rank_environments(count, address=address, local=[0] * count)
 
 
 def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:

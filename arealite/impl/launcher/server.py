@@ -11,14 +11,13 @@ import os
 import signal
 import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import Sequence
 from contextlib import suppress
 
 from arealite.api.config import ServerConfig, name_dir
 from arealite.base.signals import STOP
 from arealite.impl.launcher.doctor import EXAMINE_S, Doctor
-from arealite.impl.launcher.processes import PARENT, how_ended
+from arealite.impl.launcher.processes import Child, spawn
 from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget
 from arealite.system.health import diagnosis, vitals
 from arealite.system.names.registry import NameRegistry
@@ -44,7 +43,7 @@ class ServerKeeper:
         self._budget = Budget(config.llm_server.embedded.max_restarts, self._name)
         self._lives = 0
         """That came to serve."""
-        self._process: Process | None = None
+        self._child: Child | None = None
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -56,15 +55,14 @@ class ServerKeeper:
         vitals.watch(loop)
         self._budget.expect("start")
         while True:
-            begin = time.monotonic()
-            code = await self._live()
-            if self._stopping.is_set() or code in PLANNED:
-                return max(code, 0)
-            said, lived_s = f"llm_server died ({how_ended(code)})", time.monotonic() - begin
+            child = await self._live()
+            if self._stopping.is_set() or child.code in PLANNED:
+                return max(child.code, 0)
+            said, lived_s = child.death, time.monotonic() - child.started
             pause = self._budget.spend(said, mark=self._lives, lived_s=lived_s)
             if pause is None:
                 say(f"error: {said}, for the {self._budget.deaths}th time in a row")
-                return max(code, 1)
+                return max(child.code, 1)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
                 return 0
@@ -77,31 +75,28 @@ class ServerKeeper:
         asyncio.get_running_loop().call_later(TERMINATE_S, self._send, signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        """Send the server a signal; see Child.send for why so."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
+        """Send the server a signal, if it runs."""
+        if self._child is not None and self._child.running:
+            self._child.send(number)
 
-    async def _live(self) -> int:
+    async def _live(self) -> Child:
         """Start the server and wait until it has ended; a doctor kills it when it stops living."""
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self.command,
-            env=os.environ | {PARENT: str(os.getpid()), IS_KEPT: "1"},
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
-        )
+        own = {IS_KEPT: "1"}
+        self._child = child = await spawn("llm_server", self.command, log=None, environment=own)
         if self._stopping.is_set():
             self._send(signal.SIGKILL)
-        child = {process.pid: process.pid}
-        doctor = Doctor(self._vitals, lambda f: child.get(f.pid), say, is_shown=lambda _: False)
-        watches = [doctor.run(), self._until_served(process.pid)]
-        watching = [asyncio.ensure_future(each) for each in watches]
+        pid = child.process.pid
+        doctor = Doctor(
+            self._vitals, lambda f: child if f.pid == pid else None, say, is_shown=lambda _: False
+        )
+        watching = [asyncio.ensure_future(each) for each in (doctor.run(), self._until_served(pid))]
         try:
-            return await process.wait()
+            await child.process.wait()
+            return child
         finally:
             for each in watching:
                 each.cancel()
-            self._forget(process.pid)
+            self._forget(pid)
 
     async def _until_served(self, pid: int) -> None:
         """Wait until the server has a name, then mark it as up."""

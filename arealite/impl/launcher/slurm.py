@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import secrets
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +20,10 @@ from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, counts
+from arealite.impl.launcher.processes import PARENT, counts, rank_environments
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
 from arealite.system.health.deadlines import deadline
-from arealite.system.health.diagnosis import Finding
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
@@ -78,6 +75,7 @@ class SlurmLauncher(LocalLauncher):
 
     stop = signal.SIGUSR2
     """scancel sends SIGTERM to everyone; the supervisor is to ask them one after the other."""
+    is_remote = True
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
@@ -124,22 +122,11 @@ class SlurmLauncher(LocalLauncher):
         return {"trainer": gpus[:cut], "llm_server": gpus[begin : begin + each]}.get(role, [])
 
     async def rank_environments(self) -> list[dict[str, str]]:
-        """Return what each rank has to know to find the others: the first rank's host."""
+        """Return the ranks' environment variables, with the host of the first rank."""
         count = self.options.trainer_ranks
         places = [self.place("trainer", rank) for rank in range(count)]
-        port = random.randint(20_000, 29_999)  # if it is taken there, the next attempt has another
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": places[0][1], "MASTER_PORT": str(port)}
-        return [
-            shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            for rank, (_, _, local) in enumerate(places)
-        ]
-
-    def culprit(self, finding: Finding) -> int | None:
-        """Return the process of the step that a finding is about, on whichever host."""
-        now, limit = time.monotonic(), self.options.silent_s
-        up = [each for each in self.children if each.running and now - each.started > limit]
-        running = {child.name: child.process.pid for child in up}  # others may be starting
-        return running.get(finding.culprit)
+        local = [number for _, _, number in places]
+        return rank_environments(count, address=places[0][1], local=local)
 
     async def clear(self, role: Role) -> None:
         """Kill what is left of a role: its steps do not end with who waits for them."""

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 
 from arealite.impl.launcher import doctor
 from arealite.impl.launcher.doctor import Doctor, describe
+from arealite.impl.launcher.processes import Child
 from arealite.system.health.diagnosis import Finding
 from tests.waiting import until
 
@@ -46,6 +48,11 @@ def stopped(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
+def as_child(process: subprocess.Popen[bytes]) -> Child:
+    """Return a process as the supervisor knows its children."""
+    return Child("rollout", cast(asyncio.subprocess.Process, process), None, 0)
+
+
 async def test_only_a_child_is_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -59,8 +66,8 @@ async def test_only_a_child_is_killed(
         if text.startswith("rollout-0 is dead: "):
             looked_again.set()
 
-    def child(finding: Finding) -> int | None:
-        return mine.pid if finding.pid == mine.pid and mine.poll() is None else None
+    def child(finding: Finding) -> Child | None:
+        return as_child(mine) if finding.pid == mine.pid and mine.poll() is None else None
 
     of_mine = Doctor(tmp_path, child, say, silent_s=0.5)
     watching = asyncio.ensure_future(of_mine.run())
@@ -86,7 +93,10 @@ async def test_who_waits_for_one_that_is_dead_is_ended(
     role.kill()
     role.wait()
     of_role = Doctor(
-        tmp_path, lambda f: waiter.pid if f.culprit == "rollout-0" else None, print, silent_s=0.5
+        tmp_path,
+        lambda f: as_child(waiter) if f.culprit == "rollout-0" else None,
+        print,
+        silent_s=0.5,
     )
     watching = asyncio.ensure_future(of_role.run())
     try:
@@ -112,7 +122,9 @@ async def test_who_gets_no_cpu_is_told_and_lives(
 
     monkeypatch.setattr(doctor, "examine", examine)
     said: list[str] = []
-    watching = asyncio.ensure_future(Doctor(tmp_path, lambda f: f.pid, said.append).run())
+    watching = asyncio.ensure_future(
+        Doctor(tmp_path, lambda f: as_child(stopped[0]), said.append).run()
+    )
     await asyncio.wait_for(enough.wait(), 60)
     watching.cancel()
     assert said == ["rollout-0 is starved: it waited for a CPU"]
