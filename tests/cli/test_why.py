@@ -23,7 +23,7 @@ from tests.system.health.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, livin
 from tests.waiting import until
 
 EPISODES = """
-from arealite.system.health.limits import Limit, Limits
+from arealite.system.health.waits import Limit, Limits
 async def generate(limits, number):
     with Limit(limits, time.monotonic() + 300, what=f"generation g{number}/0", owner="llm client",
                on="llm_server-a"):
@@ -36,7 +36,7 @@ asyncio.run(main())
 """
 
 HANGS = """
-from arealite.system.health.limits import Limit, Limits
+from arealite.system.health.waits import Limit, Limits
 async def environment(limits):
     with Limit(limits, time.monotonic() + 600, what="episode g7/0 (train-3)", owner="collector",
                on="environment mine"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 
 @dataclass(eq=False)

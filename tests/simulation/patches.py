@@ -18,7 +18,7 @@ import arealite.system.datapipe.datapipe
 import arealite.system.datapipe.eval_book
 import arealite.system.links.worker_link
 from arealite.system.datapipe import trainer_desk
-from arealite.system.health.limits import Limit
+from arealite.system.health.waits import Limit
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links import wire
 from tests.simulation.links import async_link

@@ -20,7 +20,7 @@ from playwright.async_api import TimeoutError as LoadTimeout  # pyright: ignore[
 from arealite.api.browser_config import BrowserConfig
 from arealite.base.errors import DeadlineError, EpisodeError
 from arealite.impl.browser.actions import BadAction, Command, destination, origin
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 __all__ = ["Error", "Page", "View", "async_playwright"]
 

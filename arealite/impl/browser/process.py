@@ -19,8 +19,7 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.extras import ours
 from arealite.impl.browser.actions import origin
-from arealite.system.health.deadlines import deadline
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import deadline, waiting
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser as Chromium  # pyright: ignore[reportMissingImports]

@@ -20,7 +20,7 @@ import msgspec
 from arealite.api.agent_config import FixedPolicyConfig
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.impl.client.wire import error_message
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 MAX_BYTES = 8 << 20
 """Of one answer."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from yarl import URL
 
-from arealite.system.health.limits import Limit
+from arealite.system.health.waits import Limit
 
 STICKY_GROUPS = 8192
 """Groups whose server is remembered; far more than are in flight."""

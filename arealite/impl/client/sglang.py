@@ -21,8 +21,7 @@ from arealite.base.model_folder import read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.deadlines import deadline
-from arealite.system.health.limits import Limit, Limits
+from arealite.system.health.waits import Limit, Limits, deadline
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)

@@ -20,7 +20,7 @@ from arealite.api.env_server import Refusal
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, frame
-from arealite.system.health.limits import Limit, Limits, is_cancelled
+from arealite.system.health.waits import Limit, Limits, is_cancelled
 
 CLOSE_S = 1.0
 """A server that is told good-bye has this long to say it, too."""

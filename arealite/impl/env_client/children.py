@@ -27,7 +27,7 @@ from arealite.impl.env_client.servers import Servers, parse
 from arealite.impl.env_server.wire import SERVING
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 logger = log.get(__name__)
 

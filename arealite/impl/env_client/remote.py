@@ -25,7 +25,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
 from arealite.impl.env_client.servers import Servers
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 TOKEN = "AREALITE_ENV_TOKEN"
 """Environment variable with the token of this worker's own environment processes."""

@@ -21,8 +21,7 @@ from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server, T
-from arealite.system.health.deadlines import deadline
-from arealite.system.health.limits import Limits
+from arealite.system.health.waits import Limits, deadline
 
 logger = log.get(__name__)
 

@@ -30,7 +30,7 @@ from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
 from arealite.system.data.tasks import GENERATED, generate
-from arealite.system.health.limits import END_S, Limit, Limits
+from arealite.system.health.waits import END_S, Limit, Limits
 
 logger = log.get(__name__)
 decode, decode_batch = decoder(Message), decoder(list[Message])

@@ -25,7 +25,7 @@ from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused
 from arealite.impl.rollout.collector import cause
-from arealite.system.health.limits import END_S, is_cancelled
+from arealite.system.health.waits import END_S, is_cancelled
 
 logger = log.get(__name__)
 

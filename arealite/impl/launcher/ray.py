@@ -24,7 +24,7 @@ from arealite.base.errors import UserError
 from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, Child, counts, rank_environments
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 LOST = -signal.SIGKILL
 """The exit code of a role whose actor, or node, is gone."""

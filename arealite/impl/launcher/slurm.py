@@ -23,7 +23,7 @@ from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, counts, rank_environments
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"

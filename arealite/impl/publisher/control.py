@@ -23,8 +23,7 @@ from arealite.base.errors import RoleError
 from arealite.base.model_folder import read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.impl.publisher.shapes import Shapes, check_shapes
-from arealite.system.health.deadlines import deadline
-from arealite.system.health.waits import PAUSER, Wait, table, waiting
+from arealite.system.health.waits import PAUSER, Wait, deadline, table, waiting
 
 logger = log.get(__name__)
 

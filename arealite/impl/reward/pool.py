@@ -14,7 +14,7 @@ from pathlib import Path
 
 from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.base.log import get
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 # -P: the checker's own folder holds a math_verify.py, which must not hide the library.
 COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))

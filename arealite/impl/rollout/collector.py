@@ -28,7 +28,7 @@ from arealite.base import errors, log
 from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
 from arealite.base.registry import unknown
 from arealite.impl.rollout.segments import make_segments
-from arealite.system.health.limits import Limit, Limits, is_cancelled
+from arealite.system.health.waits import Limit, Limits, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
 if TYPE_CHECKING:

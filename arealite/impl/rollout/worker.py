@@ -18,7 +18,7 @@ from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.impl.rollout.collector import Collector, cause
 from arealite.system.health import vitals, waits
-from arealite.system.health.limits import END_S
+from arealite.system.health.waits import END_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ from typing import Any
 from arealite.api.sandbox import Outcome, SandboxConfig, SandboxFailed
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.log import get
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 log = get(__name__)
 

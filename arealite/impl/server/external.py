@@ -25,7 +25,7 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 from arealite.system.names.registry import Entry, NameRegistry
 
 logger = log.get(__name__)

@@ -26,7 +26,7 @@ from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.impl.launcher.processes import how_ended
 from arealite.impl.launcher.supervisor import Budget
 from arealite.system.health import vitals
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from arealite.api.tool import MCPServerConfig, Tool, ToolError
 from arealite.base import log
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.base.extras import extra, ours
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 logger = log.get(__name__)
 

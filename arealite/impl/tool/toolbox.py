@@ -13,7 +13,7 @@ from arealite.api.tool import Tool, ToolError, ToolsEnvConfig, tools
 from arealite.base.errors import ArealiteError, DeadlineError, EpisodeError, UserError
 from arealite.base.registry import unknown
 from arealite.impl.tool.mcp import MCPServer, MCPTool
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 OWNER = "environment tools"
 States = dict[str, dict[str, Any]]

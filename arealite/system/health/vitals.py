@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from arealite.base import log
-from arealite.system.health import limits, waits
+from arealite.system.health import waits
 
 logger = log.get(__name__)
 
@@ -263,14 +263,7 @@ def written_ns(file: Path) -> int:
 def _waits() -> list[Waits]:
     """Return the waits of this process, equal ones together, the oldest first."""
     now, groups = time.monotonic(), dict[tuple[str, ...], Waits]()
-    found = list(waits.table)
-    found += [
-        waits.Wait(w.what, w.owner, w.on, w.when - w.since, since=w.since, heard=w.since)
-        for each in list(limits.everywhere)
-        for w in list(each.held)
-        if w.what
-    ]
-    for w in sorted(found, key=lambda w: w.since):
+    for w in sorted(waits.table.copy(), key=lambda w: w.since):
         words = (text.partition(" ")[0] for text in (w.what, w.owner))
         key = w.on, *(word if word.isalpha() else "#" for word in words)
         if (group := groups.get(key)) is not None:
@@ -310,7 +303,7 @@ def _task_path(task: asyncio.Task[Any]) -> str:
         if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
             break
         places.append(_place(frame, frame.f_lineno))
-        held = frame.f_locals.get("held") if frame.f_code is limits.Limit.hold.__code__ else None
+        held = frame.f_locals.get("held") if frame.f_code is waits.Limit.hold.__code__ else None
         awaited = held or getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return " < ".join(reversed(places))
 

@@ -22,7 +22,7 @@ from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 from arealite.system.names.secret import Secret, create, read
 
 logger = log.get(__name__)

@@ -6,7 +6,7 @@ import asyncio
 
 from arealite.impl.client import routing
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.limits import Limit, Limits
+from arealite.system.health.waits import Limit, Limits
 
 
 def router(*versions: int, alive: bool = True) -> Router:

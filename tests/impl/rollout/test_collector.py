@@ -16,7 +16,7 @@ from arealite.api.rollout_messages import Lease
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
-from arealite.system.health import limits, vitals
+from arealite.system.health import vitals, waits
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
@@ -124,7 +124,7 @@ async def test_a_slow_episode_fails_at_its_deadline(what: str) -> None:
 async def test_an_episode_that_swallows_its_deadline_is_not_rewarded(
     what: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "END_S", 0.05)
+    monkeypatch.setattr(waits, "END_S", 0.05)
     made = collector(episode_timeout_s=0.05)
     async with asyncio.timeout(60):
         episode, payloads = await made.run(lease(prompt=what), 0)

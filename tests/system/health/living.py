@@ -26,7 +26,6 @@ HEAD = """
 import asyncio, os, re, signal, sys, threading, time
 from pathlib import Path
 from arealite.base import log
-from arealite.system.health import limits
 from arealite.system.health import vitals
 from arealite.system.health import waits
 name, folder = sys.argv[1], Path(sys.argv[2])

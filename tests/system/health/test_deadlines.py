@@ -8,7 +8,7 @@ import time
 import pytest
 
 from arealite.base.errors import DeadlineError
-from arealite.system.health.deadlines import deadline
+from arealite.system.health.waits import deadline
 
 
 async def test_a_late_wait_names_itself() -> None:

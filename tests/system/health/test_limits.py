@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from arealite.system.health.limits import Limit, Limits
+from arealite.system.health.waits import Limit, Limits
 
 
 class Clock:

@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 
-from arealite.system.health import limits as limits_module
 from arealite.system.health import vitals, waits
-from arealite.system.health.limits import Limit, Limits
+from arealite.system.health.waits import Limit, Limits
 from tests.system.health.living import (
     BLOCKED,
     BLOCKED_UVLOOP,
@@ -49,7 +47,6 @@ def nothing_else_to_show(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(vitals, "_loops", [])
     monkeypatch.setattr(vitals, "_recorder", None)
     monkeypatch.setattr(waits, "table", set())
-    monkeypatch.setattr(limits_module, "everywhere", WeakSet())
     yield
     if vitals._recorder is not None:
         vitals._recorder.close()
