@@ -20,7 +20,6 @@ from pathlib import Path
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
-from arealite.impl.launcher.doctor import Doctor
 from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import (
     Child,
@@ -31,7 +30,7 @@ from arealite.impl.launcher.processes import (
     threads,
 )
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget, Died, Role
+from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget, Died, HealthMonitor, Role
 from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.explain import explain
@@ -99,23 +98,23 @@ class LocalLauncher(Launcher):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
-            doctor = asyncio.ensure_future(self._doctor().run())
+            monitor = asyncio.ensure_future(self._monitor().run())
             try:
                 code = await self._watch()
             finally:
-                doctor.cancel()
+                monitor.cancel()
                 await self._end_all()
                 await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
-    def _doctor(self) -> Doctor:
-        """Return who looks for roles that do nothing; a dead one of ours is no news."""
+    def _monitor(self) -> HealthMonitor:
+        """Return the monitor of all roles; it does not report deaths of this launcher's roles."""
 
         def is_ours(name: str) -> bool:
             return any(name in role.names for role in self.roles)
 
-        return Doctor(
+        return HealthMonitor(
             self.vitals,
             self.culprit,
             self.progress.say,

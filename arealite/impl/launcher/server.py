@@ -16,9 +16,8 @@ from contextlib import suppress
 
 from arealite.api.config import ServerConfig, name_dir
 from arealite.base.signals import STOP
-from arealite.impl.launcher.doctor import EXAMINE_S, Doctor
 from arealite.impl.launcher.processes import Child, spawn
-from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget
+from arealite.impl.launcher.supervisor import EXAMINE_S, ROLE, STOPPING, Budget, HealthMonitor
 from arealite.system.health import diagnosis, vitals
 from arealite.system.names.registry import NameRegistry
 
@@ -80,16 +79,18 @@ class ServerKeeper:
             self._child.send(number)
 
     async def _live(self) -> Child:
-        """Start the server and wait until it has ended; a doctor kills it when it stops living."""
+        """Start the server and wait until it has ended; the health monitor may kill it."""
         own = {IS_KEPT: "1"}
         self._child = child = await spawn("llm_server", self.command, log=None, environment=own)
         if self._stopping.is_set():
             self._send(signal.SIGKILL)
         pid = child.process.pid
-        doctor = Doctor(
+        monitor = HealthMonitor(
             self._vitals, lambda f: child if f.pid == pid else None, say, is_shown=lambda _: False
         )
-        watching = [asyncio.ensure_future(each) for each in (doctor.run(), self._until_served(pid))]
+        watching = [
+            asyncio.ensure_future(each) for each in (monitor.run(), self._until_served(pid))
+        ]
         try:
             await child.process.wait()
             return child

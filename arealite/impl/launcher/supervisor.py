@@ -1,30 +1,43 @@
-"""Who is to live, and how often one may die: the rules by which a role is brought back.
-
-Apart from the launcher, which knows what a run is: a server's parent goes by the same budget.
-"""
+"""Restart policy, restart budgets and the health monitor, for launchers and the server's parent."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child
 from arealite.system.health import waits
+from arealite.system.health.diagnosis import Finding, examine
 
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
 """Exit codes after which a second attempt would fail the same way, or do harm."""
 EARLY_S = 5.0
-"""Who has left as if the run were over has this long to be right."""
+"""Grace period after an unexpected clean exit."""
 LAST_WORDS_S = 1.0
 """When one rank fails, the others may be about to end with a better reason."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
 STEADY_S = 10.0
-"""Who lived this long is started again without a pause."""
+"""A role that lived this long is started again without a pause."""
+EXAMINE_S = 1.0
+"""How often the vitals of all roles are examined."""
+QUIET_S = 10.0
+"""A finding is reported again after an absence of this long."""
+FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
+
+Trouble = tuple[str, str, int]
+"""A role, a cause and a process id: a successor's trouble is another one."""
+
+logger = log.get(__name__)
 
 
 class Died(RoleError):
@@ -129,3 +142,72 @@ class Role:
             child.kill()
         for child in self.children:
             await child.process.wait()
+
+
+@dataclass
+class HealthMonitor:
+    """Finds, reports and kills unresponsive children, once a second.
+
+    It only kills: the supervisor of a child starts it again.
+    """
+
+    folder: Path
+    """Where the roles write their vitals."""
+    child: Callable[[Finding], Child | None]
+    """Returns the child that a finding is about; other processes are never killed."""
+    say: Callable[[str], None]
+    silent_s: float = 8.0
+    blocked_s: float = 60.0
+    """How long a child may be silent or stopped (`silent_s`), and blocked."""
+    is_shown: Callable[[Finding], bool] = lambda finding: True
+    _seen: dict[Trouble, float] = field(default_factory=dict["Trouble", float])
+    """When each trouble was last found."""
+
+    async def run(self) -> None:
+        """Examine until cancelled. Waits for: the clock. Unblocks: roles that wait for an
+        unresponsive one."""
+        before = set[Trouble]()
+        while True:
+            await asyncio.sleep(EXAMINE_S)
+            try:
+                findings = await asyncio.to_thread(examine, self.folder)
+            except Exception as error:  # noqa: BLE001  (an examination must not end the run)
+                logger.warning("no diagnosis", error=repr(error))
+                continue
+            for finding in findings:
+                self._tell(finding)
+                if trouble(finding) in before:  # else this process may have been stopped, too
+                    self._heal(finding)
+            before = {trouble(finding) for finding in findings}
+
+    def _tell(self, finding: Finding) -> None:
+        key, now = trouble(finding), time.monotonic()
+        if now - self._seen.get(key, -math.inf) > QUIET_S and self.is_shown(finding):
+            self.say(describe(finding))
+        self._seen[key] = now
+
+    def _heal(self, finding: Finding) -> None:
+        # A dead role whose child still runs was run by that child, as srun does.
+        limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
+        limits["blocked"] = self.blocked_s
+        is_due = finding.since_s >= limits.get(finding.cause, math.inf)
+        if is_due and (child := self.child(finding)):
+            self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
+            child.kill()
+
+
+def trouble(finding: Finding) -> Trouble:
+    """Return what distinguishes a finding from others."""
+    return finding.culprit, finding.cause, finding.pid
+
+
+def describe(finding: Finding) -> str:
+    """Return one line: the blocking role, the cause, the place, and the roles that wait."""
+    text = f"{finding.culprit} is {finding.cause}: {finding.detail}"
+    if frames := list(FRAME.finditer(finding.stack)):
+        file, line, function = frames[-1].groups()
+        text += f" (at {file}:{line} in {function})"
+    if finding.victims:
+        first, *others = finding.victims
+        text += f"; waiting: {first}" + (f" and {len(others)} more" if others else "")
+    return text

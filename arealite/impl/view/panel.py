@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from arealite.impl.launcher.doctor import describe
+from arealite.impl.launcher.supervisor import describe
 from arealite.impl.view.report_run import roles
 from arealite.system.health.snapshot import PUBLISHING, Snapshot
 from arealite.system.names.registry import Entry

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from arealite.impl.launcher import doctor, local, supervisor
+from arealite.impl.launcher import local, supervisor
 from arealite.system.health import waits
 from arealite.system.health.diagnosis import examine
 from arealite.system.ledger.audit import AuditReport, Balance
@@ -35,5 +35,5 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loaded machine may take long to end what the others have already left, to beat, and to look
     again at what was said."""
     monkeypatch.setattr(supervisor, "EARLY_S", 120.0)
-    monkeypatch.setattr(doctor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0))
-    monkeypatch.setattr(doctor, "QUIET_S", 600.0)
+    monkeypatch.setattr(supervisor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0))
+    monkeypatch.setattr(supervisor, "QUIET_S", 600.0)

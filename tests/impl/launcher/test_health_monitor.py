@@ -1,4 +1,4 @@
-"""The doctor with real processes: it kills a child that does nothing, and nobody else."""
+"""The health monitor with real processes: it kills an unresponsive child, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import cast
 import psutil
 import pytest
 
-from arealite.impl.launcher import doctor
-from arealite.impl.launcher.doctor import Doctor, describe
+from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child
+from arealite.impl.launcher.supervisor import HealthMonitor, describe
 from arealite.system.health.diagnosis import Finding
 from tests.waiting import until
 
@@ -56,7 +56,7 @@ def as_child(process: subprocess.Popen[bytes]) -> Child:
 async def test_only_a_child_is_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(doctor, "EXAMINE_S", 0.05)
+    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.05)
     mine, other = stopped
     said: list[str] = []
     looked_again = asyncio.Event()
@@ -69,7 +69,7 @@ async def test_only_a_child_is_killed(
     def child(finding: Finding) -> Child | None:
         return as_child(mine) if finding.pid == mine.pid and mine.poll() is None else None
 
-    of_mine = Doctor(tmp_path, child, say, silent_s=0.5)
+    of_mine = HealthMonitor(tmp_path, child, say, silent_s=0.5)
     watching = asyncio.ensure_future(of_mine.run())
     try:
         assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
@@ -88,11 +88,11 @@ async def test_who_waits_for_one_that_is_dead_is_ended(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
     """As srun does that was stopped before its step ended."""
-    monkeypatch.setattr(doctor, "EXAMINE_S", 0.05)
+    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.05)
     role, waiter = stopped
     role.kill()
     role.wait()
-    of_role = Doctor(
+    of_role = HealthMonitor(
         tmp_path,
         lambda f: as_child(waiter) if f.culprit == "rollout-0" else None,
         print,
@@ -109,7 +109,7 @@ async def test_who_gets_no_cpu_is_told_and_lives(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
     """Another one would get none either."""
-    monkeypatch.setattr(doctor, "EXAMINE_S", 0.01)
+    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
     starved = Finding("rollout-0", "starved", 999.0, "it waited for a CPU", pid=stopped[0].pid)
     looks, enough = list[Path](), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -120,10 +120,10 @@ async def test_who_gets_no_cpu_is_told_and_lives(
             loop.call_soon_threadsafe(enough.set)
         return [starved]
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(supervisor, "examine", examine)
     said: list[str] = []
     watching = asyncio.ensure_future(
-        Doctor(tmp_path, lambda f: as_child(stopped[0]), said.append).run()
+        HealthMonitor(tmp_path, lambda f: as_child(stopped[0]), said.append).run()
     )
     await asyncio.wait_for(enough.wait(), 60)
     watching.cancel()
@@ -143,9 +143,9 @@ async def test_what_cannot_be_examined_does_not_end_it(
         (tmp_path / "looked").touch()
         raise OSError("the folder is gone")
 
-    monkeypatch.setattr(doctor, "EXAMINE_S", 0.01)
-    monkeypatch.setattr(doctor, "examine", examine)
-    watching = asyncio.ensure_future(Doctor(tmp_path, lambda finding: None, print).run())
+    monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
+    monkeypatch.setattr(supervisor, "examine", examine)
+    watching = asyncio.ensure_future(HealthMonitor(tmp_path, lambda finding: None, print).run())
     await asyncio.wait_for(looks.wait(), 60)
     watching.cancel()
 
