@@ -37,10 +37,8 @@ class Samples:
         self.file = file
         self._db = connect(file)
         self._db.executescript(SCHEMA)
-        self._writing = asyncio.Lock()
-        self._committing = threading.Lock()
-        """A commit goes on when whoever waits for it is cancelled."""
-        self._waiting: list[tuple[str, tuple[object, ...]]] = []
+        self._lock = threading.Lock()
+        """Held by the thread that writes: a write goes on when its caller is cancelled."""
 
     def begin(self, identity: Mapping[str, str]) -> None:
         """Note what all samples have in common, or see that it is what they have.
@@ -66,26 +64,17 @@ class Samples:
     async def add(self, task: int, episode: Episode, payloads: list[bytes]) -> None:
         """Keep a finished episode; return when it is durable."""
         row = task, episode.member, encode(episode.headers), encode(payloads)
-        await self._write("INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)", row)
+        sql = "INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)"
+        await asyncio.to_thread(self._write, sql, row)
 
     async def fail(self, failure: Failure) -> None:
         """Count a failed attempt; return when that is durable."""
         sql = "INSERT INTO failures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
-        await self._write(sql, (failure.failure_class, failure.detail))
+        await asyncio.to_thread(self._write, sql, (failure.failure_class, failure.detail))
 
-    async def _write(self, sql: str, row: tuple[object, ...]) -> None:
-        """Write what waits, in one transaction, and this with it."""
-        self._waiting.append((sql, row))
-        async with self._writing:
-            batch, self._waiting = self._waiting, []
-            if batch:
-                await asyncio.to_thread(self._commit, batch)
-
-    def _commit(self, batch: list[tuple[str, tuple[object, ...]]]) -> None:
-        with self._committing, self._db:  # all of it, or nothing
-            self._db.execute("BEGIN")
-            for sql, row in batch:
-                self._db.execute(sql, row)
+    def _write(self, sql: str, row: tuple[object, ...]) -> None:
+        with self._lock:
+            self._db.execute(sql, row)  # one statement is one transaction
 
     def failures(self) -> dict[str, tuple[int, str]]:
         """Return how many attempts failed and what the first one said, by class."""
@@ -105,5 +94,5 @@ class Samples:
 
     def close(self) -> None:
         """Close the file."""
-        with self._committing:
+        with self._lock:
             self._db.close()
