@@ -14,16 +14,7 @@ import msgspec
 import zmq
 
 from arealite.api import trainer_messages as messages
-from arealite.api.trainer_messages import (
-    Batch,
-    EvalRequest,
-    EvalResult,
-    FromTrainer,
-    StepReport,
-    ToTrainer,
-    TrainerReady,
-    Waiting,
-)
+from arealite.api.trainer_messages import FromTrainer, ToTrainer, Waiting
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.system.health.waits import waiting
@@ -68,29 +59,29 @@ class TrainerLink:
         self._context, self._secret = context, secret
         self._socket: zmq.Socket[bytes] | None = None
         self._address: str | None = None
-        self._evals: dict[int, EvalRequest] = {}
-        self._eval_results: list[EvalResult] = []
+        self._evals: dict[int, messages.EvalRequest] = {}
+        self._eval_results: list[messages.EvalResult] = []
 
-    def start(self, step: int) -> TrainerReady:
+    def start(self, step: int) -> messages.TrainerReady:
         """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
         request = messages.TrainerStart(step, self.world_size)
         answer = self._ask(request, lambda message: isinstance(message, messages.Ticket))
         ticket = cast(tuple[messages.Ticket, list[bytes]], answer)[0].number
         self.ticket = ticket
         request = messages.TrainerStart(step, self.world_size, ticket)
-        answer = self._ask(request, lambda message: isinstance(message, TrainerReady))
-        return cast(tuple[TrainerReady, list[bytes]], answer)[0]
+        answer = self._ask(request, lambda message: isinstance(message, messages.TrainerReady))
+        return cast(tuple[messages.TrainerReady, list[bytes]], answer)[0]
 
     def next_batch(
         self, step: int, *, on_wait: OnWait | None = None
-    ) -> tuple[Batch, list[bytes]] | None:
+    ) -> tuple[messages.Batch, list[bytes]] | None:
         """Wait for this rank's shard of batch `step` and its payloads; None: the run is finished.
 
         `on_wait` returns True to ask the datapipe to finish: then all ranks get no further batch.
         """
 
         def is_answer(message: ToTrainer) -> bool:
-            is_batch = isinstance(message, Batch) and message.step == step
+            is_batch = isinstance(message, messages.Batch) and message.step == step
             return is_batch or isinstance(message, messages.Finished)
 
         def while_waiting(waiting: Waiting) -> bool:
@@ -100,9 +91,9 @@ class TrainerLink:
 
         request = messages.BatchRequest(step, self.rank, self.world_size)
         batch, payloads = self._ask(request, is_answer, while_waiting) or (None, [])
-        return (batch, payloads) if isinstance(batch, Batch) else None
+        return (batch, payloads) if isinstance(batch, messages.Batch) else None
 
-    def report(self, report: StepReport) -> None:
+    def report(self, report: messages.StepReport) -> None:
         """Tell that the optimizer has applied a batch."""
         self._tell(report)
 
@@ -124,10 +115,12 @@ class TrainerLink:
 
     def evaluate(self, eval_id: int) -> None:
         """Ask for an evaluation beside training; `eval_result` gives its answer."""
-        self._evals[eval_id] = EvalRequest(eval_id)
+        self._evals[eval_id] = messages.EvalRequest(eval_id)
         self._send(self._evals[eval_id])
 
-    def eval_result(self, *, wait: bool, on_wait: OnWait | None = None) -> EvalResult | None:
+    def eval_result(
+        self, *, wait: bool, on_wait: OnWait | None = None
+    ) -> messages.EvalResult | None:
         """Return the scores of an evaluation asked for; None when there are none yet.
 
         `wait` waits for the next one while any is under way, until `on_wait` returns True.
@@ -208,7 +201,7 @@ class TrainerLink:
         message = wire.decode_to_trainer(frames[0])
         if isinstance(message, messages.Refused):
             raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
-        if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
+        if isinstance(message, messages.EvalResult) and self._evals.pop(message.eval_id, None):
             self._eval_results.append(message)
         return message, frames[1:]
 
