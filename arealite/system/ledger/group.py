@@ -111,7 +111,7 @@ class Group(msgspec.Struct, eq=False):
     def rest(self, member: int) -> None:
         """Let a failed episode wait, so that what makes it fail is not hammered."""
         failures = sum(m == member and name != LOST for m, _, name in self.failures)
-        self.rests_until[member] = rest_end(failures)
+        self.rests_until[member] = time.monotonic() + back_off_s(failures)
 
     def missing(self, max_attempts: int, now: float = math.inf) -> list[int]:
         """Members that nobody runs and that may be offered `now` (by default: ever)."""
@@ -124,11 +124,6 @@ class Group(msgspec.Struct, eq=False):
 def back_off_s(failures: int) -> float:
     """Return how long an episode that has failed so often rests."""
     return min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (failures - 1))
-
-
-def rest_end(failures: int) -> float:
-    """Return when (monotonic) an episode that has failed so often may be offered again."""
-    return time.monotonic() + back_off_s(failures)
 
 
 def too_many(window: deque[bool], first: Failure | None, *, share: float) -> str:
