@@ -30,7 +30,7 @@ from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
 from arealite.cli.check_data import check_first_rows, check_prompts, check_rows, check_tensor_names
 from arealite.cli.resume import check_resume
-from arealite.impl.launcher.local import server_overrides
+from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.dataset import identity
 from arealite.system.data.tasks import load_split, shares

@@ -23,7 +23,7 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_name
 from arealite.cli import check
 from arealite.cli.role import with_externals
-from arealite.impl.launcher.beside import own_servers
+from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.rollout.sampling import Sampler
 from arealite.system.data.dataset import identity

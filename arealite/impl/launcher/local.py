@@ -8,13 +8,11 @@ stops it. In each, no child survives.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
@@ -26,6 +24,7 @@ from arealite.impl.launcher.processes import (
     end_all,
     rank_environments,
     server_gpus,
+    server_overrides,
     spawn,
     threads,
 )
@@ -378,18 +377,3 @@ class LocalLauncher(Launcher):
             self.paths.end.write_text(f"exit code {code}. {self._end}\n")
         self.progress.say(f"run folder: {self.paths.root}")
         return code
-
-
-def server_overrides(config: ExperimentConfig) -> list[str]:
-    """Return the words that make serve-llm serve this experiment."""
-    given = {
-        "experiment_name": config.experiment_name,
-        "trial_name": config.trial_name,
-        "seed": config.seed,
-        "model.path": config.model.path,
-        "model.dtype": config.model.dtype,
-        "llm_server.host": config.cluster.bound,
-        **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
-    }
-    words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-    return [*words, *config.launcher.server_args]

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import random
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig
-from arealite.base.errors import UserError
+from arealite.base.errors import RoleError, UserError
 from arealite.base.signals import heed_only_stop
 from arealite.impl.launcher.last_words import ERROR, last_words
 
@@ -223,3 +224,46 @@ def server_gpus(
     each = max(1, len(rest) // count)
     mine = rest[index * each : (index + 1) * each] or rest[-each:]
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+
+
+def server_overrides(config: ExperimentConfig) -> list[str]:
+    """Return the words that make serve-llm serve this experiment."""
+    given = {
+        "experiment_name": config.experiment_name,
+        "trial_name": config.trial_name,
+        "seed": config.seed,
+        "model.path": config.model.path,
+        "model.dtype": config.model.dtype,
+        "llm_server.host": config.cluster.bound,
+        **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
+    }
+    words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return [*words, *config.launcher.server_args]
+
+
+@asynccontextmanager
+async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[None]:
+    """Run `launcher.llm_servers` servers for the body's time; it is cut short when one ends.
+
+    Raises:
+        RoleError: one ended, alone or in a group; its own parent could not bring it back.
+    """
+    children, count = list[Child](), config.launcher.llm_servers
+    words = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]
+    try:
+        async with asyncio.TaskGroup() as watching:
+            for index in range(count):
+                name, gpus = f"llm_server-{index}", server_gpus(index, count, ranks=0)
+                child = await spawn(name, words, log=logs / f"{name}.log", environment=gpus)
+                children.append(child)
+            watches = [watching.create_task(_until_dead(child)) for child in children]
+            yield
+            for watch in watches:
+                watch.cancel()
+    finally:
+        await end_all(children)
+
+
+async def _until_dead(child: Child) -> None:
+    await child.process.wait()
+    raise RoleError(child.obituary)
