@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.system.data.dataset import check_prompt, read_rows
+from arealite.system.data.dataset import check_prompt, identity, read_rows
 from arealite.system.ledger.ledger import reading
 
 if TYPE_CHECKING:
@@ -174,18 +173,8 @@ def _collected(ledger: Path) -> list[Row]:
 
 
 def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str]:
-    """Return what must not change within a trial, by name: it decides which step sees which row."""
-    digest = blake2b(digest_size=4)
-    for _, row in rows:
-        digest.update(msgspec.msgpack.encode(row))
-    return {
-        "trainer.type": config.trainer.type,
-        "dataset_rows": str(len(rows)),
-        "dataset_digest": digest.hexdigest(),
-        "seed": str(config.seed),
-        "shuffle": str(config.dataset.shuffle),
-        "batch_size": str(config.trainer.offline.batch_size),
-    }
+    """Return what must not change within a trial, by name; rows count without their places."""
+    return identity(config, [columns for _, columns in rows])
 
 
 # ------------------------------------------------------------ examples

@@ -70,17 +70,22 @@ def read_rows(
     yield from jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
 
 
-def identity(config: ExperimentConfig, tasks: Sequence[Task]) -> dict[str, str]:
-    """Return what must not change within a trial, by name: it decides which group is which."""
-    digest = hashlib.blake2b(digest_size=4)
-    for task in tasks:
-        digest.update(_encode(task))
+def identity(config: ExperimentConfig, rows: Sequence[Any]) -> dict[str, str]:
+    """Return what must not change within a trial, by name: it decides which group is which, and of
+    an offline trainer, which step sees which row."""
+    digest, trainer = hashlib.blake2b(digest_size=4), config.trainer
+    for row in rows:
+        digest.update(_encode(row))
+    kind, size = dict[str, str](), {"group_size": str(trainer.ppo.collector.group_size)}
+    if trainer.is_offline:
+        kind, size = {"trainer.type": trainer.type}, {"batch_size": str(trainer.offline.batch_size)}
     return {
-        "dataset_rows": str(len(tasks)),
+        **kind,  # first: it is what a trial of another kind is told
+        "dataset_rows": str(len(rows)),
         "dataset_digest": digest.hexdigest(),
         "seed": str(config.seed),
         "shuffle": str(config.dataset.shuffle),
-        "group_size": str(config.trainer.ppo.collector.group_size),
+        **size,
     }
 
 
