@@ -9,7 +9,6 @@ import math
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from arealite.base.errors import UserError
+from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.vitals import BEAT_S, Vitals, Waits, process, spent
 from arealite.system.health.waits import ITSELF, KEEPER, OTHER_RANKS, PAUSER
@@ -161,9 +162,12 @@ def examine(
         if (finding := role.finding(silent_s=limit_s, blocked_s=blocked_s)) is not None:
             found[role.name] = replace(finding, pid=role.vitals.pid if role.state else 0)
     silent = [name for name, finding in found.items() if finding.cause == "silent"]
-    if silent and (why := _unwritable(folder)):  # then silence tells nothing
+    try:
+        if silent:
+            check_folder(folder, "the folder of vitals", "cluster.name_root")
+    except UserError as error:  # then silence tells nothing
         found = {name: each for name, each in found.items() if name not in silent}
-        found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write there: {why}")
+        found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write: {error}")
     waitings = Waitings(roles, troubled=found)
     crashing = {each.culprit: each for each in waitings.restarted()}
     found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
@@ -271,14 +275,3 @@ class Waitings:
                     name = min(targets - seen)
                     break
         return name
-
-
-def _unwritable(folder: Path) -> str:
-    """Say why nothing can be written to a folder; "" where it can."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-            file.flush()
-    except OSError as error:
-        return str(error.strerror)
-    return ""

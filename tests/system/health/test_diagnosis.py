@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arealite.system.health import diagnosis, vitals
+from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.vitals import Waits
 from arealite.system.health.waits import KEEPER, OTHER_RANKS, PAUSER
@@ -218,7 +219,7 @@ def test_on_a_full_disk_silence_tells_nothing(tmp_path: Path, monkeypatch) -> No
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(diagnosis.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     finding = only(examine(tmp_path))
     assert finding.culprit == str(tmp_path) and "No space left" in finding.detail
 
