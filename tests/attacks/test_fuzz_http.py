@@ -34,7 +34,6 @@ BODIES: dict[str, Any] = {
     "/update_weights_from_distributed": protocol.UpdateWeightsFromDistributedReqInput,
     "/destroy_weights_update_group": protocol.DestroyWeightsUpdateGroupReqInput,
     "/update_weight_version": protocol.UpdateWeightVersionReqInput,
-    "/weights_checker": protocol.CheckWeightsReqInput,
 }
 SLOW = {"/init_weights_update_group"}
 """A right request waits a minute for its host: test_insiders_http.py has some of them."""

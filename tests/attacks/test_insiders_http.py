@@ -75,14 +75,14 @@ async def test_wrong_body_is_refused(session: aiohttp.ClientSession, name: str) 
 
 @pytest.mark.parametrize(
     "path", ["/generate", "/abort_request", "/pause_generation", "/update_weights_from_disk",
-             "/update_weights_from_distributed", "/update_weight_version", "/weights_checker"]
+             "/update_weights_from_distributed", "/update_weight_version"]
 )  # fmt: skip
 async def test_nested_body_is_refused_or_changes_nothing(
     session: aiohttp.ClientSession, path: str
 ) -> None:
     status, _ = await post(session, path, b'{"names": ' + NESTED + b', "mode": ' + NESTED + b"}")
     assert status in (*REFUSED, 200)
-    if path != "/weights_checker" and path != "/abort_request":
+    if path != "/abort_request":
         assert status in REFUSED
 
 
@@ -237,13 +237,6 @@ async def test_foreign_pause_is_ended_by_the_trainer(
 ) -> None:
     """No publish needs to come: a server that is paused makes no episodes for one."""
     assert (await post(session, "/pause_generation", {"mode": mode}))[0] == 200
-    live.goes_on(5)
-
-
-async def test_open_update_session_is_ended_by_the_trainer(
-    live: Live, session: aiohttp.ClientSession
-) -> None:
-    await post(session, "/begin_weight_update", {})
     live.goes_on(5)
 
 

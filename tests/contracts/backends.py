@@ -40,6 +40,8 @@ class Backend:
     hold: Callable[[], None] | None = None
     """Has generations stand still after their first tokens, until `let_go`; a real SGLang's run."""
     let_go: Callable[[], None] = lambda: None
+    weight_sum: Callable[[], str] | None = None
+    """Returns one checksum of all weights, without a request; else the server is asked."""
 
     async def probe(self) -> None:
         """Learn what this version can do: from its description, and from one token."""
@@ -50,6 +52,11 @@ class Backend:
     def has(self, path: str) -> bool:
         """Say whether there is such a route."""
         return path in self.api["paths"]
+
+    @property
+    def is_old_sglang(self) -> bool:
+        """Say whether some wrong requests end it: a real SGLang without update sessions."""
+        return self.is_streaming and not self.has("/begin_weight_update")
 
     def fields(self, body: str) -> dict[str, Any]:
         """Return the described fields of a body."""
@@ -140,6 +147,8 @@ class Backend:
 
     async def checksum(self) -> str:
         """Return one checksum of all weights; "" from a version that makes none."""
+        if self.weight_sum is not None:
+            return self.weight_sum()
         status, answer = await self.post("/weights_checker", action="checksum")
         if status in (404, 405) or "Unsupported action" in str(answer):
             return ""

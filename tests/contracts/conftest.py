@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.contracts.backends import Backend, Trainer, trainer_process
-from tests.fakes.embedded import Brake, embedded
+from tests.fakes.embedded import Brake, embedded, weight_sum
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
 from tests.sglang.shared import SharedServer
@@ -39,6 +40,7 @@ async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIte
             instance = await stack.enter_async_context(embedded(folders[0]))
             url, brake = instance.address, Brake(instance.engine)
             control = {"hold": brake.hold, "let_go": brake.let_go, "is_streaming": False}
+            control["weight_sum"] = partial(weight_sum, instance)
         else:
             real: SharedServer = request.getfixturevalue("sglang_server")
             url, folders = real.address, real.folders

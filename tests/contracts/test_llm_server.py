@@ -208,7 +208,7 @@ async def test_pausing_twice_and_continuing_without_pause_are_fine(server: Backe
 
 
 async def test_info_names_the_model(server: Backend) -> None:
-    for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+    for path in ("/model_info", "/server_info"):
         status, info = await server.get(path)
         assert status == 200
         assert info["weight_version"] == "default"

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def server_config(model: Path | str, names: Path | str, **server: Any) -> Server
         model=ModelConfig(path=str(model)),
         llm_server=LLMServerConfig(embedded=embedded, **server),
     )
+
+
+def weight_sum(server: EmbeddedServer) -> str:
+    """Return one checksum of all weights, which the server must not change meanwhile."""
+    total = sha256()
+    for name, tensor in server.engine.decoder.model.state_dict().items():
+        total.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return total.hexdigest()
 
 
 @asynccontextmanager

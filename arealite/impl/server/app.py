@@ -6,10 +6,11 @@ In the event loop's thread, which never computes: it parses, waits for the engin
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 import arealite
@@ -17,8 +18,7 @@ from arealite.base import log
 from arealite.impl.http_limits import MAX_BODY
 from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
-from arealite.impl.server.protocol import Refusal, ServedModel
-from arealite.impl.server.replies import as_error, as_json, encode
+from arealite.impl.server.protocol import Empty, Post, Refusal, ServedModel
 from arealite.impl.server.updates import UpdateRoutes
 
 logger = log.get(__name__)
@@ -26,6 +26,8 @@ logger = log.get(__name__)
 MAX_PROMPT = MAX_BODY + 2**20
 """Largest body of /generate in bytes, at any context length: a prompt of 131,072 tokens. It takes
 less than 50 ms of CPU time to decode and check (tools/measure_requests.py)."""
+
+encode = msgspec.json.Encoder().encode
 
 LONG_ANSWER = 10_000
 """Tokens, which take 7 ms of CPU time to encode; a longer answer is encoded in another thread."""
@@ -48,37 +50,33 @@ class App:
         self.engine = engine
         self.model = model
         self._is_shared, self._checks = is_shared, [check] if check else []
-        self._started = int(time.time())
 
     def make(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[*self._checks, _refusals])
-        app.add_routes(
-            [
-                web.post("/generate", self._generate),
-                web.post("/abort_request", self._abort_request),
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/model_info", self._model_info),
-                web.get("/get_model_info", self._model_info),
-                web.get("/server_info", self._server_info),
-                web.get("/get_server_info", self._server_info),
-                web.get("/v1/loads", self._loads),
-                web.get("/v1/models", self._models),
-                web.get("/openapi.json", self._openapi),
-            ]
-        )
+        gets: dict[str, Callable[[], Any]] = {
+            "/health": web.Response,
+            "/ready": lambda: web.Response(status=503 if self.engine.paused else 200),
+            "/model_info": self.describe,
+            "/server_info": self._server_info,
+            "/v1/loads": self._loads,
+            "/v1/models": self._models,
+            "/openapi.json": lambda: protocol.openapi(gets, posts),
+        }
+        posts: dict[str, Post] = {
+            "/generate": (protocol.GenerateBody, self._generate),
+            "/abort_request": (protocol.AbortBody, self._abort_request),
+        }
         if not self._is_shared:
             updates = UpdateRoutes(self.engine, self.model)
-            app.add_routes(
-                [
-                    web.post("/pause_generation", self._pause_generation),
-                    web.post("/continue_generation", self._continue_generation),
-                    web.post("/flush_cache", self._flush_cache),
-                    *updates.routes(),
-                ]
-            )
             app.on_cleanup.append(updates.close)
+            posts |= updates.posts() | {
+                "/pause_generation": (protocol.PauseGenerationReqInput, self._pause_generation),
+                "/continue_generation": (Empty, self._continue_generation),
+                "/flush_cache": (Empty, self._flush_cache),
+            }
+        app.add_routes([_get(path, tell) for path, tell in gets.items()])
+        app.add_routes([_post(path, *post) for path, post in posts.items()])
         return app
 
     def bodies(self) -> dict[str, int]:
@@ -91,8 +89,7 @@ class App:
             "/update_weights_from_distributed": MAX_BODY + 2 * len(encode(layout)),
         }
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = protocol.parse(await request.read(), protocol.GenerateBody)
+    async def _generate(self, body: protocol.GenerateBody) -> web.Response:
         generation = protocol.generation_of(body, self.model)
         self.engine.submit([generation])
         try:
@@ -101,47 +98,37 @@ class App:
             self.engine.abort(lambda each: each is generation)
             raise
         if generation.error is not None:
-            return as_error(500, generation.error)
+            return _as_json({"error": {"message": generation.error}}, 500)
         version, logprobs = self.engine.version, body.return_logprob
         make = partial(protocol.answer, generation, version=version, logprobs=logprobs)
         is_long = len(generation.output) > LONG_ANSWER
-        return as_json(await asyncio.to_thread(make) if is_long else make())
+        return _as_json(await asyncio.to_thread(make) if is_long else make())
 
-    async def _abort_request(self, request: web.Request) -> web.Response:
-        body = protocol.parse(await request.read(), protocol.AbortBody)
+    async def _abort_request(self, body: protocol.AbortBody) -> web.Response:
         if body.abort_all or body.rid:
             prefix = "" if body.abort_all else body.rid or ""
             self.engine.abort(lambda generation: generation.rid.startswith(prefix))
         return web.Response()  # also for an unknown id
 
-    async def _pause_generation(self, request: web.Request) -> web.Response:
-        body = protocol.parse(await request.read(), protocol.PauseGenerationReqInput)
+    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> dict[str, Any]:
         await asyncio.wrap_future(self.engine.pause(body.mode))
-        return as_json({"message": "Generation paused successfully.", "status": "ok"})
+        return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def _continue_generation(self, request: web.Request) -> web.Response:
+    async def _continue_generation(self, body: Empty) -> dict[str, Any]:
         await asyncio.wrap_future(self.engine.resume())
-        return as_json({"message": "Generation continued successfully.", "status": "ok"})
+        return {"message": "Generation continued successfully.", "status": "ok"}
 
-    async def _flush_cache(self, request: web.Request) -> web.Response:
+    async def _flush_cache(self, body: Empty) -> web.Response:
         if await asyncio.wrap_future(self.engine.flush()):
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Flush cache failed.\n")
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.engine.paused else 200)
 
     def describe(self) -> dict[str, Any]:
         """Return what /model_info says."""
         model = self.model
         return {
             "model_path": model.weights,
-            "served_model_name": model.weights,
             "tokenizer_path": model.folder,
-            "is_generation": True,
             "weight_version": model.version,
             "model_type": model.model_type,
             "architectures": model.architectures,
@@ -150,12 +137,8 @@ class App:
             "paused_s": self.engine.paused_s,
         }
 
-    async def _model_info(self, request: web.Request) -> web.Response:
-        return as_json(self.describe())
-
-    async def _server_info(self, request: web.Request) -> web.Response:
-        more = {
-            "status": "ready",
+    def _server_info(self) -> dict[str, Any]:
+        return self.describe() | {
             "version": arealite.__version__,
             "backend": "arealite-embedded",
             "tp_size": 1,
@@ -163,39 +146,55 @@ class App:
             "dtype": str(self.engine.decoder.model.dtype).removeprefix("torch."),
             "internal_states": [self.engine.stats],
         }
-        return as_json(self.describe() | more)
 
     def load(self) -> dict[str, int]:
         """Return its requests, and how many can run at a time."""
         decoder, waiting = self.engine.decoder, len(self.engine.waiting)
         return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
 
-    async def _loads(self, request: web.Request) -> web.Response:
+    def _loads(self) -> dict[str, Any]:
         now = self.load()
         load = {
-            "dp_rank": 0,
             "num_running_reqs": now["running"],
             "num_waiting_reqs": now["waiting"],
             "max_running_requests": now["capacity"],
         }
-        version = f"arealite-{arealite.__version__}"
-        return as_json({"timestamp": time.time(), "version": version, "loads": [load]})
+        return {"loads": [load]}
 
-    async def _models(self, request: web.Request) -> web.Response:
+    def _models(self) -> dict[str, Any]:
         path, length = self.model.weights, self.model.context_length
-        model = {"id": path, "object": "model", "created": self._started, "owned_by": "arealite"}
-        model |= {"root": path, "parent": None, "max_model_len": length}
-        return as_json({"object": "list", "data": [model]})
+        return {"object": "list", "data": [{"id": path, "max_model_len": length}]}
 
-    async def _openapi(self, request: web.Request) -> web.Response:
-        routes = request.app.router.routes()
-        told = protocol.openapi((r.method, r.resource.canonical) for r in routes if r.resource)
-        return as_json(told)
+
+def _get(path: str, tell: Callable[[], Any]) -> web.RouteDef:
+    """Return the route that answers GET with what `tell` returns."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return _as_json(tell())
+
+    return web.get(path, handle)
+
+
+def _post(path: str, kind: type[msgspec.Struct], handler: protocol.Handler) -> web.RouteDef:
+    """Return the route that passes a POST's parsed body to `handler`."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return _as_json(await handler(protocol.parse(await request.read(), kind)))
+
+    return web.post(path, handle)
+
+
+def _as_json(value: Any, status: int = 200) -> web.Response:
+    if isinstance(value, web.Response):
+        return value
+    return web.Response(body=encode(value), status=status, content_type="application/json")
 
 
 @web.middleware
 async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Answer a refusal in both of SGLang's forms: that of /generate, and that of weight routes."""
     try:
         return await handler(request)
     except Refusal as refusal:
-        return as_error(400, str(refusal))
+        text = str(refusal)
+        return _as_json({"success": False, "message": text, "error": {"message": text}}, 400)

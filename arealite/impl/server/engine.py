@@ -104,12 +104,8 @@ class Engine:
         Both run in the engine's thread: a change of thread costs as much as a small model's copy.
         Returns False when `flush` was asked for while requests hold KV of the old weights.
         """
-        return self.when_still(partial(self._update, stage, version, flush))
-
-    def when_still(self, command: Callable[[], Any]) -> Future[Any]:
-        """Run a command in the engine's thread, paused or with no request running."""
-        future: Future[Any] = Future()
-        self._post(lambda: self._updates.append(partial(settle, future, command)))
+        future, update = Future[bool](), partial(self._update, stage, version, flush)
+        self._post(lambda: self._updates.append(partial(settle, future, update)))
         return future
 
     def relabel(self, version: str) -> Future[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -103,20 +103,20 @@ class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True):
     abort_all_requests: bool = True
 
 
-class CheckWeightsReqInput(msgspec.Struct, frozen=True):
-    """POST /weights_checker."""
-
-    action: str = "checksum"
+class Empty(msgspec.Struct, frozen=True):
+    """The body of a POST without options."""
 
 
-def openapi(paths: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Describe the server: (method, path) of each route, and the fields of the bodies above."""
-    described: dict[str, dict[str, Any]] = {}
-    for method, path in paths:
-        described.setdefault(path, {})[method.lower()] = {}
-    bodies = [PauseGenerationReqInput, UpdateWeightsFromDistributedReqInput]
-    _, schemas = msgspec.json.schema_components(bodies)
-    return {"openapi": "3.1.0", "paths": described, "components": {"schemas": schemas}}
+Handler = Callable[[Any], Awaitable[Any]]
+"""Takes a parsed body; returns the answer, as a response or as what becomes JSON."""
+Post = tuple[type[msgspec.Struct], Handler]
+
+
+def openapi(gets: Iterable[str], posts: Mapping[str, Post]) -> dict[str, Any]:
+    """Describe the routes and the fields of the bodies."""
+    _, schemas = msgspec.json.schema_components([kind for kind, _ in posts.values()])
+    paths = {path: {"get": {}} for path in gets} | {path: {"post": {}} for path in posts}
+    return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +78,6 @@ def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
             raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
         _target(targets, name, shape, kind)
-
-
-def checksums(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str]:
-    """Return the SHA-256 of each tensor's bytes, and of all of them together."""
-    each = {
-        name: sha256(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-        for name, tensor in tensors.items()
-    }
-    told = {name: digest.hexdigest() for name, digest in each.items()}
-    return told, sha256(repr(sorted(told.items())).encode()).hexdigest()
 
 
 def _match(

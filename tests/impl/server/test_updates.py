@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from arealite.impl.server import group_member
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.impl.weights import group as groups
 from tests.contracts.backends import Backend, Trainer, layouts, trainer_process
-from tests.fakes.embedded import embedded
+from tests.fakes.embedded import embedded, weight_sum
 from tests.waiting import eventually
 
 DISTRIBUTED = "/update_weights_from_distributed"
@@ -34,7 +35,8 @@ async def instance(folders: list[Path]) -> AsyncIterator[EmbeddedServer]:
 @pytest.fixture
 async def server(instance: EmbeddedServer, folders: list[Path]) -> AsyncIterator[Backend]:
     async with ClientSession(instance.address) as session:
-        backend = Backend(session, [str(folder) for folder in folders])
+        summed = partial(weight_sum, instance)
+        backend = Backend(session, [str(folder) for folder in folders], weight_sum=summed)
         await backend.probe()
         yield backend
 
@@ -70,11 +72,9 @@ async def test_what_does_not_fit_is_refused_before_a_byte_is_awaited(
 ) -> None:
     await join(trainer, server)
     before = await server.checksum()
-    await server.begin()
     right = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
     status, answer = await server.post(DISTRIBUTED, group_name=trainer.group, **(right | body))
     assert status == 400 and text in answer["message"]
-    await server.end()
     await trainer.leave(server)
     assert await server.checksum() == before
 
@@ -95,7 +95,6 @@ async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
     body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
     before = await server.checksum()
     await join(trainer, server)  # and nothing is sent
-    await server.begin()
     update = asyncio.ensure_future(server.post(DISTRIBUTED, group_name=trainer.group, **body))
     server.check(await server.generate(20))
     assert not update.done()
@@ -112,7 +111,6 @@ async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
     async with asyncio.timeout(60):
         status, answer = await server.post(DISTRIBUTED, group_name=trainer.group, **body)
     assert status == 400 and answer["message"].startswith("Failed to receive weights")
-    await server.end()
     assert (await trainer.leave(server))[0] == 200
     assert await server.checksum() == before
 
@@ -154,7 +152,6 @@ async def test_a_server_ends_although_bytes_are_awaited(folders: list[Path]) -> 
                 server = Backend(session, [str(folder) for folder in folders])
                 await server.probe()
                 await join(silent, server)
-                await server.begin()
                 hanging = server.post(DISTRIBUTED, group_name=silent.group, **body)
                 update = asyncio.ensure_future(hanging)
                 await server.generate(2)
