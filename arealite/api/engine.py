@@ -134,6 +134,5 @@ class TrainEngine(ABC):
 
 
 engines: Registry[TrainEngine] = Registry(
-    "train_engine",
-    {"fsdp": "arealite.impl.engine.fsdp:FSDPEngine", "ddp": "arealite.impl.engine.fsdp:DDPEngine"},
+    "train_engine", {"fsdp": "arealite.impl.engine.fsdp:FSDPEngine"}
 )

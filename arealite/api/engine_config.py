@@ -47,7 +47,7 @@ class LoRAConfig:
 class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) over all ranks."""
 
-    shard_size: int = opt(0, "ranks that share a copy; fewer than all: HSDP; 0: all", at_least=0)
+    shard_size: int = opt(0, "ranks that share a copy; 0: all; fewer: HSDP; 1: DDP", at_least=0)
     max_tokens_per_microbatch: int = opt(
         8192, "computed tokens of a micro-batch; one longer row is allowed", at_least=1
     )
@@ -65,8 +65,8 @@ class FSDPConfig:
 class TrainEngineConfig:
     """Which engine holds the model."""
 
-    type: str = opt("fsdp", "fsdp, or ddp: fsdp with shard_size 1, every rank holds all")
-    fsdp: FSDPConfig = sub(FSDPConfig, "options of both")
+    type: str = opt("fsdp", "name in the table of train engines")
+    fsdp: FSDPConfig = sub(FSDPConfig, "options of type=fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def test_what_is_missing_has_a_command(
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"
     assert shown["lora"] == "missing peft: pip install -e '.[lora]'"
     assert shown["CPU cores"] == str(os.cpu_count())
-    assert "ddp, fsdp" in shown["train_engine"] and "embedded" in shown["llm_server"]
+    assert "fsdp" in shown["train_engine"] and "embedded" in shown["llm_server"]
 
 
 def test_tools_speak_for_themselves(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,13 +297,6 @@ class FSDPEngine(TrainEngine):
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-
-
-class DDPEngine(FSDPEngine):
-    """FSDPEngine where every rank holds the whole model."""
-
-    def __init__(self, config: FSDPConfig, **options: Any) -> None:
-        super().__init__(replace(config, shard_size=1), **options)
 
 
 class _Base(FSDPEngine):

@@ -13,12 +13,12 @@ from arealite.algo.losses import make_policy_loss
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
-from arealite.impl.engine.fsdp import DDPEngine, FSDPEngine
+from arealite.impl.engine.fsdp import FSDPEngine
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
 FIELDS = ("behav_logprobs", "prox_logprobs", "advantages")
 VARIANTS: dict[str, dict[str, Any]] = {
-    "ddp": {"kind": DDPEngine},
+    "ddp": {"shard_size": 1},
     "sgd": {"optimizer": {"type": "sgd"}},
     "offload": {"cpu_offload": True},
     "value": {"head": "value"},
@@ -65,14 +65,13 @@ def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) 
 def make_engine(
     model: Path | str,
     *,
-    kind: type[FSDPEngine] = FSDPEngine,
     head: Head = "lm",
     seed: int = 0,
     optimizer: dict[str, Any] | None = None,
     **config: Any,
 ) -> FSDPEngine:
     """Build an engine with a high learning rate and no warm-up."""
-    return kind(
+    return FSDPEngine(
         FSDPConfig(**config),
         model_path=str(model),
         seed=seed,

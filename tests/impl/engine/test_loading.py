@@ -77,7 +77,7 @@ def test_two_ranks_load_stream_export_and_save_buffers(family: str, tmp_path: Pa
     path, rows = tiny_mixture(tmp_path / "model", family), make_rows()
     assert launch("buffers", tmp_path, path, 2) == [0, 0]
     outs, given = results(tmp_path), load_file(path / "model.safetensors")
-    for kind in ("FSDPEngine", "DDPEngine"):
+    for kind in ("shards-0", "shards-1"):
         found: list[dict[str, Any]] = [out[kind] for out in outs]
         for part, indices in zip(found, UNEVEN, strict=True):
             mine = [rows[i] for i in indices]

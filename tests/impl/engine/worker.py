@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from arealite.api.engine_config import FSDPConfig
 from arealite.impl.engine import hf_folder
-from arealite.impl.engine.fsdp import DDPEngine, FSDPEngine
+from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import (
     LOSS,
     VARIANTS,
@@ -92,20 +92,20 @@ def buffers(folder: Path, model: str) -> None:
     rank, rows = dist.get_rank(), make_rows()
     parts = [[rows[i] for i in indices] for indices in UNEVEN]
     out: dict[str, object] = {}
-    for kind in (FSDPEngine, DDPEngine):
-        engine = make_engine(model, kind=kind)
-        path = folder / kind.__name__
+    for shards in (0, 1):
+        engine = make_engine(model, shard_size=shards)
+        path = folder / f"shards-{shards}"
         found = {"forward": engine.forward(parts[rank], lengths(parts)), "weights": weights(engine)}
         engine.train_batch(parts[rank], lengths(parts), LOSS)
         engine.save(path / "step-1", {"step": 1})
         engine.export(path / "export")
-        again = make_engine(path / "export", kind=kind)
+        again = make_engine(path / "export", shard_size=shards)
         found["again"] = again.fingerprint() == engine.fingerprint()
         found["trained"] = weights(engine)
-        other = make_engine(model, kind=kind)
+        other = make_engine(model, shard_size=shards)
         other.load(path / "step-1")
         found["resumed"] = other.fingerprint() == engine.fingerprint()
-        out[kind.__name__] = found
+        out[path.name] = found
     torch.save(out, folder / f"out-{rank}.pt")
 
 
