@@ -76,7 +76,6 @@ class PPOTrainer(Trainer):
         try:
             step = self.begin()
             while (batch := self.next_batch(step)) is not None:
-                self.hold()
                 self.forward(batch)
                 minibatches = self.estimate(batch)
                 stats = [self.update(each) for _ in range(self.ppo.epochs) for each in minibatches]
@@ -134,18 +133,15 @@ class PPOTrainer(Trainer):
                 self.heal()
         return asked.result()
 
-    def hold(self) -> None:
-        """Let who generates from the trained parameters themselves wait until `publish`."""
+    def forward(self, batch: TrainBatch) -> None:
+        """Compute logprobs, entropy and values of the rows with the parameters before the update.
+
+        A batch with one update has no pass of the policy here: that of the update computes the
+        same. The publisher first pauses a generator that shares the parameters, until `publish`.
+        """
         if self.parts.publisher is not None:
             with self.clock("wait/hold_s"):
                 self.parts.publisher.hold()
-
-    def forward(self, batch: TrainBatch) -> None:
-        """Note what the models say of the rows before the first update, by the trainer's maths.
-
-        The policy is the proximal one then: where it is updated once, the update's own pass says
-        the same. The reference and the critic, where there are any, are asked here.
-        """
         rows, lengths = batch.rows, batch.all_lengths
         with self.clock("time/forward_s"):
             if not self.ppo.is_single_pass:
