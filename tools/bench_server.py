@@ -102,8 +102,7 @@ async def update_seconds(
     seconds = time.perf_counter() - started
     await asyncio.gather(*tasks)
     async with session.get("/server_info") as response:
-        stats = (await response.json())["internal_states"][0]
-    return seconds, stats["last_pause_s"]
+        return seconds, (await response.json())["last_pause_s"]
 
 
 def copy_seconds(model: Any, folder: Path) -> float:

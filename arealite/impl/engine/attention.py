@@ -22,7 +22,7 @@ NAME = "arealite_packed"
 LOW = torch.bfloat16, torch.float16
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 KNOWN = inspect.signature(varlen_attn).parameters
-"""torch 2.10 has is_causal, 2.11 window_size and scale, 2.13 enable_gqa, too."""
+"""torch 2.11 and 2.12 have no enable_gqa."""
 
 
 def choose(layout: str, module: Any, *, device: torch.device, dtype: torch.dtype) -> str:
@@ -97,8 +97,6 @@ def _flash(
 
         options = {"softmax_scale": scale, "causal": True, "window_size": sides}
         return flash_attn_varlen_func(query, key, value, *bounds, **options)
-    if "window_size" not in KNOWN:
-        raise UserError("Packed rows need torch 2.11: use engine.fsdp.layout=padded.")
     options: dict[str, Any] = {"scale": scale, "window_size": sides}
     if "enable_gqa" in KNOWN:
         options["enable_gqa"] = True

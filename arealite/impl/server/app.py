@@ -144,7 +144,7 @@ class App:
             "tp_size": 1,
             "dp_size": 1,
             "dtype": str(self.engine.decoder.model.dtype).removeprefix("torch."),
-            "internal_states": [self.engine.stats],
+            "last_pause_s": self.engine.last_pause_s,
         }
 
     def load(self) -> dict[str, int]:

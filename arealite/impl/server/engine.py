@@ -42,8 +42,7 @@ class Engine:
         self.version = "default"
         self.paused: str | None = None
         self.waiting: deque[Generation] = deque()
-        self.stats: dict[str, float] = {"updates": 0}
-        """Of weight updates, and the seconds of the last one; read by /server_info."""
+        self.last_pause_s = 0.0
         self._num_threads = num_threads
         self._deliver = deliver
         self._on_death = on_death
@@ -201,7 +200,7 @@ class Engine:
 
     def _resume(self) -> None:
         if self.paused is not None:
-            self.stats["last_pause_s"] = time.perf_counter() - self._paused_at
+            self.last_pause_s = time.perf_counter() - self._paused_at
         self.paused = None
 
     def _flush(self) -> bool:
@@ -213,7 +212,6 @@ class Engine:
     def _update(
         self, stage: Callable[[], Callable[[], None]], version: str | None, flush: bool
     ) -> bool:
-        started = time.perf_counter()
         load = stage()
         try:
             load()
@@ -221,8 +219,6 @@ class Engine:
             self._closing = True  # checked before, so it failed half way: the weights are mixed
             self._on_death(error)
             raise
-        self.stats["last_load_s"] = time.perf_counter() - started
-        self.stats["updates"] += 1
         if version is not None:
             self._relabel(version)
         return not flush or self._flush()
