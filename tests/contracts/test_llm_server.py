@@ -168,6 +168,9 @@ async def test_update_waits_for_running_requests(server: Backend) -> None:
     assert (await server.generate(2))["meta_info"]["weight_version"] == "1"
 
 
+@pytest.mark.parametrize(
+    "server", ["fake", pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True
+)
 async def test_update_may_abort_the_running(server: Backend) -> None:
     task, events, crowd = await server.crowded()
     assert (await server.load(1, abort_all_requests=True))[0] == 200

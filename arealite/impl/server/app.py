@@ -127,8 +127,7 @@ class App:
         """Return what /model_info says."""
         model = self.model
         return {
-            "model_path": model.weights,
-            "tokenizer_path": model.folder,
+            "model_path": model.folder,
             "weight_version": model.version,
             "model_type": model.model_type,
             "architectures": model.architectures,
@@ -162,8 +161,8 @@ class App:
         return {"loads": [load]}
 
     def _models(self) -> dict[str, Any]:
-        path, length = self.model.weights, self.model.context_length
-        return {"object": "list", "data": [{"id": path, "max_model_len": length}]}
+        model = {"id": self.model.folder, "max_model_len": self.model.context_length}
+        return {"object": "list", "data": [model]}
 
 
 def _get(path: str, tell: Callable[[], Any]) -> web.RouteDef:

@@ -163,7 +163,6 @@ class EmbeddedServer(LLMServer):
         folder = os.path.abspath(os.path.expanduser(self.config.model.path))
         return ServedModel(
             folder=folder,
-            weights=folder,
             model_type=model.config.model_type,
             architectures=list(model.config.architectures or [type(model).__name__]),
             vocab_size=config.vocab_size,

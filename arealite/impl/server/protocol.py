@@ -58,14 +58,13 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_version: str | None = None
     flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
 class UpdateWeightFromDiskReqInput(Update, frozen=True, kw_only=True):
     """POST /update_weights_from_disk."""
 
     model_path: str
-    load_format: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
 
 
 class UpdateWeightsFromDistributedReqInput(Update, frozen=True, kw_only=True):
@@ -140,9 +139,6 @@ class ServedModel:
     """What requests are checked against, and what the server says about its model."""
 
     folder: str
-    """Config and tokenizer."""
-    weights: str
-    """Where the present weights came from."""
     model_type: str
     architectures: list[str]
     vocab_size: int

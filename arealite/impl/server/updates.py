@@ -66,11 +66,8 @@ class UpdateRoutes:
             member.leave()
 
     async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> dict[str, Any]:
-        if body.load_format not in (None, "auto", "safetensors"):
-            raise Refusal(f"load_format must be auto or safetensors, got {body.load_format!r}.")
         path = body.model_path
         told = await self._update(body, lambda: stage_weights(self.tensors, path))
-        self.model.weights = path
         logger.info("weights updated", version=self.engine.version, path=path)
         return _done("Succeeded to update model weights." + told)
 
@@ -95,8 +92,6 @@ class UpdateRoutes:
 
     async def _update(self, body: Update, stage: Callable[[], Callable[[], None]]) -> str:
         """Change the weights when nothing runs; return what is to be told of the version."""
-        if body.abort_all_requests:
-            self.engine.abort(lambda generation: True)
         version = body.weight_version
         update = self.engine.update(stage, version=version, flush=body.flush_cache)
         if not await asyncio.wrap_future(update):
