@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,8 @@ class Site:
         """Run a weight publisher."""
         made: Any = publishers.get(kind)
         options = PublisherConfig(type=kind, pause_mode=mode)  # type: ignore[arg-type]
-        publisher = made(
-            options,
-            registry=self.names,
-            fallback_dir=self.folder / "weights",
-            model_path=self.model,
-        )
+        ppo = replace(self.config.trainer.ppo, publisher=options)
+        publisher = made(replace(self.config, trainer=TrainerConfig(ppo=ppo)), None)
         try:
             yield Publisher(publisher, self.model)
         finally:

@@ -42,10 +42,9 @@ class WeightPublisher(ABC):
     wants_device = False
     """Whether `stage` takes tensors where the engine has them, not on the CPU."""
 
-    @classmethod
     @abstractmethod
-    def of(cls, config: ExperimentConfig, engine: TrainEngine) -> WeightPublisher:
-        """Make the publisher of an experiment whose trainer trains `engine`.
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
+        """Start publishing for an experiment whose trainer trains `engine`.
 
         Raises:
             UserError: this way cannot publish what that engine trains.

@@ -53,10 +53,6 @@ class Sampler(WeightPublisher):
         self.model, self.tokenizer = load_model(str(model), dtype="float32", device="cpu")
         self.seed, self.staleness, self.version = seed, staleness, 0
 
-    @classmethod
-    def of(cls, config: object, engine: object) -> Sampler:
-        raise NotImplementedError
-
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         newest = dict(weights)
         if version % (1 + self.staleness) == 0:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arealite.api.publisher import PublishReport
-from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.api.publisher_config import DiskPublisherConfig
 from arealite.base.errors import RoleError
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.control import Server
@@ -26,6 +26,7 @@ from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.names.registry import NameRegistry
+from tests.impl.publisher.sites import publishing
 from tests.sglang.shared import SharedServer, call, shared_server
 from tests.waiting import until
 
@@ -41,22 +42,19 @@ class Press:
 
     def __init__(self, folder: Path, *servers: SharedServer) -> None:
         self.folder, self.servers = folder, servers
-        self.names = NameRegistry(folder / "names", ttl_s=600.0)
+        self.models = servers[0].folders
+        self.names = NameRegistry.of(publishing(folder, Path(self.models[0])))
         for number, server in enumerate(servers):
             assert server.real is not None
             entry = {"address": server.address, "type": "sglang", "pid": server.real.process.pid}
             self.names.put("llm_server", f"s{number}", entry | {"model_path": server.folders[0]})
         self.publisher: ServersPublisher | None = None
-        self.models = servers[0].folders
 
     def make(self, way: type[ServersPublisher], **settings: Any) -> ServersPublisher:
         disk = DiskPublisherConfig(dir=str(self.folder / "staged"))
-        self.publisher = way(
-            PublisherConfig(**({"timeout_s": 20.0, "bucket_mb": 0, "disk": disk} | settings)),
-            registry=self.names,
-            fallback_dir=self.folder,
-            model_path=Path(self.models[0]),
-        )
+        settings = {"timeout_s": 20.0, "bucket_mb": 0, "disk": disk} | settings
+        engine: Any = None
+        self.publisher = way(publishing(self.folder, Path(self.models[0]), **settings), engine)
         return self.publisher
 
     def publish(

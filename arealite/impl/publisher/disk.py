@@ -65,7 +65,7 @@ class DiskPublisher(ServersPublisher):
             return Path(self.config.disk.dir).expanduser().absolute()
         entries = self.registry.list("llm_server")
         shared = TMPFS.is_dir() and all(_is_here(entry) for entry in entries)
-        return TMPFS if shared else self.fallback_dir
+        return TMPFS if shared else self.paths.weights
 
 
 def _is_here(entry: Entry) -> bool:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from arealite.api.config import ExperimentConfig
+from arealite.api.engine import TrainEngine
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, Refused, Server
@@ -59,7 +61,7 @@ class DistributedPublisher(ServersPublisher):
 
     wants_device = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: Sequence[Server] = ()
@@ -67,7 +69,7 @@ class DistributedPublisher(ServersPublisher):
         self._failures: dict[Server, int] = {}
         self._rests: dict[Server, float] = {}
         """Monotonic time before which a server that failed is not tried again."""
-        super().__init__(*args, **kwargs)
+        super().__init__(config, engine)
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         try:

@@ -22,7 +22,6 @@ import torch
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine
 from arealite.api.publisher import PublishReport, WeightPublisher
-from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_shapes
@@ -44,26 +43,11 @@ T = TypeVar("T")
 class ServersPublisher(WeightPublisher):
     """Servers get traffic by the version they confirmed; a subclass is one way to bring weights."""
 
-    def __init__(
-        self,
-        config: PublisherConfig,
-        *,
-        registry: NameRegistry,
-        fallback_dir: Path,
-        model_path: Path,
-        host: str = "127.0.0.1",
-    ) -> None:
-        """Start watching.
-
-        Args:
-            config: Options of all ways.
-            registry: Where servers stand.
-            fallback_dir: For files that the servers of several hosts read.
-            model_path: Whose tensors these are, and whose small files go with a version.
-            host: Under which servers reach this process.
-        """
-        self.config, self.registry, self.host = config, registry, host
-        self.fallback_dir, self.model_path = fallback_dir, model_path
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
+        """Start watching the servers of the trial."""
+        self.config, self.host = config.trainer.ppo.publisher, config.cluster.host
+        self.registry, self.paths = NameRegistry.of(config), run_paths(config)
+        self.model_path = Path(config.model.path).expanduser()
         self.newest: int | None = None
         """The version that every server should hold."""
         self.shapes: Shapes = {}
@@ -78,16 +62,6 @@ class ServersPublisher(WeightPublisher):
         self._thread.start()
         while self._thread.is_alive() and not self._ready.wait(1.0):
             pass  # it may be held up; one that failed has told why, and refuses what it is given
-
-    @classmethod
-    def of(cls, config: ExperimentConfig, engine: TrainEngine) -> ServersPublisher:
-        return cls(
-            config.trainer.ppo.publisher,
-            registry=NameRegistry.of(config),
-            fallback_dir=run_paths(config).weights,
-            model_path=Path(config.model.path).expanduser(),
-            host=config.cluster.host,
-        )
 
     # ------------------------------------------------------------ called by the trainer
 

@@ -25,7 +25,6 @@ from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.api.engine import TrainEngine
 from arealite.api.llm_server import EmbeddedServerConfig, LLMServerConfig
 from arealite.api.publisher import PublishReport, WeightPublisher
-from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.server.embedded import EmbeddedServer
@@ -38,27 +37,12 @@ logger = log.get(__name__)
 class SharedPublisher(WeightPublisher):
     """Version k is served from `release` of k on, until the trainer holds it again."""
 
-    def __init__(self, config: PublisherConfig, server: EmbeddedServer) -> None:
+    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
         """Serve, held, before this returns.
 
         Raises:
-            UserError: the model or the port cannot be used.
+            UserError: the engine's parameters, the model or the port cannot be used.
         """
-        self.config, self.server = config, server
-        self._loop = asyncio.new_event_loop()
-        self._serving: Future[None] = Future()
-        """Ends with the server: with its error, if it died."""
-        self._ready: Future[None] = Future()
-        self._pause_s = self._stall_s = 0.0
-        # A thread begins with an empty context, and the log's role is in the context.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name="server", daemon=True)
-        self._thread.start()
-        self._await("the server to listen", self._ready)
-        self._held_at = time.perf_counter()
-
-    @classmethod
-    def of(cls, config: ExperimentConfig, engine: TrainEngine) -> SharedPublisher:
         module: Any = getattr(engine, "module", None)
         if module is None or any(isinstance(p, DTensor) for p in module.parameters()):
             raise UserError(
@@ -66,10 +50,11 @@ class SharedPublisher(WeightPublisher):
                 "trained, so they must be whole and of the compute's dtype: one trainer rank, "
                 "engine.fsdp.dtype=float32 or lora.rank above 0, cpu_offload=false."
             )
-        folder, ppo = Path(config.model.path).expanduser(), config.trainer.ppo
         with suppress(OSError):  # few models have none; then the config's end tokens hold
+            folder = Path(config.model.path).expanduser()
             module.generation_config = GenerationConfig.from_pretrained(folder)
-        rows, threads = ppo.publisher.shared.max_running_requests, config.launcher.trainer_threads
+        self.config, threads = config.trainer.ppo.publisher, config.launcher.trainer_threads
+        rows = self.config.shared.max_running_requests
         served = ServerConfig(
             experiment_name=config.experiment_name,
             trial_name=config.trial_name,
@@ -81,7 +66,18 @@ class SharedPublisher(WeightPublisher):
                 embedded=EmbeddedServerConfig(max_running_requests=rows, num_threads=threads),
             ),
         )
-        return cls(ppo.publisher, EmbeddedServer(served, shared=module))
+        self.server = EmbeddedServer(served, shared=module)
+        self._loop = asyncio.new_event_loop()
+        self._serving: Future[None] = Future()
+        """Ends with the server: with its error, if it died."""
+        self._ready: Future[None] = Future()
+        self._pause_s = self._stall_s = 0.0
+        # A thread begins with an empty context, and the log's role is in the context.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="server", daemon=True)
+        self._thread.start()
+        self._await("the server to listen", self._ready)
+        self._held_at = time.perf_counter()
 
     # ------------------------------------------------------------ called by the trainer
 

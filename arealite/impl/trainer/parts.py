@@ -66,7 +66,7 @@ def assemble(config: ExperimentConfig) -> Parts:
     )
     if world.lead:
         publisher = publishers.get(config.trainer.ppo.publisher.type)
-        made.publisher = publisher.of(config, made.engine)
+        made.publisher = publisher(config, made.engine)
         made.loggers = open_loggers(config)
     return made
 

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
-from arealite.system.names.registry import NameRegistry
 from tests.fakes.patience import Clock, Patience
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import Site, tensors
@@ -28,7 +27,7 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     for name in ("config.json", "tokenizer.json", "old.bin"):
         (model / name).write_text("{}")
     save_file(tensors(0.0), model / "model.safetensors")
-    made = Site(NameRegistry(tmp_path / "names", ttl_s=600.0), tmp_path)
+    made = Site(tmp_path)
     made.patience, made.clock = Patience(monkeypatch, control), Clock(monkeypatch, base)
     yield made
     if made.publisher is not None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
@@ -26,11 +28,28 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a.weight": torch.full((2, 3), value), "b.weight": torch.full((5,), -value)}
 
 
+def publishing(folder: Path, model: Path, **publisher: Any) -> ExperimentConfig:
+    """Return the config of a trial in `folder` whose servers ask for no token; `publisher` are
+    fields of PublisherConfig."""
+    cluster = ClusterConfig(
+        name_root=str(folder / "names"),
+        run_root=str(folder / "runs"),
+        user="test",
+        ttl_s=600.0,
+        security=False,
+    )
+    return ExperimentConfig(
+        cluster=cluster,
+        model=ModelConfig(path=str(model)),
+        trainer=TrainerConfig(ppo=PPOConfig(publisher=PublisherConfig(**publisher))),
+    )
+
+
 class Site:
     """Fake servers, their names, and a publisher."""
 
-    def __init__(self, names: NameRegistry, tmp_path: Path) -> None:
-        self.names, self.tmp_path = names, tmp_path
+    def __init__(self, tmp_path: Path) -> None:
+        self.names, self.tmp_path = NameRegistry.of(publishing(tmp_path, tmp_path)), tmp_path
         self.staged = tmp_path / "staged"
         self.kind: type[ServersPublisher] = DiskPublisher
         self.publisher: ServersPublisher | None = None
@@ -48,12 +67,9 @@ class Site:
                 "timeout_s": 60.0,
                 "disk": DiskPublisherConfig(dir=str(self.staged)),
             } | settings
-            self.publisher = self.kind(
-                PublisherConfig(**settings),
-                registry=self.names,
-                fallback_dir=self.tmp_path / "fallback",
-                model_path=self.tmp_path / "model",
-            )
+            config = publishing(self.tmp_path, self.tmp_path / "model", **settings)
+            engine: Any = None
+            self.publisher = self.kind(config, engine)
         await asyncio.to_thread(self.publisher.stage, version, iter(tensors(value).items()))
         return await asyncio.to_thread(self.publisher.push, version)
 

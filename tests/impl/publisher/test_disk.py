@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from arealite.api.publisher_config import PublisherConfig
+from arealite.api.config import run_paths
 from arealite.base.errors import RoleError
 from arealite.base.names import TMPFS
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher import staging
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, servers
+from tests.impl.publisher.sites import Site, publishing, servers
 from tests.waiting import eventually
 
 
@@ -284,16 +284,13 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
 
 def test_tmpfs_serves_one_host_and_the_run_folder_serves_many(site: Site) -> None:
     local = {"address": "http://127.0.0.1:1", "host": "x"}
-    publisher = DiskPublisher(
-        PublisherConfig(),
-        registry=site.names,
-        fallback_dir=site.tmp_path / "fallback",
-        model_path=site.tmp_path,
-    )
+    config = publishing(site.tmp_path, site.tmp_path)
+    engine: Any = None
+    publisher = DiskPublisher(config, engine)
     try:
         site.names.put("llm_server", "a", local)
         assert publisher.parent() == TMPFS
         site.names.put("llm_server", "b", {"address": "http://10.0.0.9:1", "host": "elsewhere"})
-        assert publisher.parent() == site.tmp_path / "fallback"
+        assert publisher.parent() == run_paths(config).weights
     finally:
         publisher.close()

@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arealite.api.config import ClusterConfig, ServerConfig
 from arealite.api.publisher import PublishReport
-from arealite.api.publisher_config import DistributedPublisherConfig, PublisherConfig
+from arealite.api.publisher_config import DistributedPublisherConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.launcher.processes import PARENT
 from arealite.impl.launcher.server import IS_KEPT
@@ -27,6 +26,7 @@ from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
 from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.names.registry import NameRegistry
+from tests.impl.publisher.sites import publishing
 from tests.models import tiny_model
 from tests.waiting import until
 
@@ -43,10 +43,7 @@ class Servers:
             name: load_file(tiny_model(folder / name, seed=seed) / "model.safetensors")
             for seed, name in enumerate(("a", "b"), 1)
         }
-        cluster = ClusterConfig(
-            name_root=str(folder / "names"), user="test", ttl_s=600.0, security=False
-        )
-        self.names = NameRegistry.of(ServerConfig(cluster=cluster))
+        self.names = NameRegistry.of(publishing(folder, self.model))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.publisher: DistributedPublisher | None = None
 
@@ -74,11 +71,10 @@ class Servers:
         return {str(e.value["pid"]): e.value for e in self.names.list("llm_server")}
 
     def make(self, **settings: Any) -> DistributedPublisher:
+        settings = {"type": "distributed", "timeout_s": 60.0, "bucket_mb": 0} | settings
+        engine: Any = None
         self.publisher = DistributedPublisher(
-            PublisherConfig(type="distributed", **({"timeout_s": 60.0, "bucket_mb": 0} | settings)),
-            registry=self.names,
-            fallback_dir=self.folder,
-            model_path=self.model,
+            publishing(self.folder, self.model, **settings), engine
         )
         return self.publisher
 

@@ -47,7 +47,7 @@ class Pair:
             trainer=TrainerConfig(ppo=PPOConfig(publisher=config)),
         )
         self.engine: FSDPEngine = make_engine(Path(self.config.model.path), **options)
-        self.publisher = SharedPublisher.of(self.config, self.engine)
+        self.publisher = SharedPublisher(self.config, self.engine)
         self.url = self.publisher.server.address
 
     def learn(self) -> None:
@@ -181,7 +181,7 @@ def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any
     monkeypatch.setattr(pair.engine.module.config, "layer_types", ["linear_attention"])
     config = replace(pair.config, trial_name="other")
     with pytest.raises(UserError, match="runs models with full and sliding"):
-        SharedPublisher.of(config, pair.engine)
+        SharedPublisher(config, pair.engine)
     assert not NameRegistry.of(config).list("llm_server")
 
 

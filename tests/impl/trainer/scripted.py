@@ -109,10 +109,6 @@ class ScriptedPublisher(WeightPublisher):
         self.on_second_push: Callable[[], None] = lambda: None
         """Called when a version is pushed that was pushed before."""
 
-    @classmethod
-    def of(cls, config: object, engine: object) -> ScriptedPublisher:
-        raise NotImplementedError
-
     @property
     def starving(self) -> bool:
         return self.hungry
