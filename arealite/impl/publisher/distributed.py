@@ -28,7 +28,7 @@ from arealite.api.engine import TrainEngine
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.control import FAILURES, Refused, Server
-from arealite.impl.publisher.servers import RETRY_S, ServersPublisher
+from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Bucket, pack
 
@@ -107,7 +107,7 @@ class DistributedPublisher(ServersPublisher):
         self.newest = version
         buckets = pack(self.noted(weights), self.config.bucket_mb << 20)
         first = next(buckets)
-        while servers := self.call(self._hungry(version)):
+        while servers := self.call(self._stale_servers(version)):
             update = Update(version, servers, time.monotonic() + self.config.timeout_s)
             try:
                 self._join(servers, first.tensors[0].device.type)
@@ -253,23 +253,14 @@ class DistributedPublisher(ServersPublisher):
         well = is_behind and server.known is not None and server.error is None
         return well and time.monotonic() >= self._rests.get(server, 0.0)
 
-    async def _hungry(self, version: int) -> Sequence[Server]:
+    async def _stale_servers(self, version: int) -> Sequence[Server]:
         """Return the servers that lack `version` and can take it, [] if none lacks it.
 
         Raises:
             RoleError: none holds it, and for `timeout_s` none could take it.
         """
-        give_up = time.monotonic() + self.config.timeout_s
-        while True:
-            servers = await self.find_servers()
-            await asyncio.gather(*(self._bring(server) for server in servers if not server.error))
-            if found := sorted(filter(self._needs, servers), key=lambda server: server.id):
-                return found
-            if any(server.held == version for server in servers):
-                return []
-            if time.monotonic() >= give_up:
-                raise self.nobody(version, servers)
-            await asyncio.sleep(RETRY_S)
+        await self.push_all(version)
+        return sorted(filter(self._needs, self._servers.values()), key=lambda server: server.id)
 
     async def _open(self, update: Update) -> None:
         """Lock and pause all, and begin; Lost: some failed, and none is locked."""

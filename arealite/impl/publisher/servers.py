@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -66,7 +66,7 @@ class ServersPublisher(WeightPublisher):
     # ------------------------------------------------------------ called by the trainer
 
     def push(self, version: int) -> PublishReport:
-        confirmed, quarantined = self.call(self._push(version))
+        confirmed, quarantined = self.call(self.push_all(version))
         times = [server.times for server in confirmed] or [PushTimes(0.0, 0.0, 0.0, 0.0)]
         report = PublishReport(
             version=version,
@@ -168,8 +168,11 @@ class ServersPublisher(WeightPublisher):
                 broken = [server.resume() for server in self._servers.values() if server.broken]
                 await asyncio.gather(*broken, return_exceptions=True)
 
-    async def _push(self, version: int) -> tuple[list[Server], list[str]]:
-        """Bring every server in traffic to `version`; again until one has it.
+    async def push_all(self, version: int) -> tuple[list[Server], list[str]]:
+        """Bring every server in traffic to `version`; again until one has it, or needs `stage`.
+
+        Returns:
+            The servers that confirmed it, and the ids of those that failed.
 
         Raises:
             RoleError: none has it; names the servers and what each said.
@@ -183,16 +186,12 @@ class ServersPublisher(WeightPublisher):
             if confirmed or self.starving:
                 return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:
-                raise self.nobody(version, servers)
+                said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
+                raise RoleError(
+                    f"no server took version {version} in {self.config.timeout_s:g} s. "
+                    + (said or f"None is registered in {self.registry.root}; start one.")
+                )
             await asyncio.sleep(RETRY_S)
-
-    def nobody(self, version: int, servers: Sequence[Server]) -> RoleError:
-        """Make the error that no server took a version."""
-        said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
-        return RoleError(
-            f"no server took version {version} in {self.config.timeout_s:g} s. "
-            + (said or f"None is registered in {self.registry.root}; start one.")
-        )
 
     async def _bring(self, server: Server, *, ask: bool = False) -> None:
         """Bring one server to the newest version, if there is one. `ask`: trust no memory of it."""
