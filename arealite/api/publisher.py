@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from arealite.base.registry import Registry
@@ -21,18 +21,18 @@ class PublishReport:
     """What one publish cost. Seconds are of the slowest server."""
 
     version: int
-    stage_s: float
+    stage_s: float = 0.0
     """Gathering and writing, before any pause."""
-    pause_s: float
-    load_s: float
-    continue_s: float
-    stall_s: float
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    continue_s: float = 0.0
+    stall_s: float = 0.0
     """From the pause taking effect to the continue taking effect: generation stood still this
     long."""
-    num_bytes: int
-    servers: int
+    num_bytes: int = 0
+    servers: int = 1
     """Servers that confirmed the version."""
-    quarantined: list[str]
+    quarantined: list[str] = field(default_factory=list[str])
     """Server ids that failed; they get no traffic until they hold the newest version."""
 
 

@@ -61,7 +61,7 @@ class Sampler(WeightPublisher):
         return False
 
     def push(self, version: int) -> PublishReport:
-        return PublishReport(version, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 1, [])
+        return PublishReport(version)
 
     def close(self) -> None:
         pass

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import secrets
 import socket
 import threading
@@ -65,7 +64,6 @@ class DistributedPublisher(ServersPublisher):
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: Sequence[Server] = ()
-        self._numbers = itertools.count()
         self._failures: dict[Server, int] = {}
         self._rests: dict[Server, float] = {}
         """Monotonic time before which a server that failed is not tried again."""
@@ -179,7 +177,7 @@ class DistributedPublisher(ServersPublisher):
         if self._group is not None and self._members == servers:
             return
         self._leave()
-        self._name = f"arealite-{os.getpid()}-{next(self._numbers)}-{secrets.token_hex(4)}"
+        self._name = f"arealite-{secrets.token_hex(8)}"
         self._backend = self.config.distributed.backend
         if self._backend == "auto":
             self._backend = "nccl" if device == "cuda" else "gloo"

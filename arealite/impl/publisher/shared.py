@@ -95,17 +95,7 @@ class SharedPublisher(WeightPublisher):
 
     def push(self, version: int) -> PublishReport:
         logger.info("weights published", version=version, servers=1, stall_s=self._stall_s)
-        return PublishReport(
-            version=version,
-            stage_s=0.0,
-            pause_s=self._pause_s,
-            load_s=0.0,
-            continue_s=0.0,
-            stall_s=self._stall_s,
-            num_bytes=0,
-            servers=1,
-            quarantined=[],
-        )
+        return PublishReport(version, pause_s=self._pause_s, stall_s=self._stall_s)
 
     @property
     def starving(self) -> bool:
