@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,21 +19,20 @@ import torch
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
-from arealite.api.logger import MetricLogger
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
 from arealite.api.trainer import Trainer
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.metrics import ENGINE, Stopwatch
 from arealite.impl.trainer.parts import (
+    Parts,
     StopRequest,
+    assemble,
     find_checkpoint,
     let_go_of,
     make_engine,
-    open_loggers,
 )
-from arealite.impl.trainer.world import World
 from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
 from arealite.system.data.dataset import permutation
 
@@ -52,18 +52,6 @@ class Rows:
     """Rows (pairs) of all ranks with something to learn."""
 
 
-@dataclass
-class OfflineParts:
-    """What the loop is wired from."""
-
-    world: World
-    engine: TrainEngine
-    train: list[Row]
-    held_out: list[Row]
-    loggers: list[MetricLogger] = field(default_factory=list)
-    """[] except on rank 0."""
-
-
 class OfflineTrainer(Trainer):
     """One rank of a supervised run; subclasses make rows and a loss of examples."""
 
@@ -72,20 +60,26 @@ class OfflineTrainer(Trainer):
     stats: tuple[str, ...]
     """What the loss tells of a batch: means over its tokens or pairs."""
 
-    def __init__(self, config: ExperimentConfig, parts: OfflineParts | None = None) -> None:
+    def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
         self.config, self.offline = config, config.trainer.offline
         self.stop = StopRequest()
-        self.parts = parts or self.assemble()
+        self.train_rows, self.held_out_rows = read_dataset(config)
+        self.total_steps = count_steps(config, len(self.train_rows))
+        self.parts = parts or assemble(config, self.load_engines)
         self.world, self.engine = self.parts.world, self.parts.engine
         self.encode = make_encoder(config, load_tokenizer(config.model.path))
-        self.identity = identity_of_rows(config, self.parts.train)
-        self.total_steps = count_steps(config, len(self.parts.train))
+        self.identity = identity_of_rows(config, self.train_rows)
         self.loss_fn = self.make_loss()
         self.clock = Stopwatch()
         self.saved_step: int | None = None
         self.maker = ThreadPoolExecutor(1, "rows")
         """The one thread that tokenises: a batch ahead of the update."""
         self.ahead: dict[int, Future[Rows]] = {}
+
+    def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
+        """Load the models, as Parts name them."""
+        training = Training(self.offline.optimizer, self.offline.lr, self.total_steps)
+        return {"engine": make_engine(config, training=training, head=self.head)}
 
     @abstractmethod
     def make_loss(self) -> LossFn:
@@ -129,7 +123,7 @@ class OfflineTrainer(Trainer):
     def make_batch(self, step: int) -> Rows:
         """Make batch `step`: the next rows of its epoch's seeded order; an epoch's last batch may
         be smaller."""
-        train, size = self.parts.train, self.offline.batch_size
+        train, size = self.train_rows, self.offline.batch_size
         epoch, place = divmod(step, count_batches(len(train), size))
         order: Seq[int] = range(len(train))
         if self.config.dataset.shuffle:
@@ -172,7 +166,7 @@ class OfflineTrainer(Trainer):
         line |= {
             "train/examples": float(batch.examples),
             "train/epoch": float(
-                (step - 1) // count_batches(len(self.parts.train), self.offline.batch_size)
+                (step - 1) // count_batches(len(self.train_rows), self.offline.batch_size)
             ),
             "train/total_steps": float(self.total_steps),
             "throughput/trained_tokens_per_s": tokens / line["time/step_s"],
@@ -205,7 +199,7 @@ class OfflineTrainer(Trainer):
     def end(self, step: int) -> None:
         """Leave a checkpoint; after the last step also an evaluation and the exported model."""
         finished = step >= self.total_steps
-        if finished and self.parts.held_out:
+        if finished and self.held_out_rows:
             self.evaluate(step)
         if self.saved_step != step:
             self.checkpoint(step)
@@ -238,12 +232,12 @@ class OfflineTrainer(Trainer):
         """Whether the model before `step` is evaluated; the last one is left to the end."""
         every = self.offline.eval_every_steps
         due = step == 0 or (every > 0 and step % every == 0)
-        return bool(self.parts.held_out) and due and step < self.total_steps
+        return bool(self.held_out_rows) and due and step < self.total_steps
 
     @cached_property
     def held_out(self) -> Rows:
         """The held-out rows as one batch: made once, as neither they nor the reference change."""
-        batch = self.maker.submit(self.deal, self.parts.held_out).result()
+        batch = self.maker.submit(self.deal, self.held_out_rows).result()
         self.prepare(batch)
         return batch
 
@@ -258,20 +252,6 @@ class OfflineTrainer(Trainer):
         logger.info("evaluated", step=step, **named)
         for sink in self.parts.loggers:
             sink.log(step, named)
-
-    # ------------------------------------------------------------ parts
-
-    def assemble(self) -> OfflineParts:
-        """Join the other ranks, read the rows, and load the model."""
-        config = self.config
-        world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
-        train, held_out = read_dataset(config)
-        training = Training(
-            self.offline.optimizer, self.offline.lr, count_steps(config, len(train))
-        )
-        engine = make_engine(config, training=training, head=self.head)
-        sinks = open_loggers(config) if world.lead else []
-        return OfflineParts(world, engine, train, held_out, sinks)
 
 
 def count_batches(rows: int, batch_size: int) -> int:

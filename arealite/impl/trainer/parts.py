@@ -41,7 +41,7 @@ class Parts:
     connect: Callable[[], TrainerLink]
     """Opens a link to the datapipe; a link belongs to the thread that uses it."""
     publisher: WeightPublisher | None = None
-    """None except on rank 0."""
+    """None except on rank 0 of a trainer with servers."""
     loggers: list[MetricLogger] = field(default_factory=list)
     """[] except on rank 0."""
     reference: TrainEngine | None = None
@@ -50,13 +50,13 @@ class Parts:
     """None where no advantage needs it."""
 
 
-def assemble(config: ExperimentConfig) -> Parts:
-    """Join the other ranks, load the model, and open what rank 0 alone has."""
+def assemble(config: ExperimentConfig, load: Callable[[ExperimentConfig], dict[str, Any]]) -> Parts:
+    """Join the other ranks, `load` the engines, and open what rank 0 alone has."""
     world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
     made = Parts(
         world=world,
-        **make_engines(config),
+        **load(config),
         connect=lambda: TrainerLink(
             lambda: registry.address("datapipe"),
             rank=world.rank,
@@ -65,8 +65,9 @@ def assemble(config: ExperimentConfig) -> Parts:
         ),
     )
     if world.lead:
-        publisher = publishers.get(config.trainer.ppo.publisher.type)
-        made.publisher = publisher(config, made.engine)
+        if not config.trainer.is_offline:
+            publisher = publishers.get(config.trainer.ppo.publisher.type)
+            made.publisher = publisher(config, made.engine)
         made.loggers = open_loggers(config)
     return made
 
@@ -84,7 +85,7 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
 
 
 def make_engines(config: ExperimentConfig) -> dict[str, Any]:
-    """Load the models that the algorithm needs, as Parts name them: this rank's shard of each."""
+    """Load the models that PPO needs, as Parts name them: this rank's shard of each."""
     ppo, kl, critic = config.trainer.ppo, config.trainer.ppo.kl, config.trainer.ppo.critic
     updates = ppo.total_steps * ppo.updates * ppo.epochs
     made = {"engine": make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates))}

@@ -27,6 +27,7 @@ from arealite.impl.trainer.parts import (
     critic_of,
     find_checkpoint,
     let_go_of,
+    make_engines,
     prune,
 )
 from arealite.system.ledger import token_stats
@@ -50,7 +51,7 @@ class PPOTrainer(Trainer):
     def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
         self.config, self.ppo = config, config.trainer.ppo
         self.stop = StopRequest()
-        self.parts = parts or assemble(config)
+        self.parts = parts or assemble(config, make_engines)
         self.world, self.engine = self.parts.world, self.parts.engine
         self.reference, self.critic = self.parts.reference, self.parts.critic
         self.link, self.fetch_link = self.parts.connect(), self.parts.connect()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from arealite.algo.preference import bradley_terry, make_dpo_loss
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence
-from arealite.impl.trainer.offline import OfflineParts, OfflineTrainer, Rows, Unit
+from arealite.impl.trainer.offline import OfflineTrainer, Rows, Unit
 from arealite.impl.trainer.parts import make_reference
 from arealite.system.data.chats import ASSISTANT, Example
 
@@ -19,11 +21,11 @@ class DPOTrainer(OfflineTrainer):
 
     together, stats = 2, PAIR_STATS
 
-    def __init__(self, config: ExperimentConfig, parts: OfflineParts | None = None) -> None:
-        super().__init__(config, parts)
-        dpo, self.reference = config.trainer.dpo, None
+    def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
+        made, dpo = super().load_engines(config), config.trainer.dpo
         if not dpo.reference_free:
-            self.reference = make_reference(config, self.engine, dpo.reference)
+            made["reference"] = make_reference(config, made["engine"], dpo.reference)
+        return made
 
     def make_loss(self) -> LossFn:
         return make_dpo_loss(self.config.trainer.dpo)
@@ -35,9 +37,9 @@ class DPOTrainer(OfflineTrainer):
 
     def prepare(self, batch: Rows) -> None:
         """Ask the reference for its logprobs."""
-        if self.reference is None:
+        if self.parts.reference is None:
             return
-        outputs = self.reference.forward(batch.rows, batch.all_lengths)
+        outputs = self.parts.reference.forward(batch.rows, batch.all_lengths)
         for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
             row.fields["ref_logprobs"] = logprobs_T
 

@@ -32,9 +32,10 @@ from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.impl.trainer.offline import OfflineParts, OfflineTrainer, Rows
+from arealite.impl.trainer.offline import OfflineTrainer, Rows
+from arealite.impl.trainer.parts import Parts
 from arealite.impl.trainer.world import World
-from arealite.system.data.chats import load_rows
+from arealite.system.links.trainer_link import TrainerLink
 from tests.models import tiny_model
 from tests.system.data.test_dataset import jsonl
 
@@ -124,13 +125,12 @@ class FakeEngine:
 
 
 def faked(config: ExperimentConfig, *, rank: int = 0, size: int = 1) -> OfflineTrainer:
-    data, kind = config.dataset, config.trainer.type
-    parts = OfflineParts(
+    kind = config.trainer.type
+    parts = Parts(
         World(rank, size),
         FakeEngine(HEADS[kind]),  # type: ignore[arg-type]
-        load_rows(data.train, "train"),
-        load_rows(data.eval, "eval") if data.eval else [],
-        [JSONLLogger(run_paths(config).root)],
+        connect=TrainerLink,  # type: ignore[arg-type]
+        loggers=[JSONLLogger(run_paths(config).root)],
     )
     dpo = replace(config.trainer.dpo, reference_free=True)
     config = replace(config, trainer=replace(config.trainer, dpo=dpo))
