@@ -238,9 +238,7 @@ def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str,
     }
     if logprobs:
         pairs = zip(generation.logprobs, output, strict=True)
-        meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-        meta["output_token_logprobs_length"] = len(output)
     return {"text": _text(generation), "output_ids": output, "meta_info": meta}
 
 
