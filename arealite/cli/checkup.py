@@ -88,7 +88,7 @@ def memory(
     engine = trainer.offline.engine if trainer.is_offline else ppo.engine
     fsdp, ranks = engine.fsdp, config.launcher.trainer_ranks
     optimizer = trainer.offline.optimizer if trainer.is_offline else ppo.optimizer
-    shards = 1 if engine.type == "ddp" else fsdp.shard_size or ranks
+    shards = fsdp.shard_size or ranks
     text = model.get("text_config") or model
     hidden = text.get("hidden_size") or text.get("n_embd", 0)
     layers = text.get("num_hidden_layers") or text.get("n_layer", 1)
