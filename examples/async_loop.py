@@ -39,7 +39,7 @@ class AsyncSampler(Sampler):
 
     def submit(self, tasks: list[str]) -> list[Generation]:
         """Start answers, and return without waiting for them."""
-        requests = [self.request(digits, 1.0) for digits in tasks]
+        requests = [self.request(digits) for digits in tasks]
         self.engine.submit(requests)
         return requests
 
@@ -50,7 +50,7 @@ class AsyncSampler(Sampler):
         self.delivered.difference_update(requests)
         return [self.score(request) for request in requests]
 
-    def sample(self, tasks: list[str], temperature: float = 1.0) -> list[Sample]:
+    def sample(self, tasks: list[str]) -> list[Sample]:
         """Start answers and wait for them."""
         return self.collect(self.submit(tasks))
 

@@ -63,16 +63,16 @@ class Sampler:
         self.decoder = Decoder(self.model, max_rows=max_rows, seed=SEED)
         self.version = 0
 
-    def request(self, digits: str, temperature: float) -> Generation:
+    def request(self, digits: str) -> Generation:
         """Return a request for one answer; its first token is not sampled yet."""
-        sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=temperature)
+        sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
         prompt = self.tokenizer.encode(question(digits))
         stops = frozenset([self.tokenizer.eos_token_id])
         return Generation(digits, prompt, sampling, MAX_NEW_TOKENS, stops)
 
-    def sample(self, tasks: list[str], temperature: float = 1.0) -> list[Sample]:
+    def sample(self, tasks: list[str]) -> list[Sample]:
         """Answer each task: prompts in one forward pass, then one token of every answer a pass."""
-        requests = [self.request(digits, temperature) for digits in tasks]
+        requests = [self.request(digits) for digits in tasks]
         waiting = deque(requests)
         with torch.inference_mode():
             while waiting or self.decoder.running:
@@ -136,6 +136,7 @@ def train(engine: FSDPEngine, samples: list[Sample]) -> dict[str, float]:
     """Apply the optimizer steps of one batch; return the statistics of the last step."""
     loss = make_policy_loss(LossConfig(eps_high=0.28))
     rows = make_rows(samples)
+    # The ratio that the loss clips compares with the weights before the first update.
     logprobs = engine.forward(rows, [[len(row.tokens) for row in rows]])["logprobs"]
     stats: dict[str, float] = {}
     for part in range(UPDATES):

@@ -73,7 +73,7 @@ def test_new_weights_interrupt_generations_that_continue_under_them(
         decode()
 
     monkeypatch.setattr(sampler.decoder, "decode", decode_and_wait)
-    requests = [sampler.request(digits, 1.0) for digits in ("531426", "998877")]
+    requests = [sampler.request(digits) for digits in ("531426", "998877")]
     for request in requests:
         request.stops = frozenset()  # each has MAX_NEW_TOKENS tokens, whatever is sampled
     sampler.engine.submit(requests)
