@@ -27,7 +27,7 @@ from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.impl.view import report_rows, report_run
 from arealite.system.data.dataset import identity
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
@@ -124,7 +124,7 @@ def measure(folder: Path, records: int, tokens: int, repeats: int) -> dict[str, 
 
     def opens() -> None:
         ledger = Ledger(paths.ledger, fingerprint=identity(ExperimentConfig(), TASKS))
-        GroupBook(ledger, TASKS, ppo=config.trainer.ppo, seed=1, shuffle=True)
+        GroupStore(ledger, TASKS, ppo=config.trainer.ppo, seed=1, shuffle=True)
         ledger.close()
 
     def ends() -> None:

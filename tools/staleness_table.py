@@ -1,6 +1,6 @@
-"""What pace, mask and drop make of long episodes: trials in virtual time on the real group book.
+"""What pace, mask and drop make of long episodes: trials in virtual time on the real group store.
 
-Lengths are log-normal and latency is proportional to length; nothing sleeps. The real `GroupBook`
+Lengths are log-normal and latency is proportional to length; nothing sleeps. The real `GroupStore`
 and ledger decide what is leased, released and filtered; trainer and workers are a heap of events.
 Run: python tools/staleness_table.py [--etas 0 1 2 4 8] [--steps 200]
 """
@@ -24,7 +24,7 @@ from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.ledger import Ledger
 
 MEDIAN_TOKENS, SIGMA = 600, 1.0
@@ -88,14 +88,14 @@ class Trial:
             collector=replace(PPOConfig().collector, group_size=self.group_size),
         )
         self.open()
-        self.book.version = 0
+        self.store.version = 0
 
     def open(self) -> None:
         """Open the ledger, and read back what it knows."""
         tasks = [Task(f"train-{row}", "", None, {}) for row in range(1000)]
         about = {"group_size": str(self.group_size)}
         self.ledger = Ledger(self.folder / "ledger.sqlite", fingerprint=about)
-        self.book = GroupBook(self.ledger, tasks, ppo=self.ppo, seed=self.seed, shuffle=True)
+        self.store = GroupStore(self.ledger, tasks, ppo=self.ppo, seed=self.seed, shuffle=True)
 
     def run(self) -> Trial:
         """Play until the last step is trained."""
@@ -105,7 +105,7 @@ class Trial:
                 raise RuntimeError(f"deadlock at step {self.step}")
             before = self.now
             self.now, _, act = heapq.heappop(self.events)
-            if self.idle_since is not None and self.book.counts["complete"] >= self.num_groups:
+            if self.idle_since is not None and self.store.counts["complete"] >= self.num_groups:
                 self.paced += self.now - before
             act()
         self.ledger.commit()
@@ -117,11 +117,11 @@ class Trial:
 
     def pump(self) -> None:
         """What the datapipe does after every event: give leases, compose the next batch."""
-        while self.free > 0 and (group := self.book.next_offer()) is not None:
-            self.begin(self.book.lease(group, worker_id="w", credit=self.free))
-        if self.book.next_step <= self.step + 1:  # asked for a step ahead
-            self.book.compose()
-        if self.idle_since is not None and self.step in self.book.batches:
+        while self.free > 0 and (group := self.store.next_offer()) is not None:
+            self.begin(self.store.lease(group, worker_id="w", credit=self.free))
+        if self.store.next_step <= self.step + 1:  # asked for a step ahead
+            self.store.compose()
+        if self.idle_since is not None and self.step in self.store.batches:
             self.waited += self.now - self.idle_since
             self.idle_since = None
             self.after(TRAIN_S, self.trained)
@@ -141,12 +141,12 @@ class Trial:
             lease.task.task_id, 1.0, {}, [tokens], tokens, lease.version,
             len(self.published) - 1, 1, False, 0, 1.0, {},
         )  # fmt: skip
-        self.book.add(Episode(lease.lease_id, lease.group_id, member, [header], None), [b""])
+        self.store.add(Episode(lease.lease_id, lease.group_id, member, [header], None), [b""])
 
     def trained(self) -> None:
-        headers = [h for group in self.book.batches[self.step] for h in group.headers]
+        headers = [h for group in self.store.batches[self.step] for h in group.headers]
         self.samples += [self.sample(header) for header in headers]
-        self.book.mark_trained(self.step)
+        self.store.mark_trained(self.step)
         self.ledger.train(StepReport(self.step, [h.trajectory_id for h in headers], {}))
         self.ledger.commit()
         self.step += 1
@@ -155,7 +155,7 @@ class Trial:
 
     def publish(self, version: int) -> None:
         self.published.append(self.now)
-        self.book.version = version
+        self.store.version = version
         self.ledger.set_meta("version", str(version))
 
     def sample(self, header: TrajectoryHeader) -> Sample:
@@ -171,7 +171,7 @@ class Trial:
 
     def offered(self) -> list[int]:
         """Lengths of all episodes of the groups offered so far."""
-        groups = range(self.book.offered)
+        groups = range(self.store.offered)
         return [
             length_of(self.seed, f"g{seq}", m) for seq in groups for m in range(self.group_size)
         ]
@@ -194,7 +194,7 @@ def p95(values: Sequence[float]) -> float:
 
 def row(trial: Trial) -> list[str]:
     """Describe a finished trial."""
-    stale = trial.book.counts["filtered:stale"] * trial.group_size
+    stale = trial.store.counts["filtered:stale"] * trial.group_size
     trained = [s.with_loss for s in trial.samples]
     return [
         trial.policy,

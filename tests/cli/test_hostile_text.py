@@ -17,7 +17,7 @@ from arealite.cli import evaluate
 from arealite.cli.main import main
 from arealite.impl.launcher.processes import spawn
 from arealite.impl.launcher.progress import Progress
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.ledger import Ledger
 from tests.hostile import HOSTILE, SHOWN, SHOWN_FIRST, controls_in, foreign_controls_in
 from tests.system.health.living import show, wait
@@ -53,13 +53,13 @@ def why(folder: Path) -> list[str]:
 def audit(folder: Path) -> list[str]:
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
     ppo = experiment(folder, max_attempts=1).trainer.ppo
-    book = GroupBook(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
-    book.version = 0
-    group = book.next_offer()
+    store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    store.version = 0
+    group = store.next_offer()
     assert group
-    lease = book.lease(group, worker_id=HOSTILE, credit=2)
+    lease = store.lease(group, worker_id=HOSTILE, credit=2)
     for member in range(2):
-        book.add(failed(lease, member, HOSTILE), [])
+        store.add(failed(lease, member, HOSTILE), [])
     ledger.commit()
     ledger.close()
     return ["audit", str(folder / "ledger.sqlite")]

@@ -110,7 +110,7 @@ class Checks:
 
     def opened(self, pipe: Datapipe) -> None:
         """Watch a new datapipe's decisions that leave no trace in the file."""
-        book, is_too_late = pipe.book, pipe.book._is_too_late
+        store, is_too_late = pipe.store, pipe.store._is_too_late
 
         def watched(group: Any, episode: Episode) -> bool:
             late = is_too_late(group, episode)
@@ -118,7 +118,7 @@ class Checks:
                 self.too_late.add((episode.lease_id, episode.member))
             return late
 
-        book._is_too_late = watched  # type: ignore[method-assign]
+        store._is_too_late = watched  # type: ignore[method-assign]
 
     def after_crash(self) -> None:
         """Hold the file that a kill left against the promises."""

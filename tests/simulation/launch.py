@@ -75,7 +75,7 @@ class Launch:
             _, late = await asyncio.wait(others, timeout=60.0)
         if late and not self.killed:
             # One that was started again after the last word does not know that it was the last.
-            left = "datapipe" not in sim.roles or sim.pipe.desk.finish is None
+            left = "datapipe" not in sim.roles or sim.pipe.requests.finish is None
             sim.expect(left, f"the datapipe does not end after the trainer: {sim.who_waits()}")
             for name in list(sim.roles):
                 sim.terminate(name)

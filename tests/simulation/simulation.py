@@ -419,8 +419,10 @@ class Simulation:
         parts = [f"{name}{'' if p.runs else ' (frozen)'}" for name, p in self.roles.items()]
         text = "live: " + ", ".join(parts)
         if self.pipe is not None and "datapipe" in self.roles:
-            book = self.pipe.book
-            text += f"; next step {book.next_step}, version {book.version}, {dict(book.counts)}, "
+            store = self.pipe.store
+            text += (
+                f"; next step {store.next_step}, version {store.version}, {dict(store.counts)}, "
+            )
             text += self.pipe.workers.describe()
         return text + f"; servers {self.servers.versions}"
 

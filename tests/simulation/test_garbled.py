@@ -38,7 +38,7 @@ class Garbler:
 
         def noting(sim: Simulation, what: str, text: str = "") -> None:
             if what == "over" and sim.pipe is not None:
-                self.rejected = sim.pipe.desk.rejections.total()
+                self.rejected = sim.pipe.requests.rejections.total()
             final(sim, what, text)
 
         patch.setattr(WorkerLink, "submit", garbling)

@@ -11,7 +11,7 @@ import pytest
 
 from arealite.algo import staleness
 from arealite.api.rollout_messages import Ack
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.writer import LedgerWriter
 from tests.simulation.simulation import simulate
@@ -38,26 +38,26 @@ def not_restored(name: str, empty: Callable[[], Any]) -> Plant:
     """A start forgets one thing that the ledger knows."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        load = GroupBook._load
+        load = GroupStore._load
 
-        def forgetful(book: GroupBook) -> None:
-            load(book)
-            setattr(book, name, empty())
+        def forgetful(store: GroupStore) -> None:
+            load(store)
+            setattr(store, name, empty())
 
-        patch.setattr(GroupBook, "_load", forgetful)
+        patch.setattr(GroupStore, "_load", forgetful)
 
     return plant
 
 
 def failures_not_restored(patch: pytest.MonkeyPatch) -> None:
-    load = GroupBook._load
+    load = GroupStore._load
 
-    def forgetful(book: GroupBook) -> None:
-        load(book)
-        for group in book.groups.values():
+    def forgetful(store: GroupStore) -> None:
+        load(store)
+        for group in store.groups.values():
             group.failures = []
 
-    patch.setattr(GroupBook, "_load", forgetful)
+    patch.setattr(GroupStore, "_load", forgetful)
 
 
 def anything_fits(patch: pytest.MonkeyPatch) -> None:

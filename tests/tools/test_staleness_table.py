@@ -19,12 +19,12 @@ def play(folder: Path, policy: str, eta: int) -> Trial:
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_pace_trains_what_was_offered(tmp_path: Path, eta: int) -> None:
     trial = play(tmp_path, "pace", eta)
-    book = trial.book
-    assert not [reason for reason in book.counts if reason.startswith("filtered")]
+    store = trial.store
+    assert not [reason for reason in store.counts if reason.startswith("filtered")]
     trained = [sample.group_id for sample in trial.samples]
-    still_open = [*book.groups, *(g.group_id for s in book.batches for g in book.batches[s]
+    still_open = [*store.groups, *(g.group_id for s in store.batches for g in store.batches[s]
                                   if s >= trial.step)]  # fmt: skip
-    everything = [f"g{seq}" for seq in range(book.offered)]
+    everything = [f"g{seq}" for seq in range(store.offered)]
     assert sorted({*trained, *still_open}) == sorted(everything)
     assert len(trained) == trial.group_size * len(set(trained)) == STEPS * 4 * trial.group_size
     assert not set(trained) & set(still_open)
@@ -41,7 +41,7 @@ def test_pace_trains_what_was_offered(tmp_path: Path, eta: int) -> None:
 def test_drop_trains_the_short_ones(tmp_path: Path, eta: int) -> None:
     trial = play(tmp_path, "drop", eta)
     lengths, offered = [s.tokens for s in trial.samples], trial.offered()
-    assert trial.book.counts["filtered:stale"] > STEPS * 4 * 0.1
+    assert trial.store.counts["filtered:stale"] > STEPS * 4 * 0.1
     assert statistics.mean(lengths) < 0.9 * statistics.mean(offered)
     assert distance(lengths, offered) > 0.03
     assert max(sample.age for sample in trial.samples) <= eta
@@ -52,7 +52,7 @@ def test_mask_takes_loss_from_the_long_ones(tmp_path: Path, eta: int) -> None:
     trial = play(tmp_path, "mask", eta)
     cut = [s.tokens for s in trial.samples if s.with_loss < s.tokens]
     whole = [s.tokens for s in trial.samples if s.with_loss == s.tokens]
-    assert not trial.book.counts["filtered:stale"]
+    assert not trial.store.counts["filtered:stale"]
     assert statistics.mean(cut) > 2 * statistics.mean(whole)
     assert max(sample.age for sample in trial.samples) <= eta
 

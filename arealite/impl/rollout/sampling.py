@@ -16,7 +16,7 @@ from arealite.api.task import Task
 from arealite.base.errors import RoleError
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.samples import Samples
-from arealite.system.datapipe.group_book import FAILURE_WINDOW
+from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
 from arealite.system.ledger.group import back_off_s, too_many
 

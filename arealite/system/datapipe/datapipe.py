@@ -1,7 +1,7 @@
 """The process between rollout workers and trainer: leases tasks, keeps results, composes batches.
 
 One event loop that only reacts: to messages, to commits, and to a clock four times a second. What
-it knows is in `group_book`; here is who is told what, and when.
+it knows is in `group_store`; here is who is told what, and when.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.system.data.dataset import identity
 from arealite.system.datapipe.curriculum import Curriculum
-from arealite.system.datapipe.eval_book import EvalBook
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.eval_scheduler import EvalScheduler
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.intake import NO_MESSAGE, Intake, ResultIds, decode
 from arealite.system.datapipe.scaling import Scaling
-from arealite.system.datapipe.trainer_desk import OutOfStep, TrainerDesk
+from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.upkeep import Upkeep
 from arealite.system.datapipe.workers import Held, Worker, Workers
 from arealite.system.ledger.group import too_many
@@ -86,7 +86,7 @@ class Datapipe:
         self._registry = registry
         self._context = context
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
-        self.book = GroupBook(
+        self.store = GroupStore(
             self.ledger,
             train,
             ppo=ppo,
@@ -95,13 +95,13 @@ class Datapipe:
             curriculum=Curriculum(config, train) if config.datapipe.curriculum.by else None,
         )
         rows = list(eval)[: ppo.eval.num_prompts or None]
-        self.evals = EvalBook(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
+        self.evals = EvalScheduler(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):
             self.evals.results[eval_id] = msgspec.json.decode(metrics)
         self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
         self.scaling = None
         if registry is not None and ppo.collector.autoscale.enabled:
-            self.scaling = Scaling(config, registry, book=self.book, workers=self.workers)
+            self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
         self._stopped_at = self._progress = self._told = time.monotonic()
         self._fatal: InvariantError | None = None
         self._refusals = 0
@@ -122,8 +122,8 @@ class Datapipe:
         server.bind(self.address)
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
-        self.desk = TrainerDesk(
-            self.book,
+        self.requests = TrainerRequestHandler(
+            self.store,
             self.evals,
             config=self.config,
             send=self._send,
@@ -131,7 +131,7 @@ class Datapipe:
             writer=self.writer,
         )
         size = vocab_size(read_json(self.config.model.path)) or 1 << 31
-        self.intake = Intake(self.book, self.evals, self.workers, self.desk.rejections, size)
+        self.intake = Intake(self.store, self.evals, self.workers, self.requests.rejections, size)
         kept = self.config.datapipe.keep_payloads
         self.upkeep = Upkeep(self.writer, self._done, keep_payloads=kept)
         self._restore()
@@ -142,7 +142,7 @@ class Datapipe:
                 self._tasks.create_task(self._tick_forever(), name="clock")
                 if self.scaling:
                     self._tasks.create_task(self.scaling.run(self._done), name="scaling")
-                logger.info("datapipe ready", address=self.address, step=self.book.next_step)
+                logger.info("datapipe ready", address=self.address, step=self.store.next_step)
                 self.ready.set()
                 await self._done.wait()
                 self.writer.close()
@@ -151,8 +151,8 @@ class Datapipe:
             self.ledger.close()
         if self._fatal is not None:
             raise self._fatal
-        rejected = self.desk.rejections.total()
-        logger.info("datapipe ends", **dict(self.book.counts), rejected_messages=rejected)
+        rejected = self.requests.rejections.total()
+        logger.info("datapipe ends", **dict(self.store.counts), rejected_messages=rejected)
 
     def _registered(self) -> AbstractAsyncContextManager[None]:
         if self._registry is None:
@@ -164,13 +164,13 @@ class Datapipe:
 
     def _restore(self) -> None:
         """Give leases from before a restart back to their workers, which may still run them."""
-        for group in self.book.groups.values():
+        for group in self.store.groups.values():
             for lease in list(group.leases.values()):
                 if due := group.due(lease):
                     held = self.workers.give(group.owners[lease.lease_id], lease, due)
                     held.sent = -math.inf  # what an earlier boot sent is there, or lost
                 else:
-                    self.book.end(lease)
+                    self.store.end(lease)
 
     async def _guard(self, body: Callable[[], Awaitable[None]]) -> None:
         """A broken invariant does not cancel the rest at once: the trainer is told why first."""
@@ -183,7 +183,7 @@ class Datapipe:
         if self._fatal is None:
             logger.error("datapipe stops", reason=str(error))
             self._fatal, self._stopped_at = error, time.monotonic()
-            self.desk.refuse(str(error))
+            self.requests.refuse(str(error))
 
     # ------------------------------------------------------------ messages
 
@@ -195,7 +195,7 @@ class Datapipe:
         try:
             message, wrong = decode(frames[1])
         except (*NO_MESSAGE, IndexError) as error:
-            self.desk.rejections.note(route.hex(), str(error))
+            self.requests.rejections.note(route.hex(), str(error))
             if any(worker.route == route for worker in self.workers.by_id.values()):
                 self._send(route, Ack(crc32(b"".join(frames[1:2]))))
             return
@@ -222,8 +222,8 @@ class Datapipe:
         for held in unheard:
             logger.warning("lease sent again", worker=state.worker_id, lease=held.lease.lease_id)
             self._send_lease(self.workers.by_id[state.worker_id], held)
-        if self.desk.finish is not None:
-            self._send(route, Drain(self.desk.finish.reason))
+        if self.requests.finish is not None:
+            self._send(route, Drain(self.requests.finish.reason))
         self._send(route, Ack(0))
 
     def _take_result(self, frames: list[bytes], result: Result | ResultIds, wrong: str) -> None:
@@ -231,27 +231,27 @@ class Datapipe:
             return  # never acknowledged, so the worker keeps it
         self.intake.take(result, frames[2:], wrong)
         self._progress = time.monotonic()
-        self.desk.changed = True
+        self.requests.changed = True
         # A wrong result is acknowledged, too: its worker would send it for ever.
         self.writer.after_commit(partial(self._send, frames[0], Ack(crc32(frames[1]))))
         self._check_failures()
 
     def _check_failures(self) -> None:
         share = self.config.datapipe.max_failed_share
-        if why := too_many(self.book.failed_window, self.book.first_failure, share=share):
+        if why := too_many(self.store.failed_window, self.store.first_failure, share=share):
             raise InvariantError(why)
 
     def _take_request(self, route: bytes, request: FromTrainer) -> None:
         try:
             if self._fatal is not None:
                 raise self._fatal
-            if not self.desk.take(route, request):
+            if not self.requests.take(route, request):
                 return
         except InvariantError as error:
             self._send(route, Refused(wire.request_name(request), str(error)))
             if not isinstance(error, OutOfStep):
                 raise
-            self.desk.rejections.note(route.hex(), str(error))
+            self.requests.rejections.note(route.hex(), str(error))
             return
         if isinstance(request, Checkpointed):
             self.writer.after_commit(self._begin_upkeep)
@@ -267,31 +267,31 @@ class Datapipe:
         """Give leases, compose the next batch, answer who can be answered."""
         if self._fatal is not None:
             return
-        self.desk.begin_if_free()
-        if self.desk.finish is None:
+        self.requests.begin_if_free()
+        if self.requests.finish is None:
             self._give_leases()
-        self.desk.answer_evals()
-        ready = self.desk.take_ready()
+        self.requests.answer_evals()
+        ready = self.requests.take_ready()
         if self.scaling:
             self.scaling.take_batch()
         for route, request in ready:
             self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
 
     def _give_leases(self) -> None:
-        version = self.book.version
+        version = self.store.version
         while version is not None and (worker := self.workers.most_idle()) is not None:
             boot, credit = self.ledger.boot, worker.credit
             lease = self.evals.lease(boot=boot, version=version, credit=credit)
             if lease is None:
-                group = self.book.next_offer()
+                group = self.store.next_offer()
                 if group is None:
                     return
-                lease = self.book.lease(group, worker_id=worker.worker_id, credit=credit)
+                lease = self.store.lease(group, worker_id=worker.worker_id, credit=credit)
             held = self.workers.give(worker.worker_id, lease, lease.members)
             self.writer.after_commit(partial(self._send_lease, worker, held))
 
     def _send_lease(self, worker: Worker, held: Held) -> None:
-        group = self.book.groups.get(held.lease.group_id)
+        group = self.store.groups.get(held.lease.group_id)
         if group is not None and any(member in group.turns for member in held.due):
             self._tasks.create_task(self._guard(lambda: self._send_turns(worker, held)))
         else:
@@ -316,8 +316,8 @@ class Datapipe:
         self._tasks.create_task(self._guard(self.upkeep.run))
 
     async def _send_batch(self, route: bytes, request: BatchRequest) -> None:
-        if request.step in self.book.batches:
-            batch = self.desk.shard(request)
+        if request.step in self.store.batches:
+            batch = self.requests.shard(request)
             ids = [batch.headers[index].trajectory_id for index in batch.mine]
             payloads = await asyncio.to_thread(read_payloads, self.ledger.path, ids)
             self._send(route, batch, payloads)
@@ -326,8 +326,8 @@ class Datapipe:
         """Offer again what workers will not bring; what is lost counts as an attempt."""
         for lease in leases:
             self.evals.release(lease, is_lost=is_lost)
-            (self.book.lose if is_lost else self.book.end)(lease)
-            self.desk.changed = True
+            (self.store.lose if is_lost else self.store.end)(lease)
+            self.requests.changed = True
 
     # ------------------------------------------------------------ the clock
 
@@ -346,23 +346,25 @@ class Datapipe:
         self._refusals += refused
         if now - self._told >= WAITING_S and self._fatal is None:
             self._told = now
-            self.desk.tell_waiting()
+            self.requests.tell_waiting()
         self._pump()
         if self._is_over(now):
             self._done.set()
 
     def _check_stall(self, now: float) -> None:
         limit = self.config.datapipe.stall_timeout_s
-        since = max(self._progress, self.desk.asked)
-        if self.desk.is_waiting and now - since > limit and self._fatal is None:
+        since = max(self._progress, self.requests.asked)
+        if self.requests.is_waiting and now - since > limit and self._fatal is None:
             what = f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
             self._stop(InvariantError(what + self.workers.describe()))
 
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:
             return now - self._stopped_at > REFUSE_S
-        if self.desk.finish is None or (self.workers.by_id and now - self._stopped_at < DRAIN_S):
+        if self.requests.finish is None or (
+            self.workers.by_id and now - self._stopped_at < DRAIN_S
+        ):
             return False
-        if self.desk.finish.reason == wire.STOP_WAITING:
+        if self.requests.finish.reason == wire.STOP_WAITING:
             return now - self._stopped_at > SAVE_S
-        return not self.book.trained or now - self.desk.heard > FAREWELL_S
+        return not self.store.trained or now - self.requests.heard > FAREWELL_S

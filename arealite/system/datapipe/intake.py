@@ -1,4 +1,4 @@
-"""Checks results and turns of workers, and hands them to the books of training and evaluation.
+"""Checks results and turns of workers, and hands them to the group store and the eval scheduler.
 
 A wrong message is counted and ends no process. A wrong episode counts as a failed attempt, so its
 member is offered again.
@@ -19,8 +19,8 @@ import msgspec
 from arealite.api.episode import decode_turn
 from arealite.api.rollout_messages import Episode, EpisodeIds, Failure, Progress, Result
 from arealite.base import log
-from arealite.system.datapipe.eval_book import EvalBook
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.eval_scheduler import EvalScheduler
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.payloads import COLDEST, unlike
 from arealite.system.links import wire
@@ -70,10 +70,10 @@ def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
 
 @dataclass
 class Intake:
-    """Checks episodes and turns, and hands them to the books."""
+    """Checks episodes and turns, and hands them to the stores of training and evaluation."""
 
-    book: GroupBook
-    evals: EvalBook
+    store: GroupStore
+    evals: EvalScheduler
     workers: Workers
     rejections: Rejections
     vocab_size: int
@@ -92,7 +92,9 @@ class Intake:
         self, worker_id: str, episode: EpisodeIds, payloads: list[bytes], wrong: str
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
-        wrong = wrong or _tried(check_episode, episode, payloads, self.book.newest, self.vocab_size)
+        wrong = wrong or _tried(
+            check_episode, episode, payloads, self.store.newest, self.vocab_size
+        )
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
             wrong = wrong or f"{ids[0]}/{ids[2]} is no lease of this worker"
@@ -101,7 +103,7 @@ class Intake:
         if is_leased and isinstance(episode, Episode):
             self.workers.finish(worker_id, episode.lease_id, episode.member)
             if not self.evals.add(episode):
-                self.book.add(episode, payloads)
+                self.store.add(episode, payloads)
 
     def _is_leased(self, worker_id: str, lease_id: str, group_id: str, member: int) -> bool:
         """Return whether a worker holds or held the lease of an episode, or its group is over."""
@@ -110,21 +112,21 @@ class Intake:
         if self.evals.is_running(lease_id, member):
             worker = self.workers.by_id.get(worker_id)
             return worker is not None and lease_id in worker.held
-        if group := self.book.groups.get(group_id):
+        if group := self.store.groups.get(group_id):
             return member in group.finished or group.was_leased(worker_id, lease_id, member)
         ids = re.fullmatch(r"g(\d{1,12})|e\d+-\d+", group_id)
-        return ids is not None and int(ids[1] or -1) < self.book.offered
+        return ids is not None and int(ids[1] or -1) < self.store.offered
 
     def take_progress(self, progress: Progress, payloads: Sequence[bytes]) -> None:
         """Check and store turns of unfinished episodes."""
-        wrong = _tried(check_progress, progress, payloads, self.book.newest)
-        group = self.book.groups.get(progress.group_id)
+        wrong = _tried(check_progress, progress, payloads, self.store.newest)
+        group = self.store.groups.get(progress.group_id)
         if group and group.owners.get(progress.lease_id) not in (None, progress.worker_id):
             wrong = f"{progress.lease_id} is no lease of this worker"
         if wrong:
             self.rejections.note(progress.worker_id, wrong)
         else:
-            self.book.keep(progress, payloads)
+            self.store.keep(progress, payloads)
 
 
 def _tried(check: Callable[..., str], *args: Any) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 
 from arealite.algo.staleness import blocks
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
 
 PACE_WINDOW_S = 30.0
@@ -43,10 +43,10 @@ class IdleClock:
         return {f"{cause}_wait_s": seconds for cause, seconds in taken.items()}
 
 
-def slow_episodes(book: GroupBook, workers: Workers) -> list[str]:
+def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
     """Name the episodes of which the next batch has to wait for some, oldest first."""
-    eta, size = book.ppo.max_staleness, book.ppo.num_groups
-    if book.ppo.staleness_policy != "pace" or book.counts["complete"] < size:
+    eta, size = store.ppo.max_staleness, store.ppo.num_groups
+    if store.ppo.staleness_policy != "pace" or store.counts["complete"] < size:
         return []
     now = time.monotonic()
     runs = {
@@ -55,9 +55,9 @@ def slow_episodes(book: GroupBook, workers: Workers) -> list[str]:
         for lease_id, held in worker.held.items()
     }
     names: list[str] = []
-    for late in blocks(list(book.candidates()), book.next_step, eta=eta, num_groups=size):
-        group = book.groups[f"g{late.seq}"]
-        states = dict.fromkeys(group.missing(book.ppo.max_attempts), "waits for a worker")
+    for late in blocks(list(store.candidates()), store.next_step, eta=eta, num_groups=size):
+        group = store.groups[f"g{late.seq}"]
+        states = dict.fromkeys(group.missing(store.ppo.max_attempts), "waits for a worker")
         for lease_id, lease in group.leases.items():
             states |= dict.fromkeys(group.due(lease), runs.get(lease_id, "on a lost worker"))
         about = f"({group.task.task_id}) of version {late.start}"

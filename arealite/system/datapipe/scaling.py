@@ -16,7 +16,7 @@ from typing import Any, cast
 from arealite.algo.autoscale import Autoscaler, Reading
 from arealite.api.config import ExperimentConfig
 from arealite.base import log
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
 from arealite.system.names.registry import NameRegistry
 
@@ -32,7 +32,12 @@ class Scaling:
     """The number of episodes and of workers of one run."""
 
     def __init__(
-        self, config: ExperimentConfig, registry: NameRegistry, *, book: GroupBook, workers: Workers
+        self,
+        config: ExperimentConfig,
+        registry: NameRegistry,
+        *,
+        store: GroupStore,
+        workers: Workers,
     ) -> None:
         collector, launcher = config.trainer.ppo.collector, config.launcher
         self.options, self.most = collector.autoscale, collector.concurrency
@@ -42,12 +47,12 @@ class Scaling:
         """Workers that the launcher is to keep, numbered from 0; 0: not decided yet."""
         self.highest = max(launcher.max_workers, self.fewest)
         self._sample_s = min(config.cluster.heartbeat_s, self.options.period_s)
-        self._registry, self._book, self._workers = registry, book, workers
+        self._registry, self._store, self._workers = registry, store, workers
         self._scaler = Autoscaler(
             utilisation=self.options.utilisation, target=self.least * self.fewest
         )
         self._readings: list[Reading] = []
-        self._step = book.next_step
+        self._step = store.next_step
         self._spare = 0
         """Periods in a row that could do with less."""
         self._untold = 0
@@ -75,11 +80,11 @@ class Scaling:
 
     def take_batch(self) -> None:
         """Notice a batch that was composed since the last call."""
-        book = self._book
-        if book.next_step > self._step:
-            allowed = book.ppo.max_staleness * book.ppo.num_groups
-            self._scaler.take_batch(book.counts["complete"], allowed=allowed)
-        self._step = book.next_step
+        store = self._store
+        if store.next_step > self._step:
+            allowed = store.ppo.max_staleness * store.ppo.num_groups
+            self._scaler.take_batch(store.counts["complete"], allowed=allowed)
+        self._step = store.next_step
 
     def metrics(self) -> dict[str, float]:
         """Return what was decided."""

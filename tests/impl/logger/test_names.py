@@ -26,7 +26,7 @@ from arealite.impl.rollout import collector
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.preference import PAIR_STATS
 from arealite.impl.trainer.sft import SFTTrainer
-from arealite.system.datapipe.trainer_desk import IdleClock, TrainerDesk
+from arealite.system.datapipe.trainer_request_handler import IdleClock, TrainerRequestHandler
 from tests.impl.trainer.trajectories import header, segment
 
 PACKAGE = Path(arealite.__file__).parent
@@ -79,7 +79,7 @@ def of_updates() -> Iterator[str]:
 
 
 def of_datapipe() -> Iterator[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(TrainerDesk._compose)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(TrainerRequestHandler._compose)))
     numbers = max((n for n in ast.walk(tree) if isinstance(n, ast.Dict)), key=lambda n: len(n.keys))
     own = [key.value for key in numbers.keys if isinstance(key, ast.Constant)]
     assert len(own) > 5

@@ -107,7 +107,7 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
     pipe = Datapipe(config, train=[Task("t0", "ab", None, {})], eval=[], registry=names)
 
     def kept() -> dict[int, int]:
-        with closing(connect(pipe.book.ledger.path, read_only=True)) as db:
+        with closing(connect(pipe.store.ledger.path, read_only=True)) as db:
             rows = db.execute("SELECT idx, payload FROM turns WHERE group_id = 'g0'").fetchall()
         return {index: len(decode_turn(blob).response().output_ids) for index, blob in rows}
 

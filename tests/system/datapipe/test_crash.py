@@ -15,11 +15,11 @@ import pytest
 
 from arealite.api.rollout_messages import Progress, TurnHeader
 from arealite.api.trainer_messages import StepReport
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger, Statement
-from tests.system.ledger.test_ledger import open_book, picture
+from tests.system.ledger.test_ledger import open_store, picture
 from tests.system.scenes import episode, experiment, failed, payload
 
 TOKENS = 60_000
@@ -28,70 +28,70 @@ of an unfinished transaction are in the file when the kill comes."""
 
 
 class History:
-    """A seeded history of a book; `on_commit` hears of each commit once it is made."""
+    """A seeded history of a store; `on_commit` hears of each commit once it is made."""
 
-    def __init__(self, folder: Path, on_commit: Callable[[GroupBook], None]) -> None:
+    def __init__(self, folder: Path, on_commit: Callable[[GroupStore], None]) -> None:
         self.dice = random.Random(7)
-        self.book = open_book(folder, experiment(folder, max_attempts=9).trainer.ppo)
+        self.store = open_store(folder, experiment(folder, max_attempts=9).trainer.ppo)
         self.on_commit = on_commit
         self.version = 0
-        self.on_commit(self.book)
+        self.on_commit(self.store)
 
     def commit(self) -> None:
-        self.book.ledger.commit()
-        self.on_commit(self.book)
+        self.store.ledger.commit()
+        self.on_commit(self.store)
 
     def play(self) -> None:
         self.publish(0)
         for _ in range(3):
             self.turn()
         self.train()
-        self.book.ledger.checkpoint(1, "/x")
-        self.book.mark_durable(1)
+        self.store.ledger.checkpoint(1, "/x")
+        self.store.mark_durable(1)
         self.commit()
         self.turn()
         self.train()
-        self.book.roll_back(1)
-        self.on_commit(self.book)
+        self.store.roll_back(1)
+        self.on_commit(self.store)
         self.publish(1)
         self.train()
         self.turn()
 
     def publish(self, version: int) -> None:
-        self.version = self.book.version = version
-        self.book.ledger.set_meta("version", str(version))
+        self.version = self.store.version = version
+        self.store.ledger.set_meta("version", str(version))
         self.commit()
 
     def turn(self) -> None:
         """Lease, keep a turn, lose or fail some, finish the rest: several commits."""
         for _ in range(2):
-            if (group := self.book.next_offer()) is not None:
-                self.book.lease(group, worker_id="w", credit=2)
+            if (group := self.store.next_offer()) is not None:
+                self.store.lease(group, worker_id="w", credit=2)
         self.commit()
-        leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]
+        leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
         for lease in leases:
             told = TurnHeader(lease.members[0], "agent", 0, lease.version)
-            self.book.keep(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
+            self.store.keep(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
             draw = self.dice.random()
             if draw < 0.2:
-                self.book.lose(lease)
+                self.store.lose(lease)
             elif draw < 0.4:
-                self.book.add(failed(lease, lease.members[0]), [])
+                self.store.add(failed(lease, lease.members[0]), [])
             else:
                 for member in lease.members:
                     made = episode(lease, member, tokens=TOKENS)
-                    self.book.add(made, [payload(made.headers[0])])
+                    self.store.add(made, [payload(made.headers[0])])
         self.commit()
 
     def train(self) -> None:
-        step, groups = self.book.next_step, self.book.compose()
+        step, groups = self.store.next_step, self.store.compose()
         while groups is None:
             self.turn()
-            groups = self.book.compose()
+            groups = self.store.compose()
         self.commit()
         ids = [h.trajectory_id for group in groups for h in group.headers]
-        self.book.mark_trained(step)
-        self.book.ledger.train(StepReport(step, ids, {}))
+        self.store.mark_trained(step)
+        self.store.ledger.train(StepReport(step, ids, {}))
         self.publish(step + 1)
 
 
@@ -100,16 +100,16 @@ def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
 
 
-def plain(book: GroupBook) -> str:
+def plain(store: GroupStore) -> str:
     """Its picture, to be compared across processes."""
-    return pformat(picture(book), width=10**9)
+    return pformat(picture(store), width=10**9)
 
 
 def check(folder: Path, expected: str) -> None:
     """Reopen what a kill left: exactly the commits made, and in balance."""
-    book = open_book(folder, experiment(folder, max_attempts=9).trainer.ppo)
-    assert plain(book) == expected
-    book.ledger.close()
+    store = open_store(folder, experiment(folder, max_attempts=9).trainer.ppo)
+    assert plain(store) == expected
+    store.ledger.close()
     report = audit(folder / "ledger.sqlite")
     assert report.ok, report.table()
 
@@ -141,9 +141,9 @@ def test_between_any_two_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         execute(ledger, spy(statements) if is_live else statements)
 
     monkeypatch.setattr(Ledger, "execute", watched)
-    history = History(tmp_path / "live", lambda book: pictures.append(plain(book)))
+    history = History(tmp_path / "live", lambda store: pictures.append(plain(store)))
     history.play()
-    history.book.ledger.close()
+    history.store.ledger.close()
     check(tmp_path / "live", pictures[-1])
     assert len(within) > 40
     assert len(set(within)) > 15, "within many transactions"
@@ -169,7 +169,7 @@ def deadly(ledger, statements):
 Ledger.execute = deadly
 file = open(sys.argv[1] + ".heard", "w")
 history = test_crash.History(
-    Path(sys.argv[1]), lambda book: print(test_crash.plain(book), file=file, flush=True)
+    Path(sys.argv[1]), lambda store: print(test_crash.plain(store), file=file, flush=True)
 )
 history.play()
 """

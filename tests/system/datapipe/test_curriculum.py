@@ -15,7 +15,7 @@ from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.curriculum import Curriculum
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed
 
@@ -35,41 +35,41 @@ def configured(root: Path, **options: object) -> ExperimentConfig:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., GroupBook]]:
-    books: list[GroupBook] = []
+def opened(tmp_path: Path) -> Iterator[Callable[..., GroupStore]]:
+    stores: list[GroupStore] = []
 
-    def build(**options: object) -> GroupBook:
-        if books:
-            books[-1].ledger.commit()
-            books[-1].ledger.close()
+    def build(**options: object) -> GroupStore:
+        if stores:
+            stores[-1].ledger.commit()
+            stores[-1].ledger.close()
         config = configured(tmp_path, **options)
         by = config.datapipe.curriculum.by
-        book = GroupBook(
+        store = GroupStore(
             Ledger(tmp_path / "ledger.sqlite", fingerprint={}), rows(), ppo=config.trainer.ppo,
             seed=1, shuffle=True, curriculum=Curriculum(config, rows()) if by else None,
         )  # fmt: skip
-        book.version = 0
-        book.ledger.set_meta("version", "0")
-        books.append(book)
-        return book
+        store.version = 0
+        store.ledger.set_meta("version", "0")
+        stores.append(store)
+        return store
 
     yield build
-    for book in books:
-        book.ledger.close()
+    for store in stores:
+        store.ledger.close()
 
 
-def play(book: GroupBook, groups: int, chance: Chance) -> Counter[str]:
+def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:
     """Run groups to their end; member m of n succeeds where m < n·chance."""
     drawn = Counter[str]()
     for _ in range(groups):
-        group = book.next_offer()
+        group = store.next_offer()
         assert group is not None
-        lease = book.lease(group, worker_id="w", credit=9)
+        lease = store.lease(group, worker_id="w", credit=9)
         name = group.task.extra_info["level"]
         drawn[name] += 1
         for member in lease.members:
             won = member < group.size * chance(name, group.seq)
-            book.add(episode(lease, member, reward=float(won)), [b""])
+            store.add(episode(lease, member, reward=float(won)), [b""])
     return drawn
 
 
@@ -77,12 +77,12 @@ def learned(name: str, seq: int) -> float:
     return {"easy": 1.0, "fair": 0.5, "hard": 0.0}[name]
 
 
-def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., GroupBook]) -> None:
-    book = opened()
-    play(book, 100, learned)
-    drawn = play(book, 300, learned)
+def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., GroupStore]) -> None:
+    store = opened()
+    play(store, 100, learned)
+    drawn = play(store, 300, learned)
     assert drawn["fair"] > 2 * drawn["easy"] > 2 * drawn["hard"] > 0
-    told = book.curriculum.metrics() if book.curriculum else {}
+    told = store.curriculum.metrics() if store.curriculum else {}
     assert told["curriculum/easy/success"] == 0.9
     assert told["curriculum/hard/success"] == pytest.approx(0.1)
     shares = [told[f"curriculum/{name}/share"] for name in LEVELS]
@@ -90,24 +90,24 @@ def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., Grou
     assert drawn["fair"] / 300 == pytest.approx(shares[1], abs=0.1)
 
 
-def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupBook]) -> None:
-    book = opened()
-    play(book, 150, learned)
-    play(book, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
-    rates = book.curriculum.metrics() if book.curriculum else {}
+def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupStore]) -> None:
+    store = opened()
+    play(store, 150, learned)
+    play(store, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
+    rates = store.curriculum.metrics() if store.curriculum else {}
     assert rates["curriculum/fair/success"] > 0.85
     assert rates["curriculum/hard/success"] == pytest.approx(0.5, abs=0.1)
 
 
 def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
-    opened: Callable[..., GroupBook],
+    opened: Callable[..., GroupStore],
 ) -> None:
-    book = opened()
-    play(book, 60, learned)
+    store = opened()
+    play(store, 60, learned)
     found = "SELECT row, epoch FROM groups ORDER BY seq"
-    book.ledger.commit()
+    store.ledger.commit()
     by_class: dict[str, list[tuple[int, int]]] = {name: [] for name in LEVELS}
-    for row, epoch in book.ledger.connection.execute(found):
+    for row, epoch in store.ledger.connection.execute(found):
         by_class[rows()[row].extra_info["level"]].append((row, epoch))
     first = 0
     for name, size in LEVELS.items():
@@ -117,42 +117,42 @@ def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
 
 
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(
-    opened: Callable[..., GroupBook], tmp_path: Path
+    opened: Callable[..., GroupStore], tmp_path: Path
 ) -> None:
-    book = opened()
-    play(book, 40, learned)
+    store = opened()
+    play(store, 40, learned)
     went_on = opened()
-    assert went_on.curriculum and book.curriculum
-    assert went_on.curriculum.recent == book.curriculum.recent
-    assert went_on.curriculum.offered == book.curriculum.offered
-    expected = [book.curriculum.draw(seq) for seq in range(40, 60)]
+    assert went_on.curriculum and store.curriculum
+    assert went_on.curriculum.recent == store.curriculum.recent
+    assert went_on.curriculum.offered == store.curriculum.offered
+    expected = [store.curriculum.draw(seq) for seq in range(40, 60)]
     assert [went_on.curriculum.draw(seq) for seq in range(40, 60)] == expected
 
 
 def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
-    opened: Callable[..., GroupBook],
+    opened: Callable[..., GroupStore],
 ) -> None:
-    book = opened()
-    book.ppo = replace(book.ppo, filter_zero_variance=True)
-    play(book, 3, lambda name, seq: 1.0)
-    group = book.next_offer()
-    assert group is not None and book.curriculum
-    lease = book.lease(group, worker_id="w", credit=9)
+    store = opened()
+    store.ppo = replace(store.ppo, filter_zero_variance=True)
+    play(store, 3, lambda name, seq: 1.0)
+    group = store.next_offer()
+    assert group is not None and store.curriculum
+    lease = store.lease(group, worker_id="w", credit=9)
     for member in lease.members:
-        book.add(failed(lease, member), [])
+        store.add(failed(lease, member), [])
     assert group.state == "filtered"
-    known = [share for own in book.curriculum.recent.values() for share in own.values()]
+    known = [share for own in store.curriculum.recent.values() for share in own.values()]
     assert known == [1.0] * 3
     went_on = opened()
-    assert went_on.curriculum and went_on.curriculum.recent == book.curriculum.recent
+    assert went_on.curriculum and went_on.curriculum.recent == store.curriculum.recent
 
 
-def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupBook]) -> None:
+def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupStore]) -> None:
     play(opened(by=""), 20, learned)
-    book = opened()
-    assert book.curriculum and sum(book.curriculum.offered.values()) == 20
-    assert any(book.curriculum.recent.values())
-    play(book, 20, learned)
+    store = opened()
+    assert store.curriculum and sum(store.curriculum.offered.values()) == 20
+    assert any(store.curriculum.recent.values())
+    play(store, 20, learned)
     off = opened(by="")
     assert off.curriculum is None
     assert off.task_of(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"

@@ -99,7 +99,7 @@ async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
 
 
 async def all_durable(pipe: Datapipe) -> None:
-    """Wait until the ledger's file has all that the book knows now."""
+    """Wait until the ledger's file has all that the store knows now."""
     done = asyncio.Event()
     pipe.writer.after_commit(done.set, hurry=True)
     await done.wait()
@@ -120,7 +120,7 @@ async def test_a_run_over_inproc(tmp_path: Path) -> None:
         await asyncio.gather(*running)
     flat = [t for ids in seen for t in ids]
     assert len(flat) == 6 * 4 == len(set(flat))
-    assert pipe.book.counts["durable"] == 12
+    assert pipe.store.counts["durable"] == 12
     context.term()
 
 
@@ -200,7 +200,7 @@ async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -
             link.published(0)
             link.evaluate(0)
             assert link.eval_result(wait=True, on_wait=on_wait) is None
-            assert not pipe.desk.finish, "only the wait ends"
+            assert not pipe.requests.finish, "only the wait ends"
             link.finish("asked to stop")
 
         await in_thread(body)
@@ -250,7 +250,7 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
         _, ids = await asyncio.gather(die_often(), in_thread(body))
         link.close()
     assert ids == ["g1"]
-    assert pipe.book.counts["filtered:failed:worker_lost"] == 1
+    assert pipe.store.counts["filtered:failed:worker_lost"] == 1
 
 
 async def test_too_many_failures_stop_the_run_with_the_first(
@@ -408,7 +408,7 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         seen = await in_thread(lambda: train(link, config, steps=4))
         await running
     assert len(seen) == 4
-    assert pipe.book.too_late >= 1, "it counts again if it was sent again"
+    assert pipe.store.too_late >= 1, "it counts again if it was sent again"
     with closing(connect(run_paths(config).ledger, read_only=True)) as db:
         assert db.execute("SELECT group_id, class FROM failures").fetchall() == [("g2", "too_old")]
 
@@ -534,7 +534,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     dying.link.progress = progress
 
     def kept(pipe: Datapipe) -> int:
-        return len(pipe.book.groups["g0"].turns.get(1, {})) if "g0" in pipe.book.groups else 0
+        return len(pipe.store.groups["g0"].turns.get(1, {})) if "g0" in pipe.store.groups else 0
 
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
@@ -597,7 +597,7 @@ async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
     working = asyncio.create_task(dying.run())
 
     def is_kept() -> bool:
-        group = pipe.book.groups.get("g0")
+        group = pipe.store.groups.get("g0")
         return bool(group and group.turns.get(1) and 0 in group.finished)
 
     await eventually(is_kept)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.system.datapipe import trainer_desk as datapipe_trainer
-from arealite.system.datapipe.trainer_desk import PACE_WINDOW_S, IdleClock
+from arealite.system.datapipe import trainer_request_handler
+from arealite.system.datapipe.trainer_request_handler import PACE_WINDOW_S, IdleClock
 
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
-    monkeypatch.setattr(datapipe_trainer.time, "monotonic", lambda: now)
+    monkeypatch.setattr(trainer_request_handler.time, "monotonic", lambda: now)
 
     def pass_by(clock: IdleClock, seconds: float, then: str | None) -> None:
         nonlocal now

@@ -161,7 +161,7 @@ class Peer:
         self.channel.send([frame, *payloads])
 
     async def rejected(self, count: int) -> None:
-        await eventually(lambda: self.pipe.desk.rejections.total() >= count)
+        await eventually(lambda: self.pipe.requests.rejections.total() >= count)
 
     def messages(self, kind: type[Any]) -> list[Any]:
         found = [wire.decode_to_worker(frames[0]) for frames in self.got]
@@ -225,7 +225,7 @@ async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer:
         for frame in wrong:
             peer.say(frame)
         await peer.rejected(len(wrong))
-    assert peer.pipe.desk.rejections.total() == len(wrong)
+    assert peer.pipe.requests.rejections.total() == len(wrong)
     assert [log["event"] for log in logs].count("message rejected") == 1
 
 
@@ -234,7 +234,7 @@ async def test_trainer_requests_of_a_stranger_change_nothing(peer: Peer) -> None
     for request in (*stray, BatchRequest(0, 0, 1), TrainerStart(0, 1, 1 << 30)):
         peer.say(request)
     await peer.rejected(6)
-    assert peer.pipe.desk.finish is None
+    assert peer.pipe.requests.finish is None
     assert not peer.pipe.evals.runs
 
 
@@ -247,7 +247,7 @@ async def test_result_of_a_lease_that_another_worker_holds_is_not_taken(peer: Pe
         peer.say(Result(name, [made]), payload(made.headers[0]))
     await peer.rejected(3)
     await eventually(lambda: peer.acknowledged() == 3)
-    group = peer.pipe.book.groups[lease.group_id]
+    group = peer.pipe.store.groups[lease.group_id]
     assert (group.finished, group.failures) == ({}, [])
 
 
@@ -308,11 +308,11 @@ async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
 
     monkeypatch.setattr(wire, "encode", cutting)
     monkeypatch.setattr(workers, "UNKNOWN_S", 0.2)
-    worker, book = FakeWorker(lambda: peer.pipe.address, worker_id="cutter"), peer.pipe.book
+    worker, store = FakeWorker(lambda: peer.pipe.address, worker_id="cutter"), peer.pipe.store
     working = asyncio.create_task(worker.run())
     await peer.rejected(1)
-    await eventually(lambda: all(book.groups[name].state == "complete" for name in cut))
-    assert cut and not any(book.groups[name].failures for name in cut)
+    await eventually(lambda: all(store.groups[name].state == "complete" for name in cut))
+    assert cut and not any(store.groups[name].failures for name in cut)
     worker.link.drain()
     await working
 
@@ -322,7 +322,7 @@ async def test_only_the_wrong_episode_of_a_result_is_lost(peer: Peer) -> None:
     good, bad = episode(lease, 0), episode(lease, 1)
     peer.say(Result("bad", [bad, good]), b"garbage", payload(good.headers[0]))
     await peer.rejected(1)
-    group = peer.pipe.book.groups[lease.group_id]
+    group = peer.pipe.store.groups[lease.group_id]
     assert list(group.finished) == [0]
     assert [failure[0] for failure in group.failures] == [1]
 
@@ -334,7 +334,7 @@ async def test_wrong_turns_are_not_kept(peer: Peer) -> None:
         turns = [turn] if name == "bad" else []
         peer.say(Progress(name, lease.lease_id, lease.group_id, turns), *payloads)
     await peer.rejected(3)
-    assert peer.pipe.book.groups[lease.group_id].turns == {}
+    assert peer.pipe.store.groups[lease.group_id].turns == {}
 
 
 async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> N
         peer.say(Result("w", []), bytes(2 << 20))
         peer.say(WorkerState("w", 0, [], {}, "1"))
         await eventually(lambda: peer.messages(Ack))  # over the next connection
-        assert pipe.desk.rejections.total() == 0
+        assert pipe.requests.rejections.total() == 0
         peer.channel.close()
         worker = FakeWorker(lambda: pipe.address)
         worker.link._max_frame_mb = 0

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from arealite.api.collector import AutoscaleConfig
 from arealite.api.rollout_messages import WorkerState
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.scaling import PATIENCE, Scaling, number
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
@@ -37,11 +37,11 @@ class Site:
         )
         self.ledger = Ledger(root / "ledger.sqlite", fingerprint={})
         ppo = config.trainer.ppo
-        self.book = GroupBook(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
-        self.book.version = 0
+        self.store = GroupStore(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+        self.store.version = 0
         self.workers = Workers(ttl_s=100.0)
         registry = NameRegistry(root / "names")
-        self.scaling = Scaling(config, registry, book=self.book, workers=self.workers)
+        self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
 
     def hear(self, *indices: int) -> None:
         """Workers tell their state: all that they were given, they have."""
@@ -53,8 +53,8 @@ class Site:
     def fill(self) -> None:
         """Give every worker what it wants."""
         while worker := self.workers.most_idle():
-            group = self.book._offer()
-            lease = self.book.lease(group, worker_id=worker.worker_id, credit=worker.credit)
+            group = self.store._offer()
+            lease = self.store.lease(group, worker_id=worker.worker_id, credit=worker.credit)
             self.workers.give(worker.worker_id, lease, lease.members)
 
     def pass_period(self, *, running: int, waiting: int = 0, capacity: int = 1000) -> None:
@@ -184,8 +184,8 @@ def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
 def test_batches_that_leave_too_much_hold_rollouts_back(site: Any) -> None:
     it = site()
     for surplus, thrift in ((4, 0.9), (2, 0.9), (0, 1.0)):  # of 4 that may wait
-        it.book.next_step += 1
-        it.book.counts["complete"] = surplus
+        it.store.next_step += 1
+        it.store.counts["complete"] = surplus
         it.scaling.take_batch()
         it.scaling.take_batch()
         assert it.scaling.metrics()["rollout/thrift"] == pytest.approx(thrift)

@@ -1,6 +1,6 @@
 """No trained token is older than η, under any history; under pace nothing is discarded or stuck.
 
-Trials in virtual time on the real book and ledger, with everything that happens to a run: workers
+Trials in virtual time on the real store and ledger, with everything that happens to a run: workers
 that die with durable turns or without, results that come late, failures, restarts, roll-backs.
 """
 
@@ -63,8 +63,8 @@ class Chaos(Trial):
         super().__post_init__()
         # Without the back-off of failures, which is in seconds; attempts without a bound.
         self.ppo = replace(self.ppo, max_attempts=10**6)
-        self.book.ppo = self.ppo
-        self.book.ledger.set_meta("version", "0")
+        self.store.ppo = self.ppo
+        self.store.ledger.set_meta("version", "0")
         self.servers = 0
         self.boot = 0
         """Of the trainer: what it began before it died is of no meaning."""
@@ -80,8 +80,8 @@ class Chaos(Trial):
         super().pump()
 
     def describe(self) -> str:
-        groups = [(g.group_id, g.state, g.start, g.step) for g in self.book.groups.values()]
-        return f"version {self.book.version}, servers {self.servers}, {groups}"
+        groups = [(g.group_id, g.state, g.start, g.step) for g in self.store.groups.values()]
+        return f"version {self.store.version}, servers {self.servers}, {groups}"
 
     # ------------------------------------------------------------ workers
 
@@ -113,18 +113,18 @@ class Chaos(Trial):
             is_failed = draw < 0.5
             made = failed(run.lease, run.member) if is_failed else self.episode(run)
             for _ in range(1 + (draw < 0.6)):  # also twice
-                self.book.add(made, [] if is_failed else [payload(made.headers[0])])
+                self.store.add(made, [] if is_failed else [payload(made.headers[0])])
 
     def tell(self, run: Running) -> None:
         turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
         run.turns += 1
         told = Progress("w", run.lease.lease_id, run.lease.group_id, [turn])
-        self.book.keep(told, [b"turn"])
+        self.store.keep(told, [b"turn"])
 
     def lose(self, run: Running) -> None:
         """A worker is given up; what it runs may come nevertheless."""
         self.happened["lost"] = self.happened.get("lost", 0) + 1
-        self.book.lose(run.lease)
+        self.store.lose(run.lease)
         for other in self.running[run.lease.lease_id]:
             self.free += not (other.is_lost or other.is_over)
             other.is_lost = True
@@ -152,12 +152,12 @@ class Chaos(Trial):
 
     def trained(self) -> None:
         self.stuck = 0
-        headers = [h for group in self.book.batches[self.step] for h in group.headers]
+        headers = [h for group in self.store.batches[self.step] for h in group.headers]
         ids = [header.trajectory_id for header in headers]
         assert self.history.setdefault(self.step, ids) == ids, "a step is trained as it was"
         if self.policy != "mask":
             assert max(self.step - h.oldest_version for h in headers) <= self.eta
-        self.book.mark_trained(self.step)
+        self.store.mark_trained(self.step)
         self.ledger.train(StepReport(self.step, ids, {}))
         self.ledger.commit()
         self.step += 1
@@ -167,12 +167,12 @@ class Chaos(Trial):
 
     def publish(self, version: int) -> None:
         self.servers = version
-        self.book.version = version
+        self.store.version = version
         self.ledger.set_meta("version", str(version))
 
     def checkpoint(self) -> None:
         self.checkpointed = self.step
-        self.book.mark_durable(self.step)
+        self.store.mark_durable(self.step)
         self.ledger.checkpoint(self.step, "/x")
 
     def roll_back(self) -> None:
@@ -180,7 +180,7 @@ class Chaos(Trial):
         self.ledger.commit()
         self.boot += 1
         self.step, self.idle_since = self.checkpointed, None
-        self.book.roll_back(self.step)
+        self.store.roll_back(self.step)
         boot = self.boot
         self.after(self.dice.random() * 5, lambda: self.return_(boot))
 
@@ -233,15 +233,15 @@ CASES = {"seed": st.integers(0, 2**32), "eta": st.integers(0, 4), "num_groups": 
 def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_groups: int) -> None:
     with played(seed, "pace", eta, num_groups) as trial:
         check(trial, eta)
-        assert not [name for name in trial.book.counts if name.startswith("filtered")]
+        assert not [name for name in trial.store.counts if name.startswith("filtered")]
         trained = {key.split("/")[0] for s in range(trial.steps) for key in trial.history[s]}
-        still_open = {*trial.book.groups} | {
+        still_open = {*trial.store.groups} | {
             g.group_id
-            for s, groups in trial.book.batches.items()
+            for s, groups in trial.store.batches.items()
             if s >= trial.step
             for g in groups
         }
-        assert trained | still_open == {f"g{seq}" for seq in range(trial.book.offered)}
+        assert trained | still_open == {f"g{seq}" for seq in range(trial.store.offered)}
         assert not trained & still_open
 
 
@@ -250,7 +250,7 @@ def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_group
 def test_mask_and_drop_keep_their_bound(policy: str, seed: int, eta: int, num_groups: int) -> None:
     with played(seed, policy, eta, num_groups) as trial:
         check(trial, eta)
-        filtered = {name for name in trial.book.counts if name.startswith("filtered:")}
+        filtered = {name for name in trial.store.counts if name.startswith("filtered:")}
         assert filtered <= ({"filtered:stale"} if policy == "drop" else set())
 
 
@@ -263,7 +263,7 @@ def test_the_trials_are_hard_enough(tmp_path: Path) -> None:
             oldest = max(oldest, audit(trial.ledger.path).max_staleness)
             happened |= trial.happened.keys()
         with played(seed, "drop", 1, 2) as trial:
-            stale += trial.book.counts["filtered:stale"]
+            stale += trial.store.counts["filtered:stale"]
     assert happened == {"restart", "roll_back", "checkpoint", "lost"}
     assert oldest > 1
     assert stale > 0
@@ -285,4 +285,4 @@ def test_a_broken_rule_is_found(name: str, rule: Callable[..., bool]) -> None:
         for seed in range(10):
             with played(seed, "pace", 1, 2) as trial:
                 check(trial, 1)
-                assert not [n for n in trial.book.counts if n.startswith("filtered")]
+                assert not [n for n in trial.store.counts if n.startswith("filtered")]

@@ -147,9 +147,9 @@ KEPT = "SELECT trajectory_id FROM trajectories WHERE payload NOTNULL"
 async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
     run = grown(tmp_path, 6)
     await keep_house(run)
-    run.book.roll_back(6)
+    run.store.roll_back(6)
     assert mark(run.paths.ledger)["step"] == 6, "what is durable stays audited"
-    run.book.roll_back(4)
+    run.store.roll_back(4)
     assert mark(run.paths.ledger) == {}
     assert audit(run.paths.ledger, new_only=True).ok
     run.step = 4
@@ -170,7 +170,7 @@ async def test_audit_leaves_no_mark_when_its_steps_are_rolled_back_meanwhile(
 
     def interrupted(*args: Any, **kwargs: Any) -> AuditReport:
         report = audit(*args, **kwargs)
-        run.book.roll_back(4)
+        run.store.roll_back(4)
         return report
 
     monkeypatch.setattr(upkeep_module, "audit", interrupted)
@@ -227,8 +227,8 @@ async def test_payloads_older_than_the_newest_checkpoints_are_dropped(
 async def test_a_run_goes_on_from_each_checkpoint_that_has_its_payloads(tmp_path: Path) -> None:
     run = grown(tmp_path, 9)
     await keep_house(run, "2")
-    run.book.roll_back(6)
-    rolled = {h.trajectory_id for g in run.book.groups.values() for h in g.headers if g.step}
+    run.store.roll_back(6)
+    rolled = {h.trajectory_id for g in run.store.groups.values() for h in g.headers if g.step}
     assert rolled
     read_payloads(run.paths.ledger, sorted(rolled))
     run.step = 6

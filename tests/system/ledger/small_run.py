@@ -1,4 +1,4 @@
-"""A small run's ledger, written by the datapipe's own book and ledger."""
+"""A small run's ledger, written by the datapipe's own store and ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import config as base_config
 from arealite.base.names import RunPaths
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 
@@ -29,7 +29,7 @@ class Shape:
 
 
 class SmallRun:
-    """A book that trains step after step; every fifth group is filtered."""
+    """A store that trains step after step; every fifth group is filtered."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         self.shape, self.dice = shape, random.Random(7)
@@ -41,32 +41,32 @@ class SmallRun:
         base_config.save(replace(config), self.paths.config)
         self.ledger = Ledger(self.paths.ledger, fingerprint={"group_size": "2"})
         ppo = config.trainer.ppo
-        self.book = GroupBook(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
-        self.book.version = self.step = self.book.next_step
+        self.store = GroupStore(self.ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+        self.store.version = self.step = self.store.next_step
 
     def play(self, lease: Lease) -> None:
         """Finish a lease: rewards that differ, or equal ones for a group that is filtered."""
         seq = int(lease.group_id[1:])
         for member in lease.members:
-            if seq == 2 and not self.book.groups[lease.group_id].failures:
-                self.book.add(failed(lease, member), [])
+            if seq == 2 and not self.store.groups[lease.group_id].failures:
+                self.store.add(failed(lease, member), [])
                 return
             reward = 0.5 if seq % 5 == 3 else float(member)
             newest = min(self.step, lease.version + member)
             made = episode(lease, member, reward=reward, tokens=self.shape.tokens, newest=newest)
-            self.book.add(made, [payload(made.headers[0])])
+            self.store.add(made, [payload(made.headers[0])])
 
     def train(self) -> None:
         """Fill the next batch, leave one group in flight, and train it."""
-        self.book.version = max(0, self.step - 1)  # one update behind
-        while (groups := self.book.compose()) is None:
-            group = self.book.next_offer()
+        self.store.version = max(0, self.step - 1)  # one update behind
+        while (groups := self.store.compose()) is None:
+            group = self.store.next_offer()
             assert group is not None
-            self.play(self.book.lease(group, worker_id="w", credit=2))
+            self.play(self.store.lease(group, worker_id="w", credit=2))
             self.ledger.commit()
         headers: list[TrajectoryHeader] = [h for group in groups for h in group.headers]
         self.ledger.commit()
-        self.book.mark_trained(self.step)
+        self.store.mark_trained(self.step)
         ids = [header.trajectory_id for header in headers]
         self.ledger.train(StepReport(self.step, ids, {"reward/mean": 0.5}, 1, f"{self.step:x}"))
         self.step += 1
@@ -76,15 +76,15 @@ class SmallRun:
         self.ledger.commit()
 
     def checkpoint(self) -> None:
-        self.book.mark_durable(self.step)
+        self.store.mark_durable(self.step)
         self.ledger.checkpoint(self.step, f"/step-{self.step:06d}")
 
     def buffer(self) -> None:
         """Two groups more than are trained, and one that is in flight."""
         for number in range(3):
-            group = self.book.next_offer()
+            group = self.store.next_offer()
             assert group is not None
-            lease = self.book.lease(group, worker_id="w", credit=2)
+            lease = self.store.lease(group, worker_id="w", credit=2)
             if number < 2:
                 self.play(lease)
         self.ledger.commit()
@@ -106,7 +106,7 @@ def make_run(
         run.train()
         if on_step:
             on_step(run)
-    run.book.version = run.step
+    run.store.version = run.step
     run.buffer()
     if leave_log:
         kept = folder.with_name(f"{folder.name}.kept")

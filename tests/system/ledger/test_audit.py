@@ -10,7 +10,7 @@ import pytest
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
@@ -21,24 +21,24 @@ def path(tmp_path: Path) -> Path:
     """A ledger with two trained steps, a filtered group, a complete one and one in flight."""
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={"group_size": "2"})
     ppo = experiment(tmp_path, max_attempts=1).trainer.ppo
-    book = GroupBook(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
-    book.version = 0
+    store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    store.version = 0
     for number in range(7):
-        group = book.next_offer()
+        group = store.next_offer()
         assert group
-        lease = book.lease(group, worker_id="w", credit=2)
+        lease = store.lease(group, worker_id="w", credit=2)
         for member in range(2):
             if number == 5:
-                book.add(failed(lease, member), [])
+                store.add(failed(lease, member), [])
             elif number != 6:
                 newest = 1 if number == 1 and member == 0 else None
                 made = episode(lease, member, newest=newest)
-                book.add(made, [payload(made.headers[0])])
+                store.add(made, [payload(made.headers[0])])
     for step in range(2):
-        groups = book.compose()
+        groups = store.compose()
         assert groups
         ids = [h.trajectory_id for g in groups for h in g.headers]
-        book.mark_trained(step)
+        store.mark_trained(step)
         ledger.train(StepReport(step, ids, {}))
     ledger.checkpoint(1, "/x")
     ledger.commit()

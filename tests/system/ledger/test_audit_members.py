@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arealite.base import config as base_config
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger
 from tests.system.scenes import episode, experiment, failed, payload, tasks
@@ -19,17 +19,17 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     """A ledger with one complete group, whose first member failed once before it finished."""
     config = experiment(folder, max_attempts=attempts, partial_group=partial)
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
-    book = GroupBook(ledger, tasks(5), ppo=config.trainer.ppo, seed=1, shuffle=True)
-    book.version = 0
-    group = book.next_offer()
+    store = GroupStore(ledger, tasks(5), ppo=config.trainer.ppo, seed=1, shuffle=True)
+    store.version = 0
+    group = store.next_offer()
     assert group
-    first = book.lease(group, worker_id="w", credit=2)
-    book.add(failed(first, 0), [])
+    first = store.lease(group, worker_id="w", credit=2)
+    store.add(failed(first, 0), [])
     group.rests_until.clear()
-    second = book.lease(group, worker_id="w", credit=1)
+    second = store.lease(group, worker_id="w", credit=1)
     for lease, member in ((first, 1), (second, 0)):
         made = episode(lease, member)
-        book.add(made, [payload(made.headers[0])])
+        store.add(made, [payload(made.headers[0])])
     assert group.state == "complete"
     ledger.commit()
     ledger.close()

@@ -20,7 +20,7 @@ from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import StepReport
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.data.dataset import permutation
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger import ledger as ledger_module
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger, connect, read_payloads, read_turns
@@ -29,42 +29,42 @@ from tests.system.scenes import episode, experiment, failed, header, payload, ta
 POLICY = st.sampled_from(["retry", "min_size", "drop"])
 
 
-def open_book(folder: Path, ppo: PPOConfig) -> GroupBook:
+def open_store(folder: Path, ppo: PPOConfig) -> GroupStore:
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
-    return GroupBook(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    return GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
 
 
-def picture(book: GroupBook) -> dict[str, object]:
+def picture(store: GroupStore) -> dict[str, object]:
     """What must be the same after reopening."""
     return {
-        "offered": book.offered,
-        "step": book.next_step,
-        "version": book.version,
-        "counts": {k: v for k, v in book.counts.items() if v},
+        "offered": store.offered,
+        "step": store.next_step,
+        "version": store.version,
+        "counts": {k: v for k, v in store.counts.items() if v},
         "groups": {
             key: (g.task.task_id, g.epoch, g.row, g.state, g.step, g.place, g.start,
                   [h.trajectory_id for h in g.headers], sorted(g.failures),
                   [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
-                  g.missing(book.ppo.max_attempts),
+                  g.missing(store.ppo.max_attempts),
                   {member: turns for member, turns in g.turns.items() if turns})
-            for key, g in book.groups.items()
+            for key, g in store.groups.items()
         },
         "batches": {
             step: [g.group_id for g in groups]
-            for step, groups in book.batches.items()
+            for step, groups in store.batches.items()
             if groups[0].state == "batched"
         },
-        "trained": book.trained,
+        "trained": store.trained,
     }  # fmt: skip
 
 
 class Random:
-    """Random histories of a book, committed and reopened anywhere."""
+    """Random histories of a store, committed and reopened anywhere."""
 
     def __init__(self, folder: Path, ppo: PPOConfig, data: st.DataObject) -> None:
         self.folder, self.ppo, self.data = folder, ppo, data
         self.eta = ppo.max_staleness
-        self.book = open_book(folder, ppo)
+        self.store = open_store(folder, ppo)
         self.trained: dict[int, list[str]] = {}
         self.version = 0
 
@@ -74,22 +74,22 @@ class Random:
         self.data.draw(st.sampled_from(verbs))()
 
     def lease(self) -> None:
-        self.book.version = self.version
-        self.book.ledger.set_meta("version", str(self.version))
-        for group in self.book.groups.values():
+        self.store.version = self.version
+        self.store.ledger.set_meta("version", str(self.version))
+        for group in self.store.groups.values():
             group.rests_until.clear()
         for _ in range(3):
-            group = self.book.next_offer()
+            group = self.store.next_offer()
             if group is not None:
-                self.begin(self.book.lease(group, worker_id="w", credit=self.some(1, 2)))
+                self.begin(self.store.lease(group, worker_id="w", credit=self.some(1, 2)))
 
     def some(self, low: int, high: int) -> int:
         return self.data.draw(st.integers(low, high))
 
     def begin(self, lease: Lease) -> None:
         """What a lease goes on from is in the file, with its payload, and no older than it says."""
-        self.book.ledger.commit()
-        headers, payloads = read_turns(self.book.ledger.path, lease)
+        self.store.ledger.commit()
+        headers, payloads = read_turns(self.store.ledger.path, lease)
         assert headers == lease.turns
         assert payloads == [f"{t.seat} {t.index} {t.oldest_version}".encode() for t in headers]
         assert lease.version == min([self.version, *(t.oldest_version for t in headers)])
@@ -102,10 +102,10 @@ class Random:
                 self.some(max(0, lease.version - 1), max(self.version, lease.version)),
             )  # fmt: skip
             told = Progress("w", lease.lease_id, lease.group_id, [turn])
-            self.book.keep(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
+            self.store.keep(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
 
     def pick(self):
-        leases = [lease for g in self.book.groups.values() for lease in g.leases.values()]
+        leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
         if not leases:
             return None, 0
         lease = leases[self.some(0, len(leases) - 1)]
@@ -118,71 +118,71 @@ class Random:
             version = self.some(lease.version, max(self.version, lease.version))
             made = episode(lease, member, reward=reward, version=version)
             for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
-                self.book.add(made, [payload(made.headers[0])])
+                self.store.add(made, [payload(made.headers[0])])
 
     def fail(self) -> None:
         lease, member = self.pick()
         if lease is not None:
-            self.book.add(failed(lease, member), [])
+            self.store.add(failed(lease, member), [])
 
     def lose(self) -> None:
         lease, _ = self.pick()
         if lease is not None:
-            self.book.lose(lease)
+            self.store.lose(lease)
 
     def compose(self) -> None:
-        groups = self.book.compose()
+        groups = self.store.compose()
         if groups is not None:
             ids = [h.trajectory_id for g in groups for h in g.headers]
-            step = self.book.next_step - 1
+            step = self.store.next_step - 1
             assert self.trained.get(step, ids) == ids, "a rolled-back batch is composed as it was"
             ages = [step - h.oldest_version for g in groups for h in g.headers]
             assert step in self.trained or max(ages) <= self.ppo.max_staleness
             self.trained[step] = ids
 
     def train(self) -> None:
-        for step in sorted(self.book.batches):
-            if self.book.batches[step][0].state == "batched":
-                self.book.mark_trained(step)
-                self.book.ledger.train(StepReport(step, self.trained[step], {}))
+        for step in sorted(self.store.batches):
+            if self.store.batches[step][0].state == "batched":
+                self.store.mark_trained(step)
+                self.store.ledger.train(StepReport(step, self.trained[step], {}))
                 self.version = step + 1
                 return
 
     def checkpoint(self) -> None:
-        step = min(max([-1, *self.book.trained]) + 1, self.version)
-        self.book.mark_durable(step)
-        self.book.ledger.checkpoint(step, "/x")
+        step = min(max([-1, *self.store.trained]) + 1, self.version)
+        self.store.mark_durable(step)
+        self.store.ledger.checkpoint(step, "/x")
 
     def roll_back(self) -> None:
         step = self.data.draw(st.integers(max(0, self.version - 2), self.version))
-        self.book.ledger.commit()
-        self.book.roll_back(step)
+        self.store.ledger.commit()
+        self.store.roll_back(step)
         self.version = min(step, self.version)
 
     def go_on(self) -> None:
         """Whatever happened, the next batches come: nothing is waited for that cannot come."""
-        begin = self.book.next_step
+        begin = self.store.next_step
         for _ in range(12):
             self.lease()
-            for group in list(self.book.groups.values()):
+            for group in list(self.store.groups.values()):
                 for lease in list(group.leases.values()):
                     for member in lease.members:
                         made = episode(lease, member, reward=float(member))
-                        self.book.add(made, [payload(made.headers[0])])
+                        self.store.add(made, [payload(made.headers[0])])
             self.compose()
             self.train()
-        assert self.book.next_step >= begin + 3
+        assert self.store.next_step >= begin + 3
 
     def reopen(self) -> None:
         """As after kill -9 just after a commit; what was queued later never happened."""
-        self.book.ledger.commit()
-        before = picture(self.book)
-        boot = self.book.ledger.boot
-        self.book.ledger.close()
+        self.store.ledger.commit()
+        before = picture(self.store)
+        boot = self.store.ledger.boot
+        self.store.ledger.close()
         self.ppo = replace(self.ppo, max_staleness=self.some(0, self.eta))  # as a user may
-        self.book = open_book(self.folder, self.ppo)
-        assert self.book.ledger.boot == boot + 1
-        assert picture(self.book) == before
+        self.store = open_store(self.folder, self.ppo)
+        assert self.store.ledger.boot == boot + 1
+        assert picture(self.store) == before
 
 
 @settings(max_examples=30, deadline=None)
@@ -196,7 +196,7 @@ def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int
             history.step()
         history.reopen()
         history.go_on()
-        history.book.ledger.close()
+        history.store.ledger.close()
         report = audit(folder / "ledger.sqlite")
         assert report.ok, report.table()
         assert report.max_staleness <= eta
@@ -205,20 +205,20 @@ def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int
 def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
     """kill -9 leaves the files as they are: database and write-ahead log, with no farewell."""
     ppo = experiment(tmp_path).trainer.ppo
-    book = open_book(tmp_path / "live", ppo)
-    book.version = 0
+    store = open_store(tmp_path / "live", ppo)
+    store.version = 0
     for number in range(6):
-        group = book.next_offer()
+        group = store.next_offer()
         assert group
-        lease = book.lease(group, worker_id="w", credit=2)
+        lease = store.lease(group, worker_id="w", credit=2)
         made = episode(lease, 0)
-        book.add(made, [payload(made.headers[0])])
-        book.ledger.commit()
+        store.add(made, [payload(made.headers[0])])
+        store.ledger.commit()
         made = episode(lease, 1)
-        book.add(made, [payload(made.headers[0])])  # queued, not committed yet
+        store.add(made, [payload(made.headers[0])])  # queued, not committed yet
         copy = tmp_path / f"copy{number}"
         shutil.copytree(tmp_path / "live", copy)
-        seen = open_book(copy, ppo)
+        seen = open_store(copy, ppo)
         assert seen.offered == number + 1
         assert seen.groups[group.group_id].state == "leased"
         assert seen.groups[group.group_id].missing(3) == []
@@ -226,7 +226,7 @@ def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
         assert seen.groups[group.group_id].missing(3) == [1]
         assert audit(copy / "ledger.sqlite").ok
         seen.ledger.close()
-    book.ledger.close()
+    store.ledger.close()
 
 
 def test_the_order_is_a_new_one_each_epoch() -> None:
@@ -239,8 +239,8 @@ def test_the_order_is_a_new_one_each_epoch() -> None:
 def test_unshuffled_order(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
     ppo = experiment(tmp_path).trainer.ppo
-    book = GroupBook(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
-    assert [book.task_of(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    store = GroupStore(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
+    assert [store.task_of(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     ledger.close()
 
 
@@ -255,38 +255,38 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
-    book = open_book(tmp_path, ppo)
-    book.version = 0
-    group = book.next_offer()
+    store = open_store(tmp_path, ppo)
+    store.version = 0
+    group = store.next_offer()
     assert group
-    lease = book.lease(group, worker_id="w", credit=2)
-    book.ledger.commit()
-    pages = book.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
-    book.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
-    book.add(episode(lease, 0), [os.urandom(1_000_000)])
+    lease = store.lease(group, worker_id="w", credit=2)
+    store.ledger.commit()
+    pages = store.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
+    store.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
+    store.add(episode(lease, 0), [os.urandom(1_000_000)])
     with pytest.raises(InvariantError, match=r"cannot write the ledger .*full"):
-        book.ledger.commit()
-    book.ledger.close()
-    again = open_book(tmp_path, ppo)
+        store.ledger.commit()
+    store.ledger.close()
+    again = open_store(tmp_path, ppo)
     assert again.groups["g0"].finished == {}
     again.ledger.close()
 
 
 def test_payloads_come_back_in_order(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
-    book = open_book(tmp_path, ppo)
-    book.version = 0
-    group = book.next_offer()
+    store = open_store(tmp_path, ppo)
+    store.version = 0
+    group = store.next_offer()
     assert group
-    lease = book.lease(group, worker_id="w", credit=2)
+    lease = store.lease(group, worker_id="w", credit=2)
     for member in range(2):
-        book.add(episode(lease, member), [b"payload %d" % member])
-    book.ledger.commit()
-    found = read_payloads(book.ledger.path, ["g0/1/agent", "g0/0/agent"])
+        store.add(episode(lease, member), [b"payload %d" % member])
+    store.ledger.commit()
+    found = read_payloads(store.ledger.path, ["g0/1/agent", "g0/0/agent"])
     assert found == [b"payload 1", b"payload 0"]
     with pytest.raises(InvariantError, match="g9/0/agent is in a batch"):
-        read_payloads(book.ledger.path, ["g9/0/agent"])
-    book.ledger.close()
+        read_payloads(store.ledger.path, ["g9/0/agent"])
+    store.ledger.close()
 
 
 @pytest.mark.parametrize("is_bounded", [True, False])

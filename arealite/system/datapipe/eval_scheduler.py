@@ -34,7 +34,7 @@ class EvalRun(msgspec.Struct, eq=False):
     """Samples that are neither finished nor failed for good."""
 
 
-class EvalBook:
+class EvalScheduler:
     """All evaluations under way."""
 
     def __init__(self, tasks: Sequence[Task], *, samples: int, max_attempts: int) -> None:

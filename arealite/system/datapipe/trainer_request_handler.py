@@ -22,8 +22,8 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
 from arealite.base import log
 from arealite.base.errors import InvariantError
-from arealite.system.datapipe.eval_book import EvalBook
-from arealite.system.datapipe.group_book import GroupBook
+from arealite.system.datapipe.eval_scheduler import EvalScheduler
+from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.intake import Rejections
 from arealite.system.datapipe.pacing import PACE_WINDOW_S, IdleClock, slow_episodes
 from arealite.system.datapipe.workers import Workers
@@ -44,7 +44,7 @@ class OutOfStep(InvariantError):
     """A request contradicts the ledger, or comes from a replaced trainer; only its sender stops."""
 
 
-class TrainerDesk:
+class TrainerRequestHandler:
     """Handles requests of the trainer, and keeps those that are not answered yet.
 
     The newest trainer is served: each job of ranks begins with a TrainerStart, and all its requests
@@ -56,15 +56,15 @@ class TrainerDesk:
 
     def __init__(
         self,
-        book: GroupBook,
-        evals: EvalBook,
+        store: GroupStore,
+        evals: EvalScheduler,
         *,
         config: ExperimentConfig,
         send: Callable[[bytes, msgspec.Struct], None],
         workers: Workers,
         writer: LedgerWriter,
     ) -> None:
-        self.book = book
+        self.store = store
         self.evals = evals
         self.finish: messages.Finish | None = None
         self.heard = -math.inf
@@ -79,9 +79,9 @@ class TrainerDesk:
         self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
         self._start_heard = -math.inf
-        self._ticket = number(book.ledger.connection, "ticket")
+        self._ticket = number(store.ledger.connection, "ticket")
         """Of the trainer that runs."""
-        self._issued = max(book.ledger.boot << 20, self._ticket)
+        self._issued = max(store.ledger.boot << 20, self._ticket)
         """The newest ticket that was given."""
         self._config = config
         self._send = send
@@ -156,7 +156,7 @@ class TrainerDesk:
     def answer_evals(self) -> None:
         """Send the scores of finished evaluations, once the ledger has them."""
         for eval_id, metrics in self.evals.take_finished():
-            self.book.ledger.add_eval(eval_id, metrics)
+            self.store.ledger.add_eval(eval_id, metrics)
             answer = messages.EvalResult(eval_id, metrics)
             route, _ = self._eval_requests.pop(eval_id)
             self._writer.after_commit(partial(self._send, route, answer), hurry=True)
@@ -194,10 +194,10 @@ class TrainerDesk:
         if not (self._batch_requests and self.changed):
             return []
         self.changed = False
-        if any(r.step == self.book.next_step for _, r in self._batch_requests.values()):
+        if any(r.step == self.store.next_step for _, r in self._batch_requests.values()):
             self._compose()
         ready = [
-            pair for pair in self._batch_requests.values() if pair[1].step in self.book.batches
+            pair for pair in self._batch_requests.values() if pair[1].step in self.store.batches
         ]
         for _, request in ready:
             del self._batch_requests[request.rank]
@@ -205,35 +205,35 @@ class TrainerDesk:
 
     def shard(self, request: BatchRequest) -> messages.Batch:
         """Return a composed batch for one rank; a pure function of the batch and the world size."""
-        groups = self.book.batches[request.step]
+        groups = self.store.batches[request.step]
         headers = [header for group in groups for header in group.headers]
-        updates, seed = self.book.ppo.updates, self._config.seed
+        updates, seed = self.store.ppo.updates, self._config.seed
         waits = self._waits.get(request.step, {})
         return shard(request, headers, updates=updates, seed=seed, waits=waits)
 
     def _compose(self) -> None:
-        book, step = self.book, self.book.next_step
-        groups = book.compose()
+        store, step = self.store, self.store.next_step
+        groups = store.compose()
         if groups is None:
             self._mark()
             return
         self._idle.mark(None)
-        oldest = step - book.ppo.max_staleness
+        oldest = step - store.ppo.max_staleness
         stale = sum(h.oldest_version < oldest for group in groups for h in group.headers)
         numbers = {
             **self._idle.take(),
             "pace_wait_share": self._idle.pace_share,
             "ledger_busy_s": self._writer.take_busy_s(),
-            "buffered_groups": book.counts["complete"],
-            "leased_groups": book.counts["leased"],
-            "late_results": book.too_late,
+            "buffered_groups": store.counts["complete"],
+            "leased_groups": store.counts["leased"],
+            "late_results": store.too_late,
             "stale_trajectories": stale,
             "rejected_messages": self.rejections.total(),
-            **{re.sub("[: ]", "_", k): v for k, v in book.counts.items() if ":" in k},
-            **{f"stale_below_{k}": v for k, v in book.dropped_lengths.items()},
+            **{re.sub("[: ]", "_", k): v for k, v in store.counts.items() if ":" in k},
+            **{f"stale_below_{k}": v for k, v in store.dropped_lengths.items()},
             "loop_lag_max_s": vitals.lag_max_s(),
             **self._workers.metrics(),
-            **(book.curriculum.metrics() if book.curriculum else {}),
+            **(store.curriculum.metrics() if store.curriculum else {}),
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 
@@ -242,17 +242,17 @@ class TrainerDesk:
 
         Not while an earlier batch is trained: that is no idle time, even if the next is asked for.
         """
-        book = self.book
-        is_idle = bool(self._batch_requests) and book.known_steps() == book.next_step
-        is_full = book.counts["complete"] >= book.ppo.num_groups
+        store = self.store
+        is_idle = bool(self._batch_requests) and store.known_steps() == store.next_step
+        is_full = store.counts["complete"] >= store.ppo.num_groups
         self._idle.mark(("pace" if is_full else "groups") if is_idle else None)
 
     def _describe(self, step: int) -> str:
-        book = self.book
-        text = f"batch {step}: {book.counts['complete']} of {book.ppo.num_groups} groups"
-        if book.version is None:
+        store = self.store
+        text = f"batch {step}: {store.counts['complete']} of {store.ppo.num_groups} groups"
+        if store.version is None:
             return text + ", no policy version is published yet"
-        if slow := slow_episodes(book, self._workers):
+        if slow := slow_episodes(store, self._workers):
             text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
 
@@ -268,19 +268,19 @@ class TrainerDesk:
             "slow episodes hold the trainer",
             share=round(share, 2),
             allowed=allowed,
-            episodes=slow_episodes(self.book, self._workers),
-            ended_by=f"collector.episode_timeout_s={self.book.ppo.collector.episode_timeout_s:g}",
+            episodes=slow_episodes(self.store, self._workers),
+            ended_by=f"collector.episode_timeout_s={self.store.ppo.collector.episode_timeout_s:g}",
         )
 
     # ------------------------------------------------------------ requests
 
     def _take_batch_request(self, route: bytes, request: BatchRequest) -> None:
-        step, due = request.step, self.book.next_step
+        step, due = request.step, self.store.next_step
         if self.finish is not None:
             self._send(route, messages.Finished(self.finish.reason))
         elif step > due:
             raise OutOfStep(f"rank {request.rank} asks for batch {step}, but the next one is {due}")
-        elif step == due or step in self.book.batches:
+        elif step == due or step in self.store.batches:
             if not self.is_waiting:
                 self.asked = time.monotonic()
             self._batch_requests[request.rank] = (route, request)
@@ -305,8 +305,8 @@ class TrainerDesk:
             self._start = None
             self._send(route, messages.Refused(request_name(start), why))
             return
-        self.book.ledger.set_meta("ticket", str(start.ticket))
-        rolled = self.book.roll_back(start.step)
+        self.store.ledger.set_meta("ticket", str(start.ticket))
+        rolled = self.store.roll_back(start.step)
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
@@ -317,14 +317,14 @@ class TrainerDesk:
 
     def _contradiction(self, step: int) -> str:
         """Return why no trainer can begin at `step`; "" if one can."""
-        known = self.book.known_steps()
+        known = self.store.known_steps()
         if step > known:
             return (
-                f"the trainer begins at step {step}, but {self.book.ledger.path} knows only "
+                f"the trainer begins at step {step}, but {self.store.ledger.path} knows only "
                 f"{known} trained steps: checkpoint and ledger are not of one trial"
             )
         newest = "SELECT IFNULL(MAX(step), 0) FROM checkpoints"
-        (saved,) = self.book.ledger.connection.execute(newest).fetchone()
+        (saved,) = self.store.ledger.connection.execute(newest).fetchone()
         if step >= saved:
             return ""
         return (
@@ -337,7 +337,7 @@ class TrainerDesk:
         """Set groups aside; runs between two commits, as `_begin` does."""
         reasons = {group: f"unusable:{what[:50]}" for group, what in request.groups.items()}
         logger.warning("groups set aside", step=request.step, groups=reasons)
-        self.book.set_aside(request.step, reasons)
+        self.store.set_aside(request.step, reasons)
         self.changed = True
         self._send(route, messages.Done(request_name(request)))
 
@@ -350,29 +350,29 @@ class TrainerDesk:
             case messages.Checkpointed():
                 folder = os.path.normpath(run_paths(self._config).checkpoints)
                 is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
-                if request.step > self.book.known_steps() or not is_inside:
+                if request.step > self.store.known_steps() or not is_inside:
                     place = f"step {request.step} at {request.path} (checkpoints are in {folder})"
                     raise OutOfStep(f"impossible checkpoint: {place}")
-                self.book.mark_durable(request.step)
-                self.book.ledger.checkpoint(request.step, request.path)
+                self.store.mark_durable(request.step)
+                self.store.ledger.checkpoint(request.step, request.path)
             case _:
                 assert isinstance(request, messages.Finish)
                 self._note_finish(request)
 
     def _note_version(self, version: int) -> None:
         """Take a newer version; one that is older, or of steps rolled back, came late."""
-        if (self.book.version or 0) <= version <= self.book.known_steps():
-            self.book.version = version
-            self.book.ledger.set_meta("version", str(version))
+        if (self.store.version or 0) <= version <= self.store.known_steps():
+            self.store.version = version
+            self.store.ledger.set_meta("version", str(version))
 
     def _note_step(self, report: messages.StepReport) -> None:
-        due = self.book.known_steps()
+        due = self.store.known_steps()
         if report.step < due:
             return  # the answer to the first report was lost
-        if report.step > due or due == self.book.next_step:
+        if report.step > due or due == self.store.next_step:
             raise OutOfStep(f"step {report.step} is reported, but only {due} steps are trained and "
-                            f"{self.book.next_step} batches are made")  # fmt: skip
-        groups = self.book.batches[due]
+                            f"{self.store.next_step} batches are made")  # fmt: skip
+        groups = self.store.batches[due]
         expected = sorted(h.trajectory_id for group in groups for h in group.headers)
         if sorted(report.trained) != expected:
             wrong = set(report.trained) ^ set(expected)
@@ -380,8 +380,8 @@ class TrainerDesk:
                 f"step {report.step}: the trainer trained {len(report.trained)} trajectories, the "
                 f"batch has {len(expected)}; they differ in {sorted(wrong)[:3]}"
             )
-        self.book.mark_trained(report.step)
-        self.book.ledger.train(report)
+        self.store.mark_trained(report.step)
+        self.store.ledger.train(report)
 
     def _note_finish(self, finish: messages.Finish) -> None:
         logger.info("finishing", reason=finish.reason)

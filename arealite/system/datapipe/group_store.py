@@ -22,7 +22,7 @@ from arealite.system.ledger.ledger import Ledger, number
 FAILURE_WINDOW = 256
 
 
-class GroupBook:
+class GroupStore:
     """All open groups of a trial, and the ledger that remembers them."""
 
     def __init__(
