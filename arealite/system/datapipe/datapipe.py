@@ -35,7 +35,7 @@ from arealite.system.datapipe.intake import NO_MESSAGE, Intake, ResultIds, decod
 from arealite.system.datapipe.scaling import Scaling
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.upkeep import Upkeep
-from arealite.system.datapipe.workers import Held, Worker, Workers
+from arealite.system.datapipe.workers import ActiveLease, Worker, Workers
 from arealite.system.ledger.group import too_many
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
 from arealite.system.ledger.writer import LedgerWriter
@@ -167,8 +167,8 @@ class Datapipe:
         for group in self.store.groups.values():
             for lease in list(group.leases.values()):
                 if due := group.due(lease):
-                    held = self.workers.give(group.owners[lease.lease_id], lease, due)
-                    held.sent = -math.inf  # what an earlier boot sent is there, or lost
+                    active = self.workers.give(group.owners[lease.lease_id], lease, due)
+                    active.sent = -math.inf  # what an earlier boot sent is there, or lost
                 else:
                     self.store.end(lease)
 
@@ -219,9 +219,9 @@ class Datapipe:
     def _take_state(self, route: bytes, state: WorkerState) -> None:
         gone, unheard = self.workers.update(route, state)
         self._release(gone, is_lost=state.capacity > 0)
-        for held in unheard:
-            logger.warning("lease sent again", worker=state.worker_id, lease=held.lease.lease_id)
-            self._send_lease(self.workers.by_id[state.worker_id], held)
+        for active in unheard:
+            logger.warning("lease sent again", worker=state.worker_id, lease=active.lease.lease_id)
+            self._send_lease(self.workers.by_id[state.worker_id], active)
         if self.requests.finish is not None:
             self._send(route, Drain(self.requests.finish.reason))
         self._send(route, Ack(0))
@@ -287,27 +287,27 @@ class Datapipe:
                 if group is None:
                     return
                 lease = self.store.lease(group, worker_id=worker.worker_id, credit=credit)
-            held = self.workers.give(worker.worker_id, lease, lease.members)
-            self.writer.after_commit(partial(self._send_lease, worker, held))
+            active = self.workers.give(worker.worker_id, lease, lease.members)
+            self.writer.after_commit(partial(self._send_lease, worker, active))
 
-    def _send_lease(self, worker: Worker, held: Held) -> None:
-        group = self.store.groups.get(held.lease.group_id)
-        if group is not None and any(member in group.turns for member in held.due):
-            self._tasks.create_task(self._guard(lambda: self._send_turns(worker, held)))
+    def _send_lease(self, worker: Worker, active: ActiveLease) -> None:
+        group = self.store.groups.get(active.lease.group_id)
+        if group is not None and any(member in group.turns for member in active.due):
+            self._tasks.create_task(self._guard(lambda: self._send_turns(worker, active)))
         else:
-            self._hand_over(worker, held, held.rest(), [])
+            self._hand_over(worker, active, active.remaining(), [])
 
-    async def _send_turns(self, worker: Worker, held: Held) -> None:
+    async def _send_turns(self, worker: Worker, active: ActiveLease) -> None:
         """Send a lease with what the ledger has of its members by now: a late result ends one."""
-        lease = held.rest()
+        lease = active.remaining()
         turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, lease)
         lease = msgspec.structs.replace(lease, turns=turns)
-        self._hand_over(worker, held, lease, payloads)
+        self._hand_over(worker, active, lease, payloads)
 
-    def _hand_over(self, worker: Worker, held: Held, lease: Lease, payloads: list[bytes]) -> None:
-        held.sent = time.monotonic()
-        if worker.route is not None:
-            self._send(worker.route, lease, payloads)
+    def _hand_over(self, to: Worker, active: ActiveLease, lease: Lease, turns: list[bytes]) -> None:
+        active.sent = time.monotonic()
+        if to.route is not None:
+            self._send(to.route, lease, turns)
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
         self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))

@@ -109,9 +109,9 @@ class Intake:
         """Return whether a worker holds or held the lease of an episode, or its group is over."""
         if not lease_id.startswith(f"{group_id}."):
             return False
-        if self.evals.is_running(lease_id, member):
+        if self.evals.is_running(group_id, lease_id, member):
             worker = self.workers.by_id.get(worker_id)
-            return worker is not None and lease_id in worker.held
+            return worker is not None and lease_id in worker.leases
         if group := self.store.groups.get(group_id):
             return member in group.finished or group.was_leased(worker_id, lease_id, member)
         ids = re.fullmatch(r"g(\d{1,12})|e\d+-\d+", group_id)

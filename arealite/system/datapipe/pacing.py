@@ -50,9 +50,9 @@ def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
         return []
     now = time.monotonic()
     runs = {
-        lease_id: f"on {worker.worker_id} since {now - held.given:.1f} s"
+        lease_id: f"on {worker.worker_id} since {now - active.given:.1f} s"
         for worker in workers.by_id.values()
-        for lease_id, held in worker.held.items()
+        for lease_id, active in worker.leases.items()
     }
     names: list[str] = []
     for late in blocks(list(store.candidates()), store.next_step, eta=eta, num_groups=size):

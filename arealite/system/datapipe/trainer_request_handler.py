@@ -172,7 +172,7 @@ class TrainerRequestHandler:
             detail = f"the previous trainer, heard {time.monotonic() - self.heard:.1f} s ago"
             self._send(self._start[0], messages.Waiting(request_name(self._start[1]), detail))
         for eval_id, (route, request) in self._eval_requests.items():
-            left = self.evals.runs[eval_id].left
+            left = sum(map(self.evals.left, self.evals.runs[eval_id]))
             detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
 

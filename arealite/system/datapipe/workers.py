@@ -22,16 +22,19 @@ UNKNOWN_S = 3.0
 
 
 @dataclass
-class Held:
-    """A lease in a worker's hands."""
+class ActiveLease:
+    """A lease that a worker holds. It may outlive its group, which is filtered at a failure."""
 
     lease: Lease
     due: set[int]
+    """Members that the worker still runs."""
     given: float
+    """When (monotonic) the worker was chosen."""
     sent: float = math.inf
+    """When (monotonic) the lease was last sent."""
 
-    def rest(self) -> Lease:
-        """Return the lease of what is still due."""
+    def remaining(self) -> Lease:
+        """Return the lease of the members that are still due."""
         return msgspec.structs.replace(self.lease, members=sorted(self.due))
 
 
@@ -45,7 +48,7 @@ class Worker:
     route: bytes | None = None
     capacity: int = 0
     seen: float = field(default_factory=time.monotonic)
-    held: dict[str, Held] = field(default_factory=dict[str, Held])
+    leases: dict[str, ActiveLease] = field(default_factory=dict[str, ActiveLease])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     limit: int = sys.maxsize
@@ -54,7 +57,7 @@ class Worker:
     @property
     def in_flight(self) -> int:
         """Episodes it runs."""
-        return sum(len(held.due) for held in self.held.values())
+        return sum(len(active.due) for active in self.leases.values())
 
     @property
     def credit(self) -> int:
@@ -82,13 +85,13 @@ class Workers:
     def _known(self, worker_id: str) -> Worker:
         return self.by_id.setdefault(worker_id, Worker(worker_id, limit=self._limit))
 
-    def give(self, worker_id: str, lease: Lease, due: Sequence[int]) -> Held:
+    def give(self, worker_id: str, lease: Lease, due: Sequence[int]) -> ActiveLease:
         """Put a lease into a worker's hands; it is `sent` once its caller says so."""
         worker = self._known(worker_id)
-        held = worker.held[lease.lease_id] = Held(lease, set(due), time.monotonic())
-        return held
+        active = worker.leases[lease.lease_id] = ActiveLease(lease, set(due), time.monotonic())
+        return active
 
-    def update(self, route: bytes, state: WorkerState) -> tuple[list[Lease], list[Held]]:
+    def update(self, route: bytes, state: WorkerState) -> tuple[list[Lease], list[ActiveLease]]:
         """Take in a worker's state; return what is due of leases that it will not bring, and the
         leases to be sent again.
 
@@ -102,14 +105,14 @@ class Workers:
         worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics
         worker.process = state.process
         known = set(state.held)
-        missing = [held for lease_id, held in worker.held.items() if lease_id not in known]
+        missing = [active for lease_id, active in worker.leases.items() if lease_id not in known]
         if state.capacity > 0 and not is_new:
-            return [], [held for held in missing if now - held.sent > UNKNOWN_S]
-        for held in missing:
-            del worker.held[held.lease.lease_id]
-        if not (state.capacity or worker.held):
+            return [], [active for active in missing if now - active.sent > UNKNOWN_S]
+        for active in missing:
+            del worker.leases[active.lease.lease_id]
+        if not (state.capacity or worker.leases):
             del self.by_id[state.worker_id]
-        return [held.rest() for held in missing], []
+        return [active.remaining() for active in missing], []
 
     def finish(self, worker_id: str, lease_id: str, member: int) -> None:
         """Note that an episode came back: its credit is free."""
@@ -117,18 +120,18 @@ class Workers:
         if worker is None:
             return
         worker.seen = time.monotonic()
-        held = worker.held.get(lease_id)
-        if held is not None:
-            held.due.discard(member)
-            if not held.due:
-                del worker.held[lease_id]
+        active = worker.leases.get(lease_id)
+        if active is not None:
+            active.due.discard(member)
+            if not active.due:
+                del worker.leases[lease_id]
 
     def expire(self) -> Iterator[tuple[Worker, list[Lease]]]:
         """Remove the workers silent for too long; yield each with the leases it loses."""
         limit = time.monotonic() - self.ttl_s
         for worker in [w for w in self.by_id.values() if w.seen < limit]:
             del self.by_id[worker.worker_id]
-            yield worker, [held.rest() for held in worker.held.values()]
+            yield worker, [active.remaining() for active in worker.leases.values()]
 
     def most_idle(self) -> Worker | None:
         """Return the worker that wants most, or None if nobody wants anything."""
@@ -137,17 +140,15 @@ class Workers:
 
     def describe(self) -> str:
         """Say who runs what, and since when the oldest episode runs."""
-        held = [
-            (held.given, held.lease, w) for w in self.by_id.values() for held in w.held.values()
-        ]
-        if not held:
+        running = [(a.given, a.lease, w) for w in self.by_id.values() for a in w.leases.values()]
+        if not running:
             names = ", ".join(sorted(self.by_id))
             return "nothing in flight, " + (f"workers: {names}" if names else "no rollout worker")
-        busy = [w for w in self.by_id.values() if w.held]
-        running = ", ".join(f"{w.in_flight} on {w.worker_id}" for w in busy)
-        given, lease, owner = min(held, key=lambda each: each[0])
+        busy = [w for w in self.by_id.values() if w.leases]
+        shares = ", ".join(f"{w.in_flight} on {w.worker_id}" for w in busy)
+        given, lease, owner = min(running, key=lambda each: each[0])
         return (
-            f"{sum(w.in_flight for w in busy)} episodes in flight ({running}), oldest "
+            f"{sum(w.in_flight for w in busy)} episodes in flight ({shares}), oldest "
             f"{lease.group_id} ({lease.task.task_id}) on {owner.worker_id} "
             f"since {time.monotonic() - given:.1f} s"
         )

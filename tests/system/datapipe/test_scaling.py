@@ -47,7 +47,7 @@ class Site:
         """Workers tell their state: all that they were given, they have."""
         for index in indices:
             name = f"rollout-{index}@host"
-            held = list(self.workers.by_id[name].held) if name in self.workers.by_id else []
+            held = list(self.workers.by_id[name].leases) if name in self.workers.by_id else []
             self.workers.update(b"route", WorkerState(name, 64, held, {}, "p"))
 
     def fill(self) -> None:
@@ -101,11 +101,11 @@ def test_fewer_are_reached_as_episodes_end_and_none_is_cancelled(site: Any) -> N
     for _ in range(8):
         it.pass_period(running=4, waiting=6, capacity=4)
     worker = it.workers.by_id["rollout-0@host"]
-    assert (it.in_flight(0), len(worker.held)) == (MOST, len(worker.held))
+    assert (it.in_flight(0), len(worker.leases)) == (MOST, len(worker.leases))
     assert worker.credit < 0
     it.hear(0)
     assert it.in_flight(0) == MOST, "what it says it holds is not taken away"
-    for lease_id, held in list(worker.held.items()):
+    for lease_id, held in list(worker.leases.items()):
         for member in list(held.due):
             it.workers.finish(worker.worker_id, lease_id, member)
     it.fill()
@@ -143,7 +143,7 @@ def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site
     assert it.scaling.count == 2, "it still runs something"
     leaving = it.workers.by_id["rollout-1@host"]
     assert leaving.limit == 0
-    leaving.held.clear()
+    leaving.leases.clear()
     it.pass_period(running=2, waiting=8, capacity=2)
     assert it.scaling.wish() == {"workers": 1}
     assert leaving.limit == 0, "nothing new until it is gone"
