@@ -35,7 +35,7 @@ from msgspec import structs
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
-from arealite.api.trainer_messages import StepReport
+from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.system.data.dataset import identity
 from arealite.system.ledger.group import Group
@@ -152,11 +152,11 @@ def through_datapipe(
             link = connect_trainer(names)
             link.start(0)
             ready = time.perf_counter() - begin
-            link.published(0)
+            link.tell(Published(0))
             before = cpu_seconds(process)
             seconds = asyncio.run(collect(names, count, size))
             used = cpu_seconds(process) - before
-            link.finish("bench over")
+            link.tell(Finish("bench over"))
             link.close()
             process.wait(20)
         return count / seconds, ready, used / count

@@ -20,7 +20,7 @@ import torch
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport, WeightPublisher
-from arealite.api.trainer_messages import Batch, StepReport, TrainerReady
+from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, TrainerReady
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base.config import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
@@ -128,14 +128,9 @@ class Task:
         made = Batch(step, headers, [0] * count, cut, list(range(count)), waits={})
         return made, [payload for _, payload in played]
 
-    def report(self, report: StepReport) -> None:
-        self.report_of_step = report
-
-    def published(self, version: int) -> None: ...
-
-    def checkpointed(self, step: int, path: str) -> None: ...
-
-    def finish(self, reason: str) -> None: ...
+    def tell(self, message: FromTrainer) -> None:
+        if isinstance(message, StepReport):
+            self.report_of_step = message
 
     def close(self) -> None: ...
 

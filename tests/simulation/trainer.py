@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from arealite.api.trainer_messages import Batch, StepReport
+from arealite.api.trainer_messages import Batch, Checkpointed, Finish, Published, StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
@@ -124,7 +124,7 @@ class Rank:
             if self.lead:
                 trained = [header.trajectory_id for header in batch.headers]
                 report = StepReport(step, trained, {}, self.group.ranks, f"{step:016x}")
-                await self.link.report(report)
+                await self.link.tell(report)
                 self.sim.promise("step", step)
             step += 1
             await self.publish(step)
@@ -194,7 +194,7 @@ class Rank:
             await asyncio.sleep(self.sim.rng.uniform(0.005, 0.2))
             if index not in self.sim.dead_servers:
                 servers.set(index, version)
-        await self.push_link.published(version)
+        await self.push_link.tell(Published(version))
 
     async def settle(self) -> None:
         if self.pushed is not None:
@@ -218,7 +218,9 @@ class Rank:
         await self._meet("saved")
         self.saved = step
         if self.lead:
-            await self.link.checkpointed(*saved(self.scenario.experiment(self.sim.root), step))
+            await self.link.tell(
+                Checkpointed(*saved(self.scenario.experiment(self.sim.root), step))
+            )
             self.sim.promise("checkpoint", step)
             self.sim.disk.prune()
 
@@ -232,7 +234,7 @@ class Rank:
             self.evaluate(step)
             await self.collect(wait=True)
         if self.lead:
-            await self.link.finish("all steps are trained" if finished else "asked to stop")
+            await self.link.tell(Finish("all steps are trained" if finished else "asked to stop"))
 
     # ------------------------------------------------------------ evaluations
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from arealite.algo.reduction import token_weights
+from arealite.api import trainer_messages as messages
 from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
@@ -177,7 +178,7 @@ def make_rows(
     if not world.any(made is None):
         return made
     if groups:
-        link.set_aside(batch.step, groups)
+        link.tell(messages.Unusable(batch.step, groups))
     world.any(True)  # all ranks have told the datapipe before one asks again
     return None
 

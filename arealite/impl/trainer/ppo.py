@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from arealite.algo.losses import make_policy_loss, value_loss
+from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.publisher import PublishReport
 from arealite.api.trainer import Trainer
@@ -193,7 +194,7 @@ class PPOTrainer(Trainer):
             }
             trained = [header.trajectory_id for header in batch.headers]
             ranks, line = self.world.size, dict(self.line)
-            self.link.report(StepReport(batch.step, trained, line, ranks, fingerprint))
+            self.link.tell(StepReport(batch.step, trained, line, ranks, fingerprint))
 
     def publish(self, version: int) -> None:
         """Bring every server to `version`."""
@@ -224,7 +225,7 @@ class PPOTrainer(Trainer):
         """Bring the staged weights to the servers; tell the datapipe over this thread's `link`."""
         assert self.parts.publisher is not None, "only rank 0 publishes"
         report = self.parts.publisher.push(version)
-        link.published(version)
+        link.tell(messages.Published(version))
         return report
 
     def _stream(self, version: int) -> bool:
@@ -290,7 +291,8 @@ class PPOTrainer(Trainer):
             self.evaluate(step)
             self.collect_evaluation(wait=True)
         if self.world.lead:
-            self.link.finish("all steps are trained" if finished else "asked to stop")
+            reason = "all steps are trained" if finished else "asked to stop"
+            self.link.tell(messages.Finish(reason))
         logger.info("training ends", step=step, finished=finished)
 
     def settle(self) -> None:
@@ -334,7 +336,7 @@ class PPOTrainer(Trainer):
             self.engine.save(path, {"step": step, "interruptions": self.interruptions})
             self.saved_step = step
             if self.world.lead:
-                self.link.checkpointed(step, str(path))
+                self.link.tell(messages.Checkpointed(step, str(path)))
                 prune(paths, self.ppo.checkpoint.keep)
 
     def note_tokens(self, batch: TrainBatch) -> None:

@@ -73,12 +73,14 @@ class LedgerLink:
                 raise Differs(f"step {step + 1}: payload and header of {name} differ: {what}")
         return batch, payloads
 
-    def report(self, report: StepReport) -> None:
-        """Compare the step's mean reward and fingerprint with the run's.
+    def tell(self, report: object) -> None:
+        """Compare a step's mean reward and fingerprint with the run's; ignore other messages.
 
         Raises:
             Differs: one of them differs.
         """
+        if not isinstance(report, StepReport):
+            return
         query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
         noted, metrics = self._db.execute(query, (report.step,)).fetchone()
         held = json.loads(metrics).get("reward/mean")
@@ -93,12 +95,6 @@ class LedgerLink:
                 f"{report.fingerprint} here, {noted} in the run."
             )
         self._on_step(report.step)
-
-    def checkpointed(self, step: int, path: str) -> None:
-        """Note nothing."""
-
-    def finish(self, reason: str) -> None:
-        """Tell nobody."""
 
     def close(self) -> None:
         """Close the ledger."""

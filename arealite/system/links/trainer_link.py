@@ -93,25 +93,10 @@ class TrainerLink:
         batch, payloads = self._ask(request, is_answer, while_waiting) or (None, [])
         return (batch, payloads) if isinstance(batch, messages.Batch) else None
 
-    def report(self, report: messages.StepReport) -> None:
-        """Tell that the optimizer has applied a batch."""
-        self._tell(report)
-
-    def set_aside(self, step: int, groups: dict[str, str]) -> None:
-        """Tell why groups of batch `step` cannot be trained, by group id; it is composed anew."""
-        self._tell(messages.Unusable(step, groups))
-
-    def published(self, version: int) -> None:
-        """Tell that every server in traffic has confirmed `version`."""
-        self._tell(messages.Published(version))
-
-    def checkpointed(self, step: int, path: str) -> None:
-        """Tell that a checkpoint with all steps before `step` is durable."""
-        self._tell(messages.Checkpointed(step, path))
-
-    def finish(self, reason: str) -> None:
-        """Tell that there will be no further step."""
-        self._tell(messages.Finish(reason))
+    def tell(self, message: FromTrainer) -> None:
+        """Send a message whose answer is Done; return once the datapipe has stored it."""
+        done = messages.Done(wire.request_name(message))
+        self._ask(message, lambda answer: answer == done)
 
     def evaluate(self, eval_id: int) -> None:
         """Ask for an evaluation beside training; `eval_result` gives its answer."""
@@ -141,10 +126,6 @@ class TrainerLink:
             self._socket = None
 
     # ------------------------------------------------------------ inside
-
-    def _tell(self, request: FromTrainer) -> None:
-        done = messages.Done(wire.request_name(request))
-        self._ask(request, lambda message: message == done)
 
     def _ask(
         self,

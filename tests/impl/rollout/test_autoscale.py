@@ -16,6 +16,7 @@ from arealite.api.datapipe import DatapipeConfig
 from arealite.api.env import Env, envs
 from arealite.api.llm import LLMClientConfig, SGLangClientConfig
 from arealite.api.task import Task
+from arealite.api.trainer_messages import Finish, Published
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
@@ -129,7 +130,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
         def begun() -> TrainerLink:
             rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
             rank.start(0)
-            rank.published(0)
+            rank.tell(Published(0))
             return rank
 
         async def work(number: int) -> RolloutWorker:
@@ -169,7 +170,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             assert Thoughtful.cancelled == 0, "fewer are reached as episodes end"
             assert told()["rollout/workers"] == 2
             pacing.cancel()
-            await in_thread(lambda: (rank.finish("done"), rank.close()))
+            await in_thread(lambda: (rank.tell(Finish("done")), rank.close()))
             await asyncio.gather(*working)
         failed = [name for w in working for name in w.result().metrics() if "failed" in name]
         assert not failed

@@ -22,7 +22,7 @@ from arealite.api.episode import decode_turn
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
-from arealite.api.trainer_messages import StepReport
+from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport
 from arealite.api.trajectory import TrajectoryHeader, decode_segments
 from arealite.base.config import save
 from arealite.system.datapipe import workers as datapipe_workers
@@ -75,13 +75,13 @@ async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
 
 def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader, bytes]:
     link.start(0)
-    link.published(0)
+    link.tell(Published(0))
     answer = link.next_batch(0)
     assert answer is not None
     batch, (payload,) = answer
-    link.report(StepReport(0, [batch.headers[0].trajectory_id], {}))
-    link.checkpointed(*saved(config, 1))
-    link.finish("done")
+    link.tell(StepReport(0, [batch.headers[0].trajectory_id], {}))
+    link.tell(Checkpointed(*saved(config, 1)))
+    link.tell(Finish("done"))
     link.close()
     return batch.headers[0], payload
 

@@ -11,7 +11,7 @@ import zmq
 
 from arealite.api.config import ClusterConfig
 from arealite.api.task import Task
-from arealite.api.trainer_messages import StepReport
+from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import EpisodeError
 from arealite.impl.rollout import worker as module
@@ -62,7 +62,7 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
             rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
             trained: list[str] = []
             rank.start(0)
-            rank.published(0)
+            rank.tell(Published(0))
             for step in range(STEPS):
                 got = rank.next_batch(step)
                 assert got is not None
@@ -73,11 +73,11 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
                     assert header.oldest_version >= step - 2
                 ids = [header.trajectory_id for header in batch.headers]
                 trained += ids
-                rank.report(StepReport(step, ids, {}))
+                rank.tell(StepReport(step, ids, {}))
                 version = step + 1
-                rank.published(version)
-            rank.checkpointed(*saved(config, STEPS))
-            rank.finish("done")
+                rank.tell(Published(version))
+            rank.tell(Checkpointed(*saved(config, STEPS)))
+            rank.tell(Finish("done"))
             rank.close()
             return trained
 

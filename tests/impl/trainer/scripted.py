@@ -14,7 +14,18 @@ import torch
 from arealite.api.engine import Sequence, TrainEngine
 from arealite.api.logger import MetricLogger
 from arealite.api.publisher import PublishReport, WeightPublisher
-from arealite.api.trainer_messages import Batch, EvalResult, StepReport, TrainerReady, Waiting
+from arealite.api.trainer_messages import (
+    Batch,
+    Checkpointed,
+    EvalResult,
+    Finish,
+    FromTrainer,
+    Published,
+    StepReport,
+    TrainerReady,
+    Unusable,
+    Waiting,
+)
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.parts import Parts
 from arealite.impl.trainer.world import World
@@ -195,7 +206,7 @@ class ScriptedLink:
             if self.pipe.finished.wait(0.01):
                 return None
             if on_wait is not None and on_wait(Waiting("BatchRequest", "2 groups in flight")):
-                self.finish("asked to stop")
+                self.tell(Finish("asked to stop"))
         groups = group("a", self.pipe.rewards, version=step) + group(
             "b", self.pipe.rewards, version=step
         )
@@ -205,24 +216,26 @@ class ScriptedLink:
             payloads[2] = b"garbage"
         return made, payloads
 
-    def set_aside(self, step: int, groups: dict[str, str]) -> None:
-        self._mine()
-        self.events.add(f"set aside {step}: {', '.join(groups)}")
-        self.pipe.garbled.remove(step)
-
-    def report(self, report: StepReport) -> None:
-        self._mine()
-        self.pipe.reports.append(report)
-        self.events.add(f"report {report.step}")
-
-    def published(self, version: int) -> None:
-        self._mine()
-        self.pipe.published = version
-        self.events.add(f"published {version}")
-
-    def checkpointed(self, step: int, path: str) -> None:
-        self._mine()
-        self.events.add(f"checkpointed {step}")
+    def tell(self, message: FromTrainer) -> None:
+        if not isinstance(message, Finish):
+            self._mine()
+        match message:
+            case Unusable():
+                self.events.add(f"set aside {message.step}: {', '.join(message.groups)}")
+                self.pipe.garbled.remove(message.step)
+            case StepReport():
+                self.pipe.reports.append(message)
+                self.events.add(f"report {message.step}")
+            case Published():
+                self.pipe.published = message.version
+                self.events.add(f"published {message.version}")
+            case Checkpointed():
+                self.events.add(f"checkpointed {message.step}")
+            case Finish():
+                self.events.add(f"finish: {message.reason}")
+                self.pipe.finished.set()
+            case _:
+                raise AssertionError(message)
 
     def evaluate(self, eval_id: int) -> None:
         self._mine()
@@ -239,10 +252,6 @@ class ScriptedLink:
                 return None
             self.pipe.finished.wait(0.01)
         return self.results.pop(0) if self.results else None
-
-    def finish(self, reason: str) -> None:
-        self.events.add(f"finish: {reason}")
-        self.pipe.finished.set()
 
     def close(self) -> None:
         pass

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from arealite.api import trainer_messages as messages
 from arealite.api.trainer import LossConfig, PPOConfig
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.batch import Unusable, make_rows, make_train_batch
@@ -157,8 +158,8 @@ def test_every_rank_asks_again_once_the_rank_with_the_bad_group_has_told() -> No
             return found
 
     class Link:
-        def set_aside(self, step: int, groups: dict[str, str]) -> None:
-            events.append(f"set aside {step}: {groups}")
+        def tell(self, message: messages.Unusable) -> None:
+            events.append(f"set aside {message.step}: {message.groups}")
 
     trajectories = group("a", [1.0, 0.0]) + group("b", [0.0, 2.0])
 

@@ -16,7 +16,7 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.episode import Turn, encode_turn
 from arealite.api.llm import LLMResponse
 from arealite.api.rollout_messages import Episode, Lease, TurnHeader
-from arealite.api.trainer_messages import StepReport, Waiting
+from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport, Waiting
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.system.datapipe import datapipe
 from arealite.system.datapipe.datapipe import Datapipe
@@ -49,7 +49,7 @@ def train(
     """A trainer of one rank; returns the trajectory ids of each step."""
     seen: list[list[str]] = []
     assert link.start(begin).step == begin
-    link.published(begin)
+    link.tell(Published(begin))
     for step in range(begin, begin + steps):
         answer = link.next_batch(step)
         assert answer is not None
@@ -59,11 +59,11 @@ def train(
         assert all(step - h.oldest_version <= 2 for h in batch.headers)
         seen.append(ids)
         on_step(step)
-        link.report(StepReport(step, ids, {}))
-        link.published(step + 1)
+        link.tell(StepReport(step, ids, {}))
+        link.tell(Published(step + 1))
     if finish:
-        link.checkpointed(*saved(config, begin + steps))
-        link.finish("test over")
+        link.tell(Checkpointed(*saved(config, begin + steps)))
+        link.tell(Finish("test over"))
     link.close()
     return seen
 
@@ -133,7 +133,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
         def body() -> None:
             links[0].start(0)
             links[1].ticket = links[0].ticket
-            links[0].published(0)
+            links[0].tell(Published(0))
             answers = [link.next_batch(0) for link in links]
             again = links[1].next_batch(0)
             assert answers[0] and answers[1] and again
@@ -142,9 +142,9 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
             assert first.ranks == second.ranks
             assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
             assert again == answers[1]
-            links[0].report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
-            links[0].checkpointed(*saved(pipe.config, 1))
-            links[0].finish("over")
+            links[0].tell(StepReport(0, [h.trajectory_id for h in first.headers], {}))
+            links[0].tell(Checkpointed(*saved(pipe.config, 1)))
+            links[0].tell(Finish("over"))
 
         await in_thread(body)
         await running
@@ -161,7 +161,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
 
         def body() -> dict[str, float]:
             link.start(0)
-            link.published(0)
+            link.tell(Published(0))
             link.evaluate(0)
             link.evaluate(1)
             first, second = link.eval_result(wait=True), link.eval_result(wait=True)
@@ -170,7 +170,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
             assert first.metrics == second.metrics
             link.evaluate(1)  # asked again: answered from the ledger
             assert link.eval_result(wait=True) == {r.eval_id: r for r in (first, second)}[1]
-            link.finish("over")
+            link.tell(Finish("over"))
             return first.metrics
 
         metrics = await in_thread(body)
@@ -197,11 +197,11 @@ async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -
 
         def body() -> None:
             link.start(0)
-            link.published(0)
+            link.tell(Published(0))
             link.evaluate(0)
             assert link.eval_result(wait=True, on_wait=on_wait) is None
             assert not pipe.requests.finish, "only the wait ends"
-            link.finish("asked to stop")
+            link.tell(Finish("asked to stop"))
 
         await in_thread(body)
         link.close()
@@ -238,13 +238,13 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
 
         def body() -> list[str]:
             link.start(0)
-            link.published(0)
+            link.tell(Published(0))
             link.evaluate(0)
             result = link.eval_result(wait=True)
             assert result and result.metrics["eval/failed"] == 1.0
             answer = link.next_batch(0)
             assert answer
-            link.finish("over")
+            link.tell(Finish("over"))
             return [h.group_id for h in answer[0].headers]
 
         _, ids = await asyncio.gather(die_often(), in_thread(body))
@@ -266,7 +266,7 @@ async def test_too_many_failures_stop_the_run_with_the_first(
 
     def body() -> None:
         link.start(0)
-        link.published(0)
+        link.tell(Published(0))
         link.next_batch(0)
 
     with pytest.raises(InvariantError, match=r"max_failed_share.*boom: by the test"):
@@ -289,11 +289,11 @@ async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], N
 
     def body() -> None:
         link.start(0)
-        link.published(0)
+        link.tell(Published(0))
         answer = link.next_batch(0)
         assert answer
         ids = [h.trajectory_id for h in answer[0].headers]
-        link.report(StepReport(0, [*ids[:-1], ids[0]], {}))
+        link.tell(StepReport(0, [*ids[:-1], ids[0]], {}))
 
     with pytest.raises(InvariantError, match="they differ in"):
         await in_thread(body)
@@ -322,13 +322,13 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
 
         def body() -> list[str]:
             link.start(0)
-            link.published(0)
+            link.tell(Published(0))
             answer = link.next_batch(0, on_wait=on_wait)
             assert answer
             ids = [h.trajectory_id for h in answer[0].headers]
-            link.report(StepReport(0, ids, {}))
-            link.checkpointed(*saved(pipe.config, 1))
-            link.finish("over")
+            link.tell(StepReport(0, ids, {}))
+            link.tell(Checkpointed(*saved(pipe.config, 1)))
+            link.tell(Finish("over"))
             return ids
 
         async def kill_and_replace() -> None:
@@ -351,10 +351,10 @@ async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
 
         def body() -> None:
             link.start(0)
-            link.published(0)
+            link.tell(Published(0))
             assert link.next_batch(0, on_wait=lambda w: True) is None
-            link.checkpointed(*saved(pipe.config, 0))
-            link.finish("asked to stop")
+            link.tell(Checkpointed(*saved(pipe.config, 0)))
+            link.tell(Finish("asked to stop"))
 
         await in_thread(body)
         link.close()
@@ -421,7 +421,7 @@ async def test_a_stall_names_its_culprit(tmp_path: Path, refused: Callable[[], N
     mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
     working = asyncio.create_task(mute.run())
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.published(0)))
+    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
     await eventually(lambda: pipe.workers.by_id["mute"].in_flight == 8)
     with pytest.raises(InvariantError, match=r"stall_timeout_s.*8 on mute.*oldest g0"):
         await in_thread(lambda: link.next_batch(0))
@@ -436,7 +436,7 @@ async def test_a_stall_names_its_culprit(tmp_path: Path, refused: Callable[[], N
 async def test_a_silent_datapipe_is_named(tmp_path: Path) -> None:
     link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
     with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
-        await in_thread(lambda: link.finish("x"))
+        await in_thread(lambda: link.tell(Finish("x")))
     link.close()
 
 
@@ -485,15 +485,15 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
 
         def body() -> None:
             link.start(0)
-            link.published(0)
+            link.tell(Published(0))
             for step in range(3):
                 answer = link.next_batch(step, on_wait=on_wait)
                 assert answer
                 shares.append(answer[0].waits)
-                link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
-                link.published(step + 1)
-            link.checkpointed(*saved(pipe.config, 3))
-            link.finish("over")
+                link.tell(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
+                link.tell(Published(step + 1))
+            link.tell(Checkpointed(*saved(pipe.config, 3)))
+            link.tell(Finish("over"))
 
         async def free() -> None:
             async with asyncio.timeout(60):
@@ -541,7 +541,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     await pipe.ready.wait()
     address = pipe.address
     link = TrainerLink(lambda: address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.published(0)))
+    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
     working = asyncio.create_task(dying.run())
     await eventually(lambda: kept(pipe) == 1)
     await all_durable(pipe)
@@ -593,7 +593,7 @@ async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.published(0)))
+    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
     working = asyncio.create_task(dying.run())
 
     def is_kept() -> bool:

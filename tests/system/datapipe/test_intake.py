@@ -186,7 +186,7 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
     config = experiment(tmp_path, max_staleness=0)
     async with piped(config) as pipe:
         link, one = TrainerLink(lambda: pipe.address, rank=0, world_size=1), Peer(pipe)
-        await in_thread(lambda: (link.start(0), link.published(0)))
+        await in_thread(lambda: (link.start(0), link.tell(Published(0))))
         yield one
         one.say(WorkerState("bad", 0, [], {}, "2"))
         one.channel.close()
@@ -197,10 +197,10 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
                 assert answer
                 batch, payloads = answer
                 assert [payload(batch.headers[i]) for i in batch.mine] == payloads
-                link.report(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
-                link.published(step + 1)
-            link.checkpointed(*saved(config, 2))
-            link.finish("over")
+                link.tell(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
+                link.tell(Published(step + 1))
+            link.tell(Checkpointed(*saved(config, 2)))
+            link.tell(Finish("over"))
             link.close()
 
         worker = asyncio.create_task(FakeWorker(lambda: pipe.address, worker_id="good").run())
@@ -344,7 +344,7 @@ async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     peer, link = Peer(pipe), TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.published(0)))
+    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
     for lease in await peer.leased("bad"):
         made = [episode(lease, member) for member in lease.members]
         peer.say(Result("bad", made))
@@ -374,5 +374,5 @@ async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> N
         assert sent.failure and sent.failure.failure_class == "too_large"
         assert (sent.headers, payloads) == ([], [])
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-        await in_thread(lambda: (link.start(0), link.finish("over")))
+        await in_thread(lambda: (link.start(0), link.tell(Finish("over"))))
         link.close()

@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from arealite.api.config import run_paths
+from arealite.api.trainer_messages import Checkpointed, Finish
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe import upkeep as upkeep_module
 from arealite.system.datapipe.upkeep import Upkeep
@@ -320,13 +321,13 @@ async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path)
 
         def body() -> None:
             train(link, config, steps=4, finish=False)
-            link.checkpointed(*saved(config, 4))
+            link.tell(Checkpointed(*saved(config, 4)))
 
         await in_thread(body)
         async with asyncio.timeout(60):
             while read(path, "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'") == []:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await in_thread(lambda: link.finish("over"))
+        await in_thread(lambda: link.tell(Finish("over")))
         await running
         link.close()
     assert mark(path)["step"] == 4

@@ -9,7 +9,7 @@ import structlog.testing
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.rollout_messages import Episode, Lease
-from arealite.api.trainer_messages import StepReport
+from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport
 from arealite.system.ledger.audit import audit
 from arealite.system.links.trainer_link import TrainerLink
 from tests.fakes.proxy import Proxy, proxied
@@ -34,7 +34,7 @@ async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> N
 
             def script(lease: Lease, member: int) -> Episode:
                 nonlocal broken
-                if len(pipe.book.trained) and not broken:
+                if len(pipe.store.trained) and not broken:
                     first.swallow, now[0], broken = True, second, True
                 return episode(lease, member, reward=member % 2)
 
@@ -58,15 +58,15 @@ def train(link: TrainerLink, config: ExperimentConfig) -> list[list[str]]:
     """Six steps; returns the trained ids."""
     seen = list[list[str]]()
     link.start(0)
-    link.published(0)
+    link.tell(Published(0))
     for step in range(6):
         answer = link.next_batch(step)
         assert answer is not None
         ids = [h.trajectory_id for h in answer[0].headers]
         seen.append(ids)
-        link.report(StepReport(step, ids, {}))
-        link.published(step + 1)
-    link.checkpointed(*saved(config, 6))
-    link.finish("test over")
+        link.tell(StepReport(step, ids, {}))
+        link.tell(Published(step + 1))
+    link.tell(Checkpointed(*saved(config, 6)))
+    link.tell(Finish("test over"))
     link.close()
     return seen

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from arealite.api.trainer_messages import Batch, Waiting
+from arealite.api.trainer_messages import Batch, Published, Waiting
 from arealite.base.errors import RoleError
 from arealite.system.health import waits
 from arealite.system.links.trainer_link import TrainerLink
@@ -43,5 +43,5 @@ def test_a_datapipe_that_is_nowhere_ends_the_wait(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         RoleError, match=r"silent for \d+ s; trainer rank 1 waits for .*Published 3"
     ):
-        link.published(3)
+        link.tell(Published(3))
     assert not waits.table
