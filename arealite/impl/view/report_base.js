@@ -12,7 +12,7 @@ function make(tag, { style, dataset, ...properties } = {}, ...children) {
 const find = (selector) => document.querySelector(selector);
 const isNumber = Number.isFinite;
 const sum = (list) => list.reduce((total, value) => total + value, 0);
-const count = (value) => value.toLocaleString("en");
+const count = new Intl.NumberFormat("en").format;
 const plural = (value, word, words = `${word}s`) => `${count(value)} ${value === 1 ? word : words}`;
 
 const DIGITS = new Intl.NumberFormat("en",

@@ -2,6 +2,7 @@
 
 const ROW = 28; // pixels: the height of a row in report.css, which the head has, too
 const MARGIN = 8; // rows drawn above and below those in sight
+const TYPED = "input:not([type=radio]), select"; // elements whose keys are their own
 
 /** Return the columns: `of` gives a row's value to sort by, `show` its text. */
 function columnsOf(table) {
@@ -148,7 +149,7 @@ class Browser {
   }
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest(TYPED)) return;
     const page = Math.max(1, Math.floor(this.grid.clientHeight / ROW) - 2);
     const anywhere = { j: 1, k: -1 }, inGrid = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page,
       Home: -Infinity, End: Infinity };

@@ -2,11 +2,15 @@
 
 const SECONDS = /^(?!.*_per_s$).*(_s|\/seconds_\w+)$|\/wait\//; // metrics that are seconds
 const DARK = matchMedia("(prefers-color-scheme: dark)");
-const RESIZED = new ResizeObserver((entries) => {
+const cards = new Map(); // of each card a function that makes its plot, then the plot
+const CARD_SIZES = new ResizeObserver((entries) => { // a card in a closed group has none
   for (const { target, contentRect: { width } } of entries) {
-    target.plot.setSize({ width, height: target.plot.height });
+    const plot = cards.get(target);
+    if (typeof plot === "function") cards.set(target, plot(width));
+    else plot.setSize({ width, height: plot.height });
   }
 });
+DARK.addEventListener("change", () => cards.forEach((plot) => plot.redraw?.(false)));
 
 /** Return a line of a chart: a metric over steps. */
 const lineOf = ({ metrics, told }, label, name) =>
@@ -26,8 +30,8 @@ function chart(title, x, lines, { over = "step", height = 150 } = {}) {
   const axis = { stroke: (plot) => inkOf(plot, 0), font: "11px system-ui", ticks: { show: false },
     grid: { stroke: "#8883", width: 1 } };
   const write = drawn[0].write ?? format, isStacked = Boolean(drawn[0].fill);
-  card.plot = new uPlot({
-    width: 300, height,
+  const plot = (width) => new uPlot({
+    width, height,
     scales: { x: { time: false }, ...(isStacked ? { y: { range: [0, 1] } } : {}) },
     cursor: { y: false, hover: { skip: [null] }, sync: over === "step" ? { key: over } : undefined },
     axes: [{ ...axis, size: 24 },
@@ -44,8 +48,8 @@ function chart(title, x, lines, { over = "step", height = 150 } = {}) {
       }))],
     bands: drawn.slice(isStacked ? 1 : drawn.length).map((_, i) => ({ series: [i + 2, i + 1] })),
   }, [x, ...drawn.map(({ y }) => y)], card);
-  RESIZED.observe(card);
-  DARK.addEventListener("change", () => card.plot.redraw(false));
+  cards.set(card, plot);
+  CARD_SIZES.observe(card);
   return card;
 }
 

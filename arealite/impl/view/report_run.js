@@ -59,15 +59,14 @@ function drawCurves(run) {
   return cards.length > 0;
 }
 
-/** List every metric by its group; the curves of a group are drawn when it is opened. */
+/** List every metric by its group. */
 function drawAll(run) {
   const names = Object.keys(run.metrics).filter((name) => name !== "step" && name !== "time").sort();
   for (const [group, own] of Object.entries(Object.groupBy(names, (name) => name.split("/")[0]))) {
-    const cards = make("div", { className: "cards small" });
-    const ontoggle = () => cards.replaceChildren(...own.map((name) =>
-      chart(name, run.metrics.step, [lineOf(run, "", name)], { height: 110 })).filter(Boolean));
-    find("#metrics").append(make("details", { ontoggle },
-      make("summary", {}, LABELS[group] ?? group, make("small", {}, plural(own.length, "metric"))), cards));
+    find("#metrics").append(make("details", {},
+      make("summary", {}, LABELS[group] ?? group, make("small", {}, plural(own.length, "metric"))),
+      make("div", { className: "cards small" }, own.map((name) =>
+        chart(name, run.metrics.step, [lineOf(run, "", name)], { height: 110 })))));
   }
   return names.length > 0;
 }
