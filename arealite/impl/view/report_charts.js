@@ -3,11 +3,11 @@
 const SECONDS = /^(?!.*_per_s$).*(_s|\/seconds_\w+)$|\/wait\//; // metrics that are seconds
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const cards = new Map(); // of each card a function that makes its plot, then the plot
-const CARD_SIZES = new ResizeObserver((entries) => { // a card in a closed group has none
+const CARD_SIZES = new ResizeObserver((entries) => { // of width 0 in a closed group
   for (const { target, contentRect: { width } } of entries) {
     const plot = cards.get(target);
     if (typeof plot === "function") cards.set(target, plot(width));
-    else plot.setSize({ width, height: plot.height });
+    else if (width) plot.setSize({ width, height: plot.height });
   }
 });
 DARK.addEventListener("change", () => cards.forEach((plot) => plot.redraw?.(false)));
@@ -35,7 +35,7 @@ function chart(title, x, lines, { over = "step", height = 150 } = {}) {
     scales: { x: { time: false }, ...(isStacked ? { y: { range: [0, 1] } } : {}) },
     cursor: { y: false, hover: { skip: [null] }, sync: over === "step" ? { key: over } : undefined },
     axes: [{ ...axis, size: 24 },
-      { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => write(tick)) }],
+      { ...axis, size: 62, space: 20, values: (_, ticks) => ticks.map((tick) => write(tick)) }],
     legend: { markers: { show: isStacked || !only.y, width: 0, fill: (_, i) => drawn[i - 1].fill ?? "currentColor" } },
     series: [{ label: over, value: (_, at) => (isStacked ? at ?? "all" : format(at ?? x.at(-1))) },
       ...drawn.map((line, i) => ({
