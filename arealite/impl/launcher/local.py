@@ -29,7 +29,15 @@ from arealite.impl.launcher.processes import (
     threads,
 )
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget, Died, HealthMonitor, Role
+from arealite.impl.launcher.supervisor import (
+    ROLE,
+    STOPPING,
+    Budget,
+    Died,
+    HealthMonitor,
+    Role,
+    Supervisor,
+)
 from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.explain import explain
@@ -42,7 +50,7 @@ TOLD = ("dead", "crashing")
 STOPPED = 130
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher(Launcher, Supervisor):
     """Starts, watches, brings back and ends the roles of one experiment on this machine."""
 
     stop = signal.SIGTERM
@@ -51,7 +59,8 @@ class LocalLauncher(Launcher):
     """Whether roles run on other hosts, so that a finding's process is not the child's own."""
 
     def __init__(self, config: ExperimentConfig) -> None:
-        super().__init__(config)
+        Launcher.__init__(self, config)
+        Supervisor.__init__(self, lambda text: self.progress.say(text))
         self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
@@ -59,6 +68,9 @@ class LocalLauncher(Launcher):
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         if not config.trainer.is_offline:  # a run that is given again may have nothing to train
             self.progress.newest = max(self.paths.starts, default=0)
+        self.trained, self.over = asyncio.Event(), asyncio.Event()
+        """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
+        or a person stops the run."""
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
@@ -66,9 +78,6 @@ class LocalLauncher(Launcher):
         servers = [self._role(f"llm_server-{i}") for i in range(self.options.llm_servers)]
         others = [] if config.trainer.is_offline else [*servers, self.datapipe, *rollouts]
         self.roles = [*others, self.trainer]
-        self.trained, self.over = asyncio.Event(), asyncio.Event()
-        """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
-        or a person stops the run."""
         self._stops, self._end = 0, ""
         """How often a person asked the run to stop, and the error that ended it."""
         self._names = NameRegistry.of(config)
@@ -76,12 +85,8 @@ class LocalLauncher(Launcher):
         """Ranks of this host, which take its first GPUs."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
-        return Role(names, Budget(self.options.max_restarts, names[0]), leads)
-
-    @property
-    def children(self) -> list[Child]:
-        """The processes started last, of all roles."""
-        return [child for role in self.roles for child in role.children]
+        over = self.trained if leads else self.over
+        return Role(names, Budget(self.options.max_restarts, names[0]), leads, over)
 
     def run(self) -> int:
         """Run to the end; 0 finished, 130 stopped by a person, else the dead child's code."""
@@ -97,11 +102,11 @@ class LocalLauncher(Launcher):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
-            monitor = asyncio.ensure_future(self._monitor().run())
+            monitoring = asyncio.ensure_future(self._monitor().run())
             try:
-                code = await self._watch()
+                code = await self._keep_all()
             finally:
-                monitor.cancel()
+                monitoring.cancel()
                 await self._end_all()
                 await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
@@ -115,22 +120,20 @@ class LocalLauncher(Launcher):
 
         return HealthMonitor(
             self.vitals,
-            self.culprit,
-            self.progress.say,
+            self.child_of,
+            self.say,
             self.options.silent_s,
             self.options.blocked_s,
             lambda f: f.cause != "starting" and not (f.cause in TOLD and is_ours(f.culprit)),
         )
 
-    def culprit(self, finding: Finding) -> Child | None:
+    def child_of(self, finding: Finding) -> Child | None:
         """Return the child that a finding is about, unless it is about a predecessor."""
-        up = [child for child in self.children if child.running]
-        if self.is_remote:
-            begun = time.monotonic() - self.options.silent_s
-            found = [c for c in up if c.name == finding.culprit and c.started < begun]
-        else:
-            found = [c for c in up if c.process.pid == finding.pid]
-        return next(iter(found), None)
+        if not self.is_remote:
+            return super().child_of(finding)
+        begun = time.monotonic() - self.options.silent_s
+        named = [c for c in self.children if c.running and c.name == finding.culprit]
+        return next((child for child in named if child.started < begun), None)
 
     # ------------------------------------------------------------ starting
 
@@ -141,8 +144,10 @@ class LocalLauncher(Launcher):
             return [*arealite, "serve-llm", *server_overrides(self.config)]
         return [*arealite, "role", role, str(index), str(self.paths.root)]
 
-    async def _start(self, role: Role) -> None:
+    async def start(self, role: Role) -> None:
         """Start all processes of a role."""
+        if role.children:
+            await asyncio.to_thread(clear, self.config)
         shared, role.children = threads(self.options.trainer_threads), []
         count = len(role.names)
         own = [dict[str, str]()] * count
@@ -169,37 +174,11 @@ class LocalLauncher(Launcher):
         """Return what each rank has to know to find the others."""
         return rank_environments(self.options.trainer_ranks)
 
-    async def clear(self, role: Role) -> None:
-        """Kill what is left of a role, and see it gone."""
-        await role.clear()
-
     # ------------------------------------------------------------ watching
 
-    async def _keep(self, role: Role) -> None:
-        """Start a role, and again when it dies, until it has ended as planned.
-
-        Raises:
-            Died: it may not be started again.
-        """
-        again = ""
-        while not role.leaving:
-            if not again:
-                role.budget.expect("start")
-            await self._start(role)
-            if role.leaving:  # it was asked to end meanwhile, and has not heard
-                await self.clear(role)
-                break
-            if again:
-                self.progress.say(again)
-            dead = await role.end(self.trained if role.leads else self.over)
-            await self.clear(role)
-            if role.leaving or dead is None or (pause := self._judge(role, dead)) is None:
-                break
-            await asyncio.sleep(pause)
-            self._check_stopping(role, dead)
-            await asyncio.to_thread(clear, self.config)
-            again = f"{dead.death}; started again ({role.budget.deaths} of {role.budget.limit})"
-        role.budget.forget()
+    async def keep(self, role: Role) -> None:
+        """Start a role, and again when it dies, until it has ended as planned."""
+        await super().keep(role)
         if role.leaving:  # its end is not that of the run
             self.roles.remove(role)
             return
@@ -210,36 +189,34 @@ class LocalLauncher(Launcher):
         if role is self.datapipe:
             self._terminate("rollout")  # one that came too late was not let go
 
-    def _judge(self, role: Role, dead: Child) -> float | None:
-        """Return the pause before a role is started again, None if it is no longer needed.
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        """Return whether a role that died is to be started again.
 
         Raises:
-            Died: it may not be started again.
+            Died: another start would fail the same way, or the run is being stopped.
         """
+        if role.leaving:
+            return False
         if dead.code in STOPPING:
             raise Died(dead.obituary, dead.code)
         if self.trainer.ended or self.datapipe.ended:  # the trainer's last word has been heard
             if dead.code != -self.stop:
-                self.progress.say(f"{dead.death}; no longer needed")
-            return None
-        self._check_stopping(role, dead)
-        self.progress.poll()
-        budget, lived_s = role.budget, time.monotonic() - dead.started
-        pause = budget.spend(dead.obituary, mark=self.progress.newest, lived_s=lived_s)
-        budget.wait.detail = dead.death
-        if pause is not None:
-            return pause
-        text = budget.first
-        if budget.limit:
-            text = f"{dead.death}, {budget.deaths} times without a further trained step; "
-            text += f"launcher.max_restarts={budget.limit}. The first: {budget.first}"
-        raise Died(text, max(dead.code, 1))
-
-    def _check_stopping(self, role: Role, dead: Child) -> None:
-        """A trainer that dies while it is stopped is not started again."""
+                self.say(f"{dead.death}; no longer needed")
+            return False
         if self._stops and role is self.trainer:
             code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
             raise Died(f"{dead.death} while the run was being stopped", code)
+        return True
+
+    def mark(self) -> float:
+        """Return the number of trained steps."""
+        self.progress.poll()
+        return self.progress.newest
+
+    def is_up(self, role: Role) -> bool:
+        """Return whether all processes of a role have vitals; a server's parent reports for it."""
+        names = [name for name in role.names if "server" not in name]
+        return all((self.vitals / f"{name}.json").exists() for name in names)
 
     async def _rescale(self) -> list[Role]:
         """Return a worker to be kept besides, where the datapipe asks for one; let go of those that
@@ -257,7 +234,7 @@ class LocalLauncher(Launcher):
         for name, role in there.items():
             if int(name.rpartition("-")[2]) >= count and not role.leaving:
                 role.leaving = True
-                self.progress.say(f"{name} is not needed now")
+                self.say(f"{name} is not needed now")
                 for child in role.children:
                     child.send(self.stop)
         if len(there) >= count:
@@ -265,19 +242,19 @@ class LocalLauncher(Launcher):
         names = (f"rollout-{number}" for number in range(count))
         added = self._role(next(name for name in names if name not in there))
         self.roles.append(added)
-        self.progress.say(f"{added.names[0]} is started: the others are full")
+        self.say(f"{added.names[0]} is started: the others are full")
         return [added]
 
-    async def _watch(self) -> int:
+    async def _keep_all(self) -> int:
         """Keep every role until all have ended or one may not be started again; return the exit
         code."""
-        self._keeping = {asyncio.ensure_future(self._keep(role)) for role in self.roles}
+        self._keeping = {asyncio.ensure_future(self.keep(role)) for role in self.roles}
         try:
             await self._until_ended()
         except ArealiteError as error:
             if error.exit_code not in (UserError.exit_code, STOPPED):
                 await self._explain()
-            self.progress.say(f"error: {error}")
+            self.say(f"error: {error}")
             self._end = str(error)
             return error.exit_code
         finally:
@@ -295,11 +272,10 @@ class LocalLauncher(Launcher):
             )
             for task in done:
                 task.result()
-            added = {asyncio.ensure_future(self._keep(role)) for role in await self._rescale()}
+            added = {asyncio.ensure_future(self.keep(role)) for role in await self._rescale()}
             self._keeping |= added
             keeping |= added
             self.progress.poll()
-            self._note_living()
             if self.progress.trained:
                 self.trained.set()
             if self.progress.finished:
@@ -312,20 +288,12 @@ class LocalLauncher(Launcher):
                 seconds = self.options.drain_timeout_s
                 raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
 
-    def _note_living(self) -> None:
-        """Mark a role as up when all its processes run and have vitals; a server's parent reports
-        the server."""
-        for role in self.roles:
-            files = [self.vitals / f"{n}.json" for n in role.names if "server" not in n]
-            if all(c.running for c in role.children) and all(file.exists() for file in files):
-                role.budget.forget(self.progress.newest)
-
     async def _explain(self) -> None:
         """Show who waits for whom, while there is somebody to ask."""
         with suppress(Exception):  # whatever fails here must not hide why the run ends
             if findings := await asyncio.to_thread(examine, self.vitals):
                 logs = self.paths.logs
-                self.progress.say(explain(self.vitals, findings, logs=logs))
+                self.say(explain(self.vitals, findings, logs=logs))
 
     # ------------------------------------------------------------ ending
 
@@ -334,7 +302,7 @@ class LocalLauncher(Launcher):
         self.trained.set()
         self.over.set()
         if self._stops == 1:
-            self.progress.say("stopping after this step, with a checkpoint (again: stop now)")
+            self.say("stopping after this step, with a checkpoint (again: stop now)")
             self._terminate("trainer")
 
     def _terminate(self, role: str) -> None:
@@ -359,21 +327,21 @@ class LocalLauncher(Launcher):
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger, new_only=True)
-                progress.say(report.table())
+                self.say(report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
                 # A ledger out of balance also fails a run that a person stopped.
                 code = 0 if lack and code == STOPPED else code
             except UserError as error:  # the run ended before there was a ledger to hold against
-                progress.say(f"no audit: {error}")
+                self.say(f"no audit: {error}")
                 lack = "the ledger cannot be audited"
         if not lack and trained < progress.total and self.trainer in self.roles:
             lack = f"the trainer exited after {trained} of {progress.total} steps, not asked to"
         elif not lack and progress.is_unevaluated:
             lack = "every sample of the last evaluation failed"
         if lack and not code:
-            progress.say(f"error: {lack}")
+            self.say(f"error: {lack}")
             self._end, code = lack, 1
         with suppress(OSError):
             self.paths.end.write_text(f"exit code {code}. {self._end}\n")
-        self.progress.say(f"run folder: {self.paths.root}")
+        self.say(f"run folder: {self.paths.root}")
         return code

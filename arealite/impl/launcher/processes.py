@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
@@ -28,9 +29,16 @@ from arealite.impl.launcher.last_words import ERROR, last_words
 PARENT = "AREALITE_PARENT"
 """Environment variable that tells a process who brings it back: a process id."""
 PR_SET_PDEATHSIG = 1
+GUARD = """
+exec 3<&0 </dev/null
+(trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &
+exec "$@" 3<&-
+"""
+"""Run by sh in a child's process group: when our end of the pipe closes, however we died, the whole
+group is killed, grandchildren included, which a death signal from the kernel would miss."""
 TERMINATE_GRACE_S = 5.0
 """From the request to exit to SIGKILL."""
-TAIL_LINES = 15
+TAIL_LINES = 25
 TAIL_BYTES = 1 << 16
 
 
@@ -39,12 +47,14 @@ class Child:
     """One process with a log."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: Process
     log: Path | None
     """None: it writes where its parent does."""
     log_begin: int
     """Where in its log this process began to write."""
     started: float = field(default_factory=time.monotonic)
+    reason: str = ""
+    """Why its supervisor killed it."""
 
     @property
     def running(self) -> bool:
@@ -71,21 +81,24 @@ class Child:
     @property
     def death(self) -> str:
         """One line: the child's name, how it died, and the reason in its output, if any."""
-        words = last_words(self._output(), self.code) if self.code else ""
-        why = f": {words.removeprefix(ERROR)}" if words else ""
-        return f"{self.name} died ({how_ended(self.code)}{why})"
+        return self._death(last_words(self._output(), self.code) if self.code else "")
+
+    def _death(self, words: str) -> str:
+        why = self.reason or words.removeprefix(ERROR)
+        return f"{self.name} died ({how_ended(self.code)}{f': {why}' if why else ''})"
 
     @property
     def obituary(self) -> str:
-        """The child's name, how it died, and its last lines; only the reason after a deliberately
-        raised error."""
+        """The child's name, how it died, and its last lines, if it has a log; only the reason after
+        a deliberately raised error."""
+        if self.log is None:
+            return self.death
         words = last_words(output := self._output(), self.code)
         lines = [words] if words.startswith(ERROR) else output.splitlines()[-TAIL_LINES:]
         if words not in " ".join("\n".join(lines).split()):
             lines = [words, "...", *lines]
         tail = "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
-        head = f"{self.name} died ({how_ended(self.code)}). Its last lines ({self.log})"
-        return f"{head}:\n{tail}"
+        return f"{self._death('')}. Its last lines ({self.log}):\n{tail}"
 
     def _output(self) -> str:
         if self.log is None:
@@ -96,27 +109,57 @@ class Child:
 
 
 async def spawn(
-    name: str, command: Sequence[str], *, log: Path | None, environment: Mapping[str, str]
+    name: str,
+    command: Sequence[str],
+    *,
+    log: Path | None,
+    environment: Mapping[str, str],
+    is_guarded: bool = False,
 ) -> Child:
     """Start a process that appends to `log`, or writes where this one does.
+
+    A caller that is cancelled meanwhile leaves no process.
+
+    Args:
+        name: The process, in reports of its end.
+        command: Its command line.
+        log: The file, in a folder that exists.
+        environment: Variables besides those of this process.
+        is_guarded: Whether processes that it starts die with this process, too.
 
     Raises:
         UserError: the log cannot be written, or this machine can hold no more processes.
     """
+    words = ["/bin/sh", "-c", GUARD, "sh", *command] if is_guarded else command
     try:
         with log.open("ab") if log else nullcontext() as output:
             begin = output.tell() if output else 0
-            process = await asyncio.create_subprocess_exec(
-                *command,
+            creating = asyncio.create_subprocess_exec(
+                *words,
                 env=os.environ | environment | {PARENT: str(os.getpid())},
-                stdin=asyncio.subprocess.DEVNULL,
+                # A guard's pipe stays open as long as the process object exists.
+                stdin=asyncio.subprocess.PIPE if is_guarded else asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches the parent only, which drains the others
             )
+            return Child(name, await _started(asyncio.ensure_future(creating)), log, begin)
     except OSError as error:
         raise UserError(f"{name} cannot be started: {error}") from error
-    return Child(name, process, log, begin)
+
+
+async def _started(
+    creating: asyncio.Task[asyncio.subprocess.Process],
+) -> asyncio.subprocess.Process:
+    """Await a process that is being created; kill it if the caller is cancelled meanwhile."""
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        await asyncio.wait((creating,))
+        if not creating.exception():
+            os.killpg(creating.result().pid, signal.SIGKILL)
+            await creating.result().wait()
+        raise
 
 
 async def end_all(

@@ -1,4 +1,7 @@
-"""Restart policy, restart budgets and the health monitor, for launchers and the server's parent."""
+"""Restart policy, restart budgets and the health monitor of everything that keeps processes alive.
+
+Launchers, the parent of an embedded server and the wrapper of an SGLang server are supervisors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +29,10 @@ EARLY_S = 5.0
 """Grace period after an unexpected clean exit."""
 LAST_WORDS_S = 1.0
 """When one rank fails, the others may be about to end with a better reason."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
+PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
+"""Before the restarts of a role that dies again and again; the last one holds for all others."""
 STEADY_S = 10.0
-"""A role that lived this long is started again without a pause."""
+"""A role that lived this long is restarted without a pause."""
 EXAMINE_S = 1.0
 """How often the vitals of all roles are examined."""
 QUIET_S = 10.0
@@ -55,6 +60,10 @@ class Budget:
     limit: int
     role: str = ""
     """The role that `arealite why` shows as starting or crashing; "": `why` shows no starts."""
+    pauses_s: Sequence[float] = field(default_factory=lambda: PAUSES_S)
+    """Before the first restart, the second, and so on; the last one holds for all others."""
+    steady_s: float = STEADY_S
+    """A role that lived this long is restarted without a pause."""
     deaths: int = 0
     first: str = ""
     """What was said of the first of these deaths."""
@@ -71,10 +80,12 @@ class Budget:
         if self.role:
             waits.table.add(self.wait)
 
-    def forget(self, mark: float = math.inf) -> None:
-        """Publish that the role is up; after a second death, only if `mark` shows progress."""
-        if self.deaths < 2 or mark > self._mark:
+    def forget(self, mark: float = math.inf) -> bool:
+        """Publish that the role is up, and return True; after a second death, only if `mark` shows
+        progress."""
+        if is_up := self.deaths < 2 or mark > self._mark:
             waits.table.discard(self.wait)
+        return is_up
 
     def spend(self, said: str, *, mark: float, lived_s: float) -> float | None:
         """Count a death; return the seconds to pause before the next start, None: no more starts.
@@ -86,11 +97,11 @@ class Budget:
             self.deaths, self.first, self._mark, self._hasty = 0, said, mark, 0
         self.deaths += 1
         self.expect(f"restart {self.deaths} of {self.limit}", said)
-        self._hasty = 0 if lived_s > STEADY_S else self._hasty + 1
+        self._hasty = 0 if lived_s > self.steady_s else self._hasty + 1
         if self.deaths > self.limit:
             self.expect(f"given up after {self.deaths} deaths", said)
             return None
-        return min(FIRST_PAUSE_S * 2 ** (self._hasty - 2), LONGEST_PAUSE_S) * (self._hasty > 1)
+        return self.pauses_s[min(self._hasty, len(self.pauses_s)) - 1] if self._hasty else 0.0
 
 
 @dataclass
@@ -101,6 +112,10 @@ class Role:
     budget: Budget
     leads: bool = False
     """Its end is the end of the run."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its processes may exit."""
+    grace_s: float = field(default_factory=lambda: EARLY_S)
+    """Between the exit of a process and `over`; a process that exits earlier has died."""
     children: list[Child] = field(default_factory=list[Child])
     """As they were started last."""
     ended: bool = False
@@ -108,20 +123,17 @@ class Role:
     leaving: bool = False
     """It was asked to end before the run does."""
 
-    async def end(self, over: asyncio.Event) -> Child | None:
-        """Wait until one of its processes died, and return that; None: all ended as planned.
-
-        Who leaves before the run is `over`, while others stay, has died.
-        """
+    async def end(self) -> Child | None:
+        """Wait until one of its processes died, and return that; None: all ended as planned."""
         exits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
         left: list[Child] = []
         try:
             while exits:
-                limit = EARLY_S if left and not over.is_set() else None
+                limit = self.grace_s if left and not self.over.is_set() else None
                 done, _ = await asyncio.wait(
                     exits, timeout=limit, return_when=asyncio.FIRST_COMPLETED
                 )
-                if not done and not over.is_set():
+                if not done and not self.over.is_set():
                     return left[0]
                 if len(exits) > 1 and any(exits[task].code > 0 for task in done):
                     done, _ = await asyncio.wait(exits, timeout=LAST_WORDS_S)
@@ -133,8 +145,8 @@ class Role:
                 task.cancel()
         if not (self.leads or self.leaving):
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), EARLY_S)
-        return None if self.leads or over.is_set() else left[0]
+                await asyncio.wait_for(self.over.wait(), self.grace_s)
+        return None if self.leads or self.over.is_set() else left[0]
 
     async def clear(self) -> None:
         """Kill what is left of its processes, their own children included, and see them gone."""
@@ -142,6 +154,104 @@ class Role:
             child.kill()
         for child in self.children:
             await child.process.wait()
+
+
+class Supervisor(ABC):
+    """Starts roles, and starts them again when they die, within their budgets."""
+
+    option = "launcher.max_restarts"
+    """The option that limits deaths without a `milestone` in between."""
+    milestone = "a further trained step"
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say = say
+        """Tells the user of a restart."""
+        self.roles = list[Role]()
+
+    @property
+    def children(self) -> list[Child]:
+        """The processes started last, of all roles."""
+        return [child for role in self.roles for child in role.children]
+
+    @abstractmethod
+    async def start(self, role: Role) -> None:
+        """Start all processes of a role, as its `children`."""
+
+    @abstractmethod
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        """Return whether a role that died is to be started again.
+
+        Raises:
+            ArealiteError: another start would fail the same way.
+        """
+
+    @abstractmethod
+    def mark(self) -> float:
+        """Return a number that grows with each `milestone`."""
+
+    def is_up(self, role: Role) -> bool:
+        """Return whether a role has started its work; called in a thread."""
+        return False
+
+    async def end(self, role: Role) -> Child | None:
+        """Wait until a process of a role died, and return that; None: all ended as planned."""
+        marking = asyncio.ensure_future(self._mark_up(role))
+        try:
+            return await role.end()
+        finally:
+            marking.cancel()
+
+    async def _mark_up(self, role: Role) -> None:
+        """Publish that a role is up, once it is. Waits for: its files. Unblocks: no process."""
+        while not (await asyncio.to_thread(self.is_up, role) and role.budget.forget(self.mark())):  # noqa: ASYNC110  (files have no event)
+            await asyncio.sleep(EXAMINE_S)
+
+    async def clear(self, role: Role) -> None:
+        """Kill what is left of a role, and wait for its end."""
+        await role.clear()
+
+    async def pause(self, role: Role, dead: Child, seconds: float) -> None:
+        """Wait before a role is started again."""
+        await asyncio.sleep(seconds)
+
+    async def keep(self, role: Role) -> None:
+        """Start a role, and again when it dies, until it ends as planned or is asked to leave.
+
+        Raises:
+            Died: its budget is spent.
+        """
+        budget, again = role.budget, ""
+        budget.expect("start")
+        while not role.leaving:
+            await self.start(role)
+            if role.leaving:  # it was asked to end before it could receive a signal
+                await self.clear(role)
+                break
+            if again:
+                self.say(again)
+            dead = await self.end(role)
+            await self.clear(role)
+            if dead is None or not self.is_needed(role, dead):
+                break
+            lived_s = time.monotonic() - dead.started
+            pause = budget.spend(dead.obituary, mark=self.mark(), lived_s=lived_s)
+            budget.wait.detail = dead.death
+            if pause is None:
+                text = budget.first
+                if budget.limit:
+                    text = f"{dead.death}, {budget.deaths} times without {self.milestone}; "
+                    text += f"{self.option}={budget.limit}. The first: {budget.first}"
+                raise Died(text, max(dead.code, 1))
+            await self.pause(role, dead, pause)
+            if not self.is_needed(role, dead):
+                break
+            again = f"{dead.death}; started again ({budget.deaths} of {budget.limit})"
+        budget.forget()
+
+    def child_of(self, finding: Finding) -> Child | None:
+        """Return the running child that a finding is about; None: it is about another process."""
+        pid = finding.pid
+        return next((c for c in self.children if c.running and c.process.pid == pid), None)
 
 
 @dataclass
@@ -155,7 +265,7 @@ class HealthMonitor:
     """Where the roles write their vitals."""
     child: Callable[[Finding], Child | None]
     """Returns the child that a finding is about; other processes are never killed."""
-    say: Callable[[str], None]
+    say: Callable[[str], object]
     silent_s: float = 8.0
     blocked_s: float = 60.0
     """How long a child may be silent or stopped (`silent_s`), and blocked."""

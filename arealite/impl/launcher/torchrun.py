@@ -32,11 +32,11 @@ class Companion(LocalLauncher):
         self.roles.remove(self.trainer)
         self.local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
 
-    async def _watch(self) -> int:
+    async def _keep_all(self) -> int:
         loop = asyncio.get_running_loop()
         loop.add_reader(sys.stdin.fileno(), self._let_go)
         try:
-            return await super()._watch()
+            return await super()._keep_all()
         finally:
             loop.remove_reader(sys.stdin.fileno())
 
