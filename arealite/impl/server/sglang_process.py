@@ -1,17 +1,16 @@
-"""One SGLang server process: started, registered while it answers, started again when it dies.
+"""The supervisor of one SGLang server, which is in the name registry while it answers.
 
-Apart from the command line and the checks, because what happens to a process is the hard half.
+`sglang` has the command line and the checks before the start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import math
 import signal
 import socket
 import time
-from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +21,15 @@ import msgspec
 
 from arealite.api.config import ServerConfig
 from arealite.base import log
-from arealite.base.errors import ArealiteError, RoleError, UserError
-from arealite.impl.launcher.processes import how_ended
-from arealite.impl.launcher.supervisor import Budget
+from arealite.base.errors import ArealiteError, DeadlineError, UserError
+from arealite.impl.launcher.processes import Child, spawn
+from arealite.impl.launcher.supervisor import Budget, Died, Role, Supervisor
 from arealite.system.health import vitals
 from arealite.system.health.waits import deadline
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
 logger = log.get(__name__)
-
-GUARD = """
-exec 3<&0 </dev/null
-(trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &
-exec "$@" 3<&-
-"""
-"""Run by sh in the server's process group: when our end of the pipe closes, however we died, the
-whole group is killed, grandchildren included, which a death signal from the kernel would miss."""
 
 FIRST_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
 """What makes a server ready: it has generated. Old ones tell their load and limits only then."""
@@ -48,10 +39,10 @@ LOAD_S = 1.0
 TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL: a paused server with requests in it never ends by itself."""
 KILL_S = 30.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""Before the restarts of a server that dies again and again."""
 STEADY_S = 60.0
 """Healthy for this long, a server's next death is its first again."""
-TAIL_LINES = 25
 
 
 class ModelInfo(msgspec.Struct):
@@ -105,24 +96,25 @@ class Launch:
     about: dict[str, Any]
 
 
-class SGLangProcess:
+class SGLangProcess(Supervisor):
     """Keeps one server alive."""
 
     def __init__(
         self, launch: Launch, config: ServerConfig, session: aiohttp.ClientSession
     ) -> None:
+        super().__init__(logger.debug)
         self.launch = launch
         self.config = config
         self.options = config.llm_server.sglang
         self.port = launch.port
-        self.log: Path
         self._session = session
         self._registry = NameRegistry.of(config)
-        self._process: Process
-        self._log_begin = 0
         self._entry: dict[str, Any] = {}
-        self._healthy_at: float | None = None
-        self._budget = Budget(self.options.max_restarts, f"llm_server-{self.entry_id}")
+        name = f"llm_server-{self.entry_id}"
+        budget = Budget(self.options.max_restarts, name, PAUSES_S, steady_s=math.inf)
+        self.roles = [Role((name,), budget, grace_s=0.0)]
+        self._times_held = 0
+        """How many of its processes were healthy for STEADY_S."""
         self._served = False
         """Whether it was ever registered: a later failure is no longer the user's."""
 
@@ -134,6 +126,11 @@ class SGLangProcess:
     def entry_id(self) -> str:
         return self.address.removeprefix("http://").replace(":", "-")
 
+    @property
+    def pid(self) -> int:
+        """Id of the process started last."""
+        return self.children[0].process.pid
+
     async def run(self) -> None:
         """Keep the server alive until cancelled; then let its requests end, and end its group.
 
@@ -142,56 +139,69 @@ class SGLangProcess:
         Raises:
             UserError: it was never healthy; holds the last lines of its log.
         """
-        budget, times_held, pause_s = self._budget, 0, FIRST_PAUSE_S
-        budget.expect("start")
-        while True:
-            self._healthy_at = None
-            try:
-                await self._live()
-            except (ArealiteError, OSError) as error:
-                if not self._served:
-                    if isinstance(error, UserError):
-                        raise
-                    what = f"{error}. Its last lines ({self.log}):\n{self.tail()}"
-                    raise UserError(what) from error
-                if self._healthy_at and time.monotonic() - self._healthy_at > STEADY_S:
-                    pause_s, times_held = FIRST_PAUSE_S, times_held + 1
-                said = f"{error}\n{self.tail()}"
-                if budget.spend(said, mark=times_held, lived_s=0.0) is None:
-                    about = {"deaths": budget.deaths, "first": budget.first}
-                    logger.error("server given up", server=self.entry_id, **about)
-                    return
-                logger.warning("server lost", error=str(error), restart_in_s=pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        (role,) = self.roles
+        try:
+            await self.keep(role)
+        except Died:
+            about = {"deaths": role.budget.deaths, "first": role.budget.first}
+            logger.error("server given up", server=self.entry_id, **about)
 
-    async def _live(self) -> None:
-        """Start the process and stay with it to its end, which is always an error."""
+    async def end(self, role: Role) -> Child | None:
+        """Register the server while it answers, and wait for its end."""
+        (child,) = role.children
         try:
-            await completed(self._start())
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(self._serve(child))
+                dead = await role.end()
+                serving.cancel()
+            return dead
         except asyncio.CancelledError:
-            await self._end()
+            try:
+                await self._leave(child)
+            finally:
+                await self.clear(role)
             raise
+
+    async def _serve(self, child: Child) -> None:
+        """Keep a healthy server registered; kill one that does not answer."""
+        begin = math.inf
         try:
-            await self._until_exit(self._healthy())
-            beat_s = self.config.cluster.heartbeat_s
+            await self._healthy()
+            begin, beat_s = time.monotonic(), self.config.cluster.heartbeat_s
             async with self._registry.registered(
                 "llm_server", self.entry_id, lambda: self._entry, heartbeat_s=beat_s
             ):
                 self._served = True
-                self._budget.forget()
-                await self._until_exit(self._follow())
-        except asyncio.CancelledError:
-            await self._leave()
-            raise
+                self.roles[0].budget.forget()
+                await self._follow()
+        except (ArealiteError, OSError) as error:
+            child.reason = str(error)
+            child.kill()
         finally:
-            await completed(self._end())
+            self._times_held += time.monotonic() - begin > STEADY_S
 
-    async def _end(self) -> None:
-        with suppress(ProcessLookupError):  # what is left of the group: the guard at least,
-            os.killpg(self._process.pid, signal.SIGKILL)  # so this id is nobody else's
-        async with self._bounded(f"the end of {self.address}", KILL_S):
-            await self._process.wait()
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        """Return True, after any death of a server that was healthy once.
+
+        Raises:
+            UserError: it was never healthy.
+        """
+        if not self._served:
+            raise UserError(dead.obituary)
+        return True
+
+    def mark(self) -> float:
+        return self._times_held
+
+    async def pause(self, role: Role, dead: Child, seconds: float) -> None:
+        logger.warning("server lost", error=dead.death, restart_in_s=seconds)
+        await super().pause(role, dead, seconds)
+
+    async def clear(self, role: Role) -> None:
+        """Kill the server's process group; a process that stays nevertheless blocks no restart."""
+        with suppress(DeadlineError):
+            async with self._bounded(f"the end of {self.address}", KILL_S):
+                await super().clear(role)
 
     def _bounded(
         self, what: str, seconds: float, *, prompt: bool = False
@@ -199,27 +209,28 @@ class SGLangProcess:
         on = f"SGLang {self.address}"
         return deadline(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
 
-    async def _start(self) -> None:
+    async def start(self, role: Role) -> None:
+        """Start the server on the port it had, if that is free.
+
+        Raises:
+            UserError: it has never served, and cannot be started.
+        """
         if self.config.llm_server.port == 0:
             self.port = self._free_port()
-        vitals.rename(f"llm_server-{self.entry_id}")
-        self.log = self.launch.logs / f"llm_server-{self.entry_id}.log"
-        self.launch.logs.mkdir(parents=True, exist_ok=True)  # again: runs are cleared away
-        with self.log.open("ab") as output:
-            self._log_begin = output.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                "/bin/sh",
-                "-c",
-                GUARD,
-                "sh",
-                *self.launch.command(self.port),
-                env=self.launch.environment,
-                stdin=PIPE,  # held open, never written to: see GUARD
-                stdout=output,
-                stderr=STDOUT,
-                start_new_session=True,
-            )
-        logger.info("server starting", address=self.address, log=str(self.log))
+        name = f"llm_server-{self.entry_id}"
+        vitals.rename(name)
+        log_file = self.launch.logs / f"{name}.log"
+        words, own = self.launch.command(self.port), self.launch.environment
+        try:
+            self.launch.logs.mkdir(parents=True, exist_ok=True)  # again: runs are cleared away
+            child = await spawn(name, words, log=log_file, environment=own, is_guarded=True)
+        except (UserError, OSError):
+            if not self._served:
+                raise
+            logger.exception("server cannot be started", server=name)
+            return  # counts as one more death of the last process
+        role.children = [child]
+        logger.info("server starting", address=self.address, log=str(log_file))
 
     def _free_port(self) -> int:
         """Return the port it had, or another one if somebody took that while it was down."""
@@ -245,9 +256,8 @@ class SGLangProcess:
             # publisher asks as soon as there is a name.
             await self._get("/openapi.json", dict, self.options.silence_s / 3)
             await self._renew(await self._answer("/model_info", ModelInfo))
-        self._healthy_at = time.monotonic()
-        took = round(self._healthy_at - begin, 1)
-        logger.info("server ready", address=self.address, seconds=took, server=self._process.pid)
+        took = round(time.monotonic() - begin, 1)
+        logger.info("server ready", address=self.address, seconds=took, server=self.pid)
 
     async def _follow(self) -> None:
         """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
@@ -266,7 +276,7 @@ class SGLangProcess:
             **self.launch.about,
             "context_length": self._entry["context_length"],
             "version": info.weight_version,
-            "pid": self._process.pid,
+            "pid": self.pid,
             **({"load": load} if load else {}),
         }
 
@@ -299,21 +309,7 @@ class SGLangProcess:
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
             return None
 
-    async def _until_exit(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, but no longer than the process lives."""
-        job = asyncio.ensure_future(work)
-        exit_ = asyncio.ensure_future(self._process.wait())
-        try:
-            await asyncio.wait((job, exit_), return_when=asyncio.FIRST_COMPLETED)
-            if exit_.done():
-                raise RoleError(f"llm_server {self.address} died ({how_ended(exit_.result())})")
-            return job.result()
-        finally:
-            job.cancel()
-            exit_.cancel()
-            await asyncio.gather(job, exit_, return_exceptions=True)
-
-    async def _leave(self) -> None:
+    async def _leave(self, child: Child) -> None:
         """Give running requests their time, then SIGTERM and its time.
 
         Only to the first process, which ends the others: where they end before it, SGLang takes
@@ -324,29 +320,10 @@ class SGLangProcess:
             async with asyncio.timeout(drain_s):
                 while (load := await self._load(drain_s)) and (load["running"] or load["waiting"]):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
-        with suppress(ProcessLookupError):
-            self._process.terminate()
+        child.send(signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(TERMINATE_S):
-                await self._process.wait()
-
-    def tail(self) -> str:
-        """Return the last lines that this start of the server wrote."""
-        with self.log.open("rb") as file:
-            file.seek(self._log_begin)
-            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join(f"    {line}" for line in lines) or "    (empty: is the disk full?)"
-
-
-async def completed(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end also where the caller is cancelled meanwhile: a process half started
-    leaks its pipe, and one not waited for stays a zombie."""
-    job = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(job)
-    except asyncio.CancelledError:
-        await asyncio.wait((job,))
-        raise
+                await child.process.wait()
 
 
 def take_ports(host: str, port: int, count: int) -> list[int]:
