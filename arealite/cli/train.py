@@ -75,9 +75,9 @@ def run_rank(config: ExperimentConfig, rank: int) -> int:
     check_options(config)
     if rank:  # by the time the ranks meet, the first has settled what `resume` wants
         return role.run("trainer", rank, replace(config, resume="auto"))
-    from arealite.impl.launcher.torchrun import companion
+    from arealite.impl.launcher.torchrun import sidecar
 
-    with prepared(config) as config, companion(config):
+    with prepared(config) as config, sidecar(config):
         return role.run("trainer", rank, config)
 
 

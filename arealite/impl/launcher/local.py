@@ -102,7 +102,9 @@ class LocalLauncher(Launcher, Supervisor):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
-            monitoring = asyncio.ensure_future(self._monitor().run())
+            options = self.options
+            monitor = HealthMonitor(self.vitals, self, options.silent_s, options.blocked_s)
+            monitoring = asyncio.ensure_future(monitor.run())
             try:
                 code = await self._keep_all()
             finally:
@@ -112,20 +114,10 @@ class LocalLauncher(Launcher, Supervisor):
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
-    def _monitor(self) -> HealthMonitor:
-        """Return the monitor of all roles; it does not report deaths of this launcher's roles."""
-
-        def is_ours(name: str) -> bool:
-            return any(name in role.names for role in self.roles)
-
-        return HealthMonitor(
-            self.vitals,
-            self.child_of,
-            self.say,
-            self.options.silent_s,
-            self.options.blocked_s,
-            lambda f: f.cause != "starting" and not (f.cause in TOLD and is_ours(f.culprit)),
-        )
+    def is_shown(self, finding: Finding) -> bool:
+        """Return whether to report a finding: not the deaths of own roles, which are reported."""
+        is_own = any(finding.culprit in role.names for role in self.roles)
+        return finding.cause != "starting" and not (is_own and finding.cause in TOLD)
 
     def child_of(self, finding: Finding) -> Child | None:
         """Return the child that a finding is about, unless it is about a predecessor."""

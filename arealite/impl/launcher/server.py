@@ -63,8 +63,7 @@ class ServerKeeper(Supervisor):
         keeping = asyncio.ensure_future(self.keep(self._server))
         for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number, keeping)
-        monitor = HealthMonitor(self._vitals, self.child_of, self.say, is_shown=lambda _: False)
-        monitoring = asyncio.ensure_future(monitor.run())
+        monitoring = asyncio.ensure_future(HealthMonitor(self._vitals, self).run())
         try:
             await keeping
             return max(self.children[0].code, 0)

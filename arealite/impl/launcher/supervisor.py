@@ -253,6 +253,10 @@ class Supervisor(ABC):
         pid = finding.pid
         return next((c for c in self.children if c.running and c.process.pid == pid), None)
 
+    def is_shown(self, finding: Finding) -> bool:
+        """Return whether the health monitor reports a finding."""
+        return False
+
 
 @dataclass
 class HealthMonitor:
@@ -263,13 +267,11 @@ class HealthMonitor:
 
     folder: Path
     """Where the roles write their vitals."""
-    child: Callable[[Finding], Child | None]
-    """Returns the child that a finding is about; other processes are never killed."""
-    say: Callable[[str], object]
+    supervisor: Supervisor
+    """Parent of the children; other processes are never killed."""
     silent_s: float = 8.0
     blocked_s: float = 60.0
     """How long a child may be silent or stopped (`silent_s`), and blocked."""
-    is_shown: Callable[[Finding], bool] = lambda finding: True
     _seen: dict[Trouble, float] = field(default_factory=dict["Trouble", float])
     """When each trouble was last found."""
 
@@ -292,8 +294,8 @@ class HealthMonitor:
 
     def _tell(self, finding: Finding) -> None:
         key, now = trouble(finding), time.monotonic()
-        if now - self._seen.get(key, -math.inf) > QUIET_S and self.is_shown(finding):
-            self.say(describe(finding))
+        if now - self._seen.get(key, -math.inf) > QUIET_S and self.supervisor.is_shown(finding):
+            self.supervisor.say(describe(finding))
         self._seen[key] = now
 
     def _heal(self, finding: Finding) -> None:
@@ -301,8 +303,8 @@ class HealthMonitor:
         limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
         limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
-        if is_due and (child := self.child(finding)):
-            self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
+        if is_due and (child := self.supervisor.child_of(finding)):
+            self.supervisor.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
             child.kill()
 
 
