@@ -20,6 +20,7 @@ from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import (
+    TERMINATE_GRACE_S,
     Child,
     end_all,
     rank_environments,
@@ -109,7 +110,8 @@ class LocalLauncher(Launcher, Supervisor):
                 code = await self._keep_all()
             finally:
                 monitoring.cancel()
-                await self._end_all()
+                grace_s = 0.0 if self._stops > 1 else TERMINATE_GRACE_S
+                await end_all(self.children, self.stop, grace_s=grace_s)
                 await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
@@ -301,12 +303,6 @@ class LocalLauncher(Launcher, Supervisor):
         for child in self.children:
             if child.name.startswith(role) and child.running:
                 child.send(self.stop)
-
-    async def _end_all(self) -> None:
-        """Ask what still runs to exit, wait a little, then kill it."""
-        await end_all(self.children, self.stop, at_once=self._stops > 1)
-        for role in self.roles:
-            await role.clear()
 
     def _close(self, code: int) -> int:
         """Print the ledger's balance, write `end.txt`, and return the exit code.

@@ -57,6 +57,10 @@ class Child:
     """Why its supervisor killed it."""
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def running(self) -> bool:
         return self.process.returncode is None
 
@@ -71,12 +75,12 @@ class Child:
         """Send it a signal, past subprocess: that looks first whether it has ended, and takes its
         exit code away from asyncio."""
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it and what it has started, at once."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def death(self) -> str:
@@ -114,6 +118,7 @@ async def spawn(
     *,
     log: Path | None,
     environment: Mapping[str, str],
+    stdout: int | None = None,
     is_guarded: bool = False,
 ) -> Child:
     """Start a process that appends to `log`, or writes where this one does.
@@ -125,6 +130,7 @@ async def spawn(
         command: Its command line.
         log: The file, in a folder that exists.
         environment: Variables besides those of this process.
+        stdout: PIPE if the caller reads what it prints.
         is_guarded: Whether processes that it starts die with this process, too.
 
     Raises:
@@ -139,7 +145,7 @@ async def spawn(
                 env=os.environ | environment | {PARENT: str(os.getpid())},
                 # A guard's pipe stays open as long as the process object exists.
                 stdin=asyncio.subprocess.PIPE if is_guarded else asyncio.subprocess.DEVNULL,
-                stdout=output,
+                stdout=stdout or output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches the parent only, which drains the others
             )
@@ -163,17 +169,20 @@ async def _started(
 
 
 async def end_all(
-    children: Sequence[Child], number: int = signal.SIGTERM, *, at_once: bool = False
+    children: Sequence[Child],
+    number: int = signal.SIGTERM,
+    *,
+    grace_s: float = TERMINATE_GRACE_S,
 ) -> None:
-    """Send children a signal, wait a little unless `at_once`, then kill them and what they
-    started."""
+    """Send children a signal, wait up to `grace_s`, then kill them and what they started."""
     running = [child for child in children if child.running]
     for child in running:
         child.send(number)
     if ends := [asyncio.ensure_future(child.process.wait()) for child in running]:
-        await asyncio.wait(ends, timeout=0.0 if at_once else TERMINATE_GRACE_S)
+        await asyncio.wait(ends, timeout=grace_s)
     for child in children:
         child.kill()
+    await asyncio.gather(*(child.process.wait() for child in children))
 
 
 def die_with_parent() -> bool:

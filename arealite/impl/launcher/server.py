@@ -97,7 +97,7 @@ class ServerKeeper(Supervisor):
 
     def is_up(self, role: Role) -> bool:
         """Return whether the server has a name in the registry."""
-        pid = role.children[0].process.pid
+        pid = role.children[0].pid
         if names := self._named(pid):
             self._served.add(pid)
         return bool(names)
@@ -105,7 +105,7 @@ class ServerKeeper(Supervisor):
     async def clear(self, role: Role) -> None:
         """Remove the name and the vitals of the killed server, so that no client waits for it."""
         await super().clear(role)
-        pid = role.children[0].process.pid
+        pid = role.children[0].pid
         for process in diagnosis.read(self._vitals):
             if (process.vitals.pid, process.state) == (pid, "X"):
                 for file in self._vitals.glob(f"{process.name}.*"):

@@ -250,8 +250,7 @@ class Supervisor(ABC):
 
     def child_of(self, finding: Finding) -> Child | None:
         """Return the running child that a finding is about; None: it is about another process."""
-        pid = finding.pid
-        return next((c for c in self.children if c.running and c.process.pid == pid), None)
+        return next((c for c in self.children if c.running and c.pid == finding.pid), None)
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether the health monitor reports a finding."""

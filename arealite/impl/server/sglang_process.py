@@ -126,11 +126,6 @@ class SGLangProcess(Supervisor):
     def entry_id(self) -> str:
         return self.address.removeprefix("http://").replace(":", "-")
 
-    @property
-    def pid(self) -> int:
-        """Id of the process started last."""
-        return self.children[0].process.pid
-
     async def run(self) -> None:
         """Keep the server alive until cancelled; then let its requests end, and end its group.
 
@@ -257,7 +252,7 @@ class SGLangProcess(Supervisor):
             await self._get("/openapi.json", dict, self.options.silence_s / 3)
             await self._renew(await self._answer("/model_info", ModelInfo))
         took = round(time.monotonic() - begin, 1)
-        logger.info("server ready", address=self.address, seconds=took, server=self.pid)
+        logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
 
     async def _follow(self) -> None:
         """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
@@ -276,7 +271,7 @@ class SGLangProcess(Supervisor):
             **self.launch.about,
             "context_length": self._entry["context_length"],
             "version": info.weight_version,
-            "pid": self.pid,
+            "pid": self.children[0].pid,
             **({"load": load} if load else {}),
         }
 
