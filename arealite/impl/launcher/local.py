@@ -118,7 +118,7 @@ class LocalLauncher(Launcher, Supervisor):
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether to report a finding: not the deaths of own roles, which are reported."""
-        is_own = any(finding.culprit in role.names for role in self.roles)
+        is_own = any(finding.blocker in role.names for role in self.roles)
         return finding.cause != "starting" and not (is_own and finding.cause in TOLD)
 
     def child_of(self, finding: Finding) -> Child | None:
@@ -126,7 +126,7 @@ class LocalLauncher(Launcher, Supervisor):
         if not self.is_remote:
             return super().child_of(finding)
         begun = time.monotonic() - self.options.silent_s
-        named = [c for c in self.children if c.running and c.name == finding.culprit]
+        named = [c for c in self.children if c.running and c.name == finding.blocker]
         return next((child for child in named if child.started < begun), None)
 
     # ------------------------------------------------------------ starting

@@ -303,22 +303,22 @@ class HealthMonitor:
         limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
         if is_due and (child := self.supervisor.child_of(finding)):
-            self.supervisor.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
+            self.supervisor.say(f"{finding.blocker} is killed after {finding.since_s:.0f} s")
             child.kill()
 
 
 def trouble(finding: Finding) -> Trouble:
     """Return what distinguishes a finding from others."""
-    return finding.culprit, finding.cause, finding.pid
+    return finding.blocker, finding.cause, finding.pid
 
 
 def describe(finding: Finding) -> str:
     """Return one line: the blocking role, the cause, the place, and the roles that wait."""
-    text = f"{finding.culprit} is {finding.cause}: {finding.detail}"
+    text = f"{finding.blocker} is {finding.cause}: {finding.detail}"
     if frames := list(FRAME.finditer(finding.stack)):
         file, line, function = frames[-1].groups()
         text += f" (at {file}:{line} in {function})"
-    if finding.victims:
-        first, *others = finding.victims
+    if finding.waiters:
+        first, *others = finding.waiters
         text += f"; waiting: {first}" + (f" and {len(others)} more" if others else "")
     return text

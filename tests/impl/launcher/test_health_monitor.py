@@ -119,7 +119,7 @@ async def test_who_waits_for_one_that_is_dead_is_ended(
     role.wait()
     of_role = HealthMonitor(
         tmp_path,
-        Watched(lambda f: as_child(waiter) if f.culprit == "rollout-0" else None, print),
+        Watched(lambda f: as_child(waiter) if f.blocker == "rollout-0" else None, print),
         silent_s=0.5,
     )
     watching = asyncio.ensure_future(of_role.run())

@@ -1,4 +1,4 @@
-"""Who is named as the culprit, by real processes that misbehave."""
+"""Which role is the blocker, among real processes that misbehave."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_process_beside_many_others_on_its_cpu_is_found_starved(tmp_path: Path
         threads = [int(each.name) for each in Path(f"/proc/{role.pid}/task").iterdir()]
         for each in [*threads, *(other.pid for other in others)]:
             os.sched_setaffinity(each, {core})
-        assert found(tmp_path, "starved", where="in main").culprit == "rollout-0"
+        assert found(tmp_path, "starved", where="in main").blocker == "rollout-0"
 
 
 def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
         assert examine(tmp_path, silent_s=60.0) == []
         process.send_signal(signal.SIGSTOP)
         finding = found(tmp_path, "stopped")
-        assert finding.culprit == "datapipe-0"
+        assert finding.blocker == "datapipe-0"
         assert str(process.pid) in finding.detail
-        assert finding.victims[0].startswith("trainer-0: batch 12, ")
+        assert finding.waiters[0].startswith("trainer-0: batch 12, ")
         process.send_signal(signal.SIGCONT)
         until(lambda: examine(tmp_path) == [], what="a run that goes on")
 
@@ -66,10 +66,10 @@ def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
 def test_a_killed_process_is_found_at_once(tmp_path: Path) -> None:
     with living("rollout-0", tmp_path, IDLE) as process:
         process.kill()
-        assert found(tmp_path, "dead").culprit == "rollout-0"
+        assert found(tmp_path, "dead").blocker == "rollout-0"
         assert process.wait() == -signal.SIGKILL
 
 
 def test_a_blocked_loop_is_found_with_its_stack(tmp_path: Path) -> None:
     with living("rollout-0", tmp_path, BLOCKED):
-        assert found(tmp_path, "blocked", where="in block").culprit == "rollout-0"
+        assert found(tmp_path, "blocked", where="in block").blocker == "rollout-0"
