@@ -146,7 +146,8 @@ class LocalLauncher(Launcher, Supervisor):
         count = len(role.names)
         own = [dict[str, str]()] * count
         if role is self.trainer:
-            own = await self.rank_environments()
+            address, local = await self.rank_places()
+            own = rank_environments(count, address=address, local=local)
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
             (self.vitals / f"{name}.json").unlink(missing_ok=True)  # of a predecessor
@@ -164,9 +165,10 @@ class LocalLauncher(Launcher, Supervisor):
             environment |= {ROLE: name}
         return await spawn(name, command, log=log, environment=environment)
 
-    async def rank_environments(self) -> list[dict[str, str]]:
-        """Return what each rank has to know to find the others."""
-        return rank_environments(self.options.trainer_ranks)
+    async def rank_places(self) -> tuple[str, Sequence[int]]:
+        """Return the host of the first rank, and each rank's number on its host, as
+        `rank_environments` takes them."""
+        return "", ()
 
     # ------------------------------------------------------------ watching
 

@@ -260,6 +260,20 @@ def counts(config: ExperimentConfig) -> dict[str, int]:
     return workers | {"trainer": options.trainer_ranks}
 
 
+def needed_paths(config: ExperimentConfig) -> list[Path]:
+    """Return what a role on another host reads, besides the run's folders."""
+    return [Path(sys.executable), Path.cwd(), Path(config.model.path).expanduser().absolute()]
+
+
+def not_shared(path: object, here: str, host: str) -> UserError:
+    """Return the error of a path that another host lacks."""
+    return UserError(
+        f"{path} is not shared between {here} and {host}. The folder you start in, "
+        "cluster.run_root, cluster.name_root, model.path and Python must be on a file system that "
+        "every node mounts."
+    )
+
+
 def threads(count: int) -> dict[str, str]:
     """Keep maths libraries from taking every core for each process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}

@@ -19,11 +19,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, Child, counts, rank_environments
+from arealite.impl.launcher.processes import (
+    PARENT,
+    Child,
+    counts,
+    needed_paths,
+    not_shared,
+    own_address,
+)
 from arealite.system.health.waits import deadline
 
 LOST = -signal.SIGKILL
@@ -129,11 +136,7 @@ class RayLauncher(LocalLauncher):
             return await super().spawn(name, command, log, environment)
         actor, address, missing = await self._place(name)
         if missing:
-            raise UserError(
-                f"{missing[0]} is not shared with {address}. The folder you start in, "
-                "cluster.run_root, cluster.name_root and model.path must be on a file system that "
-                "every node mounts."
-            )
+            raise not_shared(missing[0], own_address(), address)
         try:
             pid, begin = await actor.start.remote(command, str(Path.cwd()), str(log), environment)
         except library().exceptions.RayActorError:  # lost meanwhile: Ray finds another node
@@ -160,9 +163,7 @@ class RayLauncher(LocalLauncher):
         needs, number = self.bundles[name], [*self.bundles].index(name)
         strategies = import_module("ray.util.scheduling_strategies")
         place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
-        model = Path(self.config.model.path).expanduser().absolute()
-        needed = (self.paths.root, name_dir(self.config), model, Path.cwd())
-        folders = [str(folder) for folder in needed]
+        needed = (self.paths.root, self.vitals.parent, *needed_paths(self.config))
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         # Two at a time: a signal must reach a child that is being waited for.
         made = (
@@ -170,14 +171,12 @@ class RayLauncher(LocalLauncher):
             .remote(Host)
             .options(**options, scheduling_strategy=place, max_concurrency=2, name=None)
         )
-        return made.remote(folders)
+        return made.remote([str(path) for path in needed])
 
-    async def rank_environments(self) -> list[dict[str, str]]:
-        """Return the ranks' environment variables, with the host of the first rank."""
+    async def rank_places(self) -> tuple[str, Sequence[int]]:
         scout, address, _ = await self._place("trainer-0")
         del scout  # makes room for the rank
-        count = self.options.trainer_ranks
-        return rank_environments(count, address=address, local=[0] * count)
+        return address, [0] * self.options.trainer_ranks
 
 
 def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:

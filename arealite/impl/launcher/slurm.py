@@ -10,7 +10,6 @@ import asyncio
 import os
 import secrets
 import signal
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, counts, rank_environments
+from arealite.impl.launcher.processes import PARENT, counts, needed_paths, not_shared
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
 from arealite.system.health.waits import deadline
@@ -81,9 +80,6 @@ class SlurmLauncher(LocalLauncher):
         super().__init__(config)
         names = list(parts(config))
         self.nodes = {part: Nodes.of(number, len(names) == 1) for number, part in enumerate(names)}
-        model = Path(config.model.path).expanduser().absolute()
-        self.needed = [Path(sys.executable), Path.cwd(), model]
-        """What a role needs besides the run's folders."""
         self.devices = dict[tuple[str, str], list[str]]()
         """The GPUs that each part has on each of its hosts, by job and host."""
 
@@ -121,12 +117,9 @@ class SlurmLauncher(LocalLauncher):
         begin = cut + number * each
         return {"trainer": gpus[:cut], "llm_server": gpus[begin : begin + each]}.get(role, [])
 
-    async def rank_environments(self) -> list[dict[str, str]]:
-        """Return the ranks' environment variables, with the host of the first rank."""
-        count = self.options.trainer_ranks
-        places = [self.place("trainer", rank) for rank in range(count)]
-        local = [number for _, _, number in places]
-        return rank_environments(count, address=places[0][1], local=local)
+    async def rank_places(self) -> tuple[str, Sequence[int]]:
+        places = [self.place("trainer", rank) for rank in range(self.options.trainer_ranks)]
+        return places[0][1], [number for _, _, number in places]
 
     async def clear(self, role: Role) -> None:
         """Kill what is left of a role: its steps do not end with who waits for them."""
@@ -150,7 +143,7 @@ class SlurmLauncher(LocalLauncher):
             folder / f".seen-{secrets.token_hex(4)}": folder
             for folder in (self.paths.root, name_dir(self.config))
         }
-        files = [*marks, *self.needed]
+        files = [*marks, *needed_paths(self.config)]
         for mark in marks:
             mark.touch()
         try:
@@ -159,16 +152,11 @@ class SlurmLauncher(LocalLauncher):
         finally:
             for mark in marks:
                 mark.unlink(missing_ok=True)
-        head = self.nodes["head"].hosts[0]
         for nodes, line in [(nodes, line) for nodes, lines in answers for line in lines]:
             host, _, rest = line.partition(" ")
             if rest.startswith("lacks "):
                 path = Path(rest.removeprefix("lacks "))
-                raise UserError(
-                    f"{marks.get(path, path)} is not shared between {head} and {host}. The folder "
-                    "you start in, cluster.run_root, cluster.name_root, model.path and Python must "
-                    "be on a file system that every node mounts."
-                )
+                raise not_shared(marks.get(path, path), self.nodes["head"].hosts[0], host)
             self.devices[nodes.job, host] = [] if rest == "-" else rest.split(",")
         asked_for = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
         if silent := [host for job, host in asked_for if (job, host) not in self.devices]:

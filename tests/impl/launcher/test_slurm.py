@@ -12,6 +12,7 @@ from arealite.api.launcher import LauncherConfig, SlurmConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base.errors import UserError
 from arealite.impl.launcher import slurm
+from arealite.impl.launcher.processes import rank_environments
 from arealite.impl.launcher.slurm import SlurmLauncher
 from arealite.impl.launcher.slurm_job import script
 
@@ -55,7 +56,8 @@ async def test_processes_fill_their_nodes_in_order(tmp_path: Path, job: pytest.M
     parts = SlurmConfig(trainers=["--nodes=2"])
     launcher = SlurmLauncher(experiment(tmp_path, trainer_ranks=4, slurm=parts))
     launcher.devices = {("8", "n1"): ["0", "1"], ("8", "n2"): ["0", "1"]}
-    ranks = await launcher.rank_environments()
+    address, local = await launcher.rank_places()
+    ranks = rank_environments(4, address=address, local=local)
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert {rank["MASTER_ADDR"] for rank in ranks} == {"n1"}
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
