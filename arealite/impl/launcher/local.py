@@ -261,16 +261,14 @@ class LocalLauncher(Launcher, Supervisor):
 
     async def _until_ended(self) -> None:
         """Wait for the roles' ends, which after the first of them may not take too long."""
-        loop, deadline, keeping = asyncio.get_running_loop(), None, {*self._keeping}
-        while keeping and self._stops < 2:
-            done, keeping = await asyncio.wait(
-                keeping, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
-            )
+        loop, deadline = asyncio.get_running_loop(), None
+        while self._keeping and self._stops < 2:
+            first = asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait(self._keeping, timeout=REFRESH_S, return_when=first)
             for task in done:
+                self._keeping.remove(task)
                 task.result()
-            added = {asyncio.ensure_future(self.keep(role)) for role in await self._rescale()}
-            self._keeping |= added
-            keeping |= added
+            self._keeping |= {asyncio.ensure_future(self.keep(r)) for r in await self._rescale()}
             self.progress.poll()
             if self.progress.trained:
                 self.trained.set()
@@ -279,7 +277,7 @@ class LocalLauncher(Launcher, Supervisor):
             # After its last step the trainer lets the others go, so any of them may end first.
             if deadline is None and (self._stops or any(role.ended for role in self.roles)):
                 deadline = loop.time() + self.options.drain_timeout_s
-            if deadline is not None and loop.time() > deadline and keeping:
+            if deadline is not None and loop.time() > deadline and self._keeping:
                 names = ", ".join(child.name for child in self.children if child.running)
                 seconds = self.options.drain_timeout_s
                 raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir
-from arealite.base.errors import DeadlineError, UserError
+from arealite.base.errors import UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, counts, needed_paths, not_shared
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import waiting
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
@@ -170,16 +170,7 @@ class SlurmLauncher(LocalLauncher):
         """Return what the nodes of a part print in time."""
         size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
-        process = await asyncio.create_subprocess_exec(
-            *step, "sh", "-c", PROBE, "probe", *files, stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        lines = list[str]()
-        try:
-            async with deadline("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
-                async for line in process.stdout:
-                    lines.append(line.decode().strip())
-        except DeadlineError:
-            process.kill()
-        await process.wait()
-        return lines
+        words = [*step, "sh", "-c", PROBE, "probe", *files]
+        with waiting("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
+            printed = await asyncio.to_thread(output, words, start_s, stderr=None)
+        return [line.strip() for line in printed.splitlines()]

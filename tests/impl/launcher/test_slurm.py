@@ -11,7 +11,7 @@ from arealite.api.config import ClusterConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig, SlurmConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base.errors import UserError
-from arealite.impl.launcher import slurm
+from arealite.impl.launcher import slurm, slurm_job
 from arealite.impl.launcher.processes import rank_environments
 from arealite.impl.launcher.slurm import SlurmLauncher
 from arealite.impl.launcher.slurm_job import script
@@ -105,3 +105,8 @@ def test_outside_of_a_job_it_says_what_to_type(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises(UserError, match=r"outside of the job it needs .*arealite launch slurm"):
         SlurmLauncher(experiment(tmp_path))
+
+
+def test_late_command_returns_what_it_printed_in_time() -> None:
+    late = ["sh", "-c", "echo begin; exec sleep 600"]
+    assert slurm_job.output(late, 1.0) == "begin\n"

@@ -170,6 +170,26 @@ async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
         assert after.value["pid"] != before.value["pid"]
 
 
+async def test_restart_that_fails_counts_as_a_death(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    spawn = sglang_process.spawn
+
+    async def refuse(name: str, *_: Any, **__: Any) -> Child:
+        monkeypatch.setattr(sglang_process, "spawn", spawn)
+        raise UserError(f"{name} cannot be started: no memory")
+
+    settings = quick_config(program, model_folder)
+    with structlog.testing.capture_logs() as events:
+        async with serving(settings):
+            (before,) = names(settings)
+            monkeypatch.setattr(sglang_process, "spawn", refuse)
+            os.kill(before.value["pid"], signal.SIGKILL)
+            await eventually(lambda: not names(settings), "the name to go")
+            await eventually(lambda: names(settings), "the name to come back")
+    assert [e["restart_in_s"] for e in events if e["event"] == "server lost"] == [0.1, 0.2]
+
+
 async def test_a_port_that_somebody_took_meanwhile_is_given_up(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
