@@ -1,8 +1,7 @@
-"""The local launcher: every role of a run as a child process of this one, brought back when it
-dies, until the run ends.
+"""The local launcher: supervises every role of a run as a child process, until the run ends.
 
-A run ends in one of three ways: the trainer finishes, a role cannot be brought back, or a person
-stops it. In each, no child survives.
+A run ends when the trainer finishes, when the restart budget of a role is spent, or when a person
+stops it. No child survives any of the three.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ STOPPED = 130
 
 
 class LocalLauncher(Launcher, Supervisor):
-    """Starts, watches, brings back and ends the roles of one experiment on this machine."""
+    """Starts, restarts and ends the roles of one experiment on this machine."""
 
     stop = signal.SIGTERM
     """Asks a child to end."""
     is_remote = False
-    """Whether roles run on other hosts, so that a finding's process is not the child's own."""
+    """Whether roles run on other hosts, so that a finding's process is not the child itself."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         Launcher.__init__(self, config)
@@ -70,8 +69,8 @@ class LocalLauncher(Launcher, Supervisor):
         if not config.trainer.is_offline:  # a run that is given again may have nothing to train
             self.progress.newest = max(self.paths.starts, default=0)
         self.trained, self.over = asyncio.Event(), asyncio.Event()
-        """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
-        or a person stops the run."""
+        """Set when ranks may exit (the last step is trained), and when other roles may (it is
+        evaluated); both when a person stops the run."""
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
@@ -132,7 +131,7 @@ class LocalLauncher(Launcher, Supervisor):
     # ------------------------------------------------------------ starting
 
     def command(self, role: str, index: int) -> list[str]:
-        """Return the command line of one role; another launcher puts its own words before."""
+        """Return the command line of one role; other launchers add their own words before it."""
         arealite = [sys.executable, "-m", "arealite.cli.main"]
         if role == "llm_server":
             return [*arealite, "serve-llm", *server_overrides(self.config)]
@@ -183,7 +182,7 @@ class LocalLauncher(Launcher, Supervisor):
             self.over.set()
             self._terminate("llm_server")
         if role is self.datapipe:
-            self._terminate("rollout")  # one that came too late was not let go
+            self._terminate("rollout")  # a late worker had no message that the run ends
 
     def is_needed(self, role: Role, dead: Child) -> bool:
         """Return whether a role that died is to be started again.
@@ -195,7 +194,7 @@ class LocalLauncher(Launcher, Supervisor):
             return False
         if dead.code in STOPPING:
             raise Died(dead.obituary, dead.code)
-        if self.trainer.ended or self.datapipe.ended:  # the trainer's last word has been heard
+        if self.trainer.ended or self.datapipe.ended:  # all steps are trained
             if dead.code != -self.stop:
                 self.say(f"{dead.death}; no longer needed")
             return False
@@ -215,8 +214,7 @@ class LocalLauncher(Launcher, Supervisor):
         return all((self.vitals / f"{name}.json").exists() for name in names)
 
     async def _rescale(self) -> list[Role]:
-        """Return a worker to be kept besides, where the datapipe asks for one; let go of those that
-        are too many."""
+        """End workers that the datapipe no longer wants; return a new one where it wants more."""
         options = self.options
         if options.max_workers <= options.rollout_workers or self.over.is_set():
             return []
@@ -283,7 +281,7 @@ class LocalLauncher(Launcher, Supervisor):
                 raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
 
     async def _explain(self) -> None:
-        """Show who waits for whom, while there is somebody to ask."""
+        """Show the waits of all roles, before they are ended."""
         with suppress(Exception):  # whatever fails here must not hide why the run ends
             if findings := await asyncio.to_thread(examine, self.vitals):
                 logs = self.paths.logs

@@ -1,8 +1,4 @@
-"""The processes of a run on this machine: each leads a session, has a log, and dies with its
-parent.
-
-Apart from what they are for, because the server's parent and a replay start processes, too.
-"""
+"""Processes of this machine: each leads a session, has a log, and dies with its parent."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from arealite.base.signals import heed_only_stop
 from arealite.impl.launcher.last_words import ERROR, last_words
 
 PARENT = "AREALITE_PARENT"
-"""Environment variable that tells a process who brings it back: a process id."""
+"""Environment variable with the id of the parent process that restarts this one."""
 PR_SET_PDEATHSIG = 1
 GUARD = """
 exec 3<&0 </dev/null
@@ -49,9 +45,9 @@ class Child:
     name: str
     process: Process
     log: Path | None
-    """None: it writes where its parent does."""
+    """None: it writes to the output of its parent."""
     log_begin: int
-    """Where in its log this process began to write."""
+    """Offset in the log at which this process began."""
     started: float = field(default_factory=time.monotonic)
     reason: str = ""
     """Why its supervisor killed it."""
@@ -66,19 +62,23 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code; of a death by signal, the signal's number below zero, also where another
-        tells of it, as srun does; 130 is ours."""
+        """Its exit code; after a death by signal, minus the number of the signal.
+
+        srun reports such a death as 128 plus the number; 130 is an exit code of ours.
+        """
         code = self.process.returncode or 0
         return 128 - code if code > 130 else code
 
     def send(self, number: int) -> None:
-        """Send it a signal, past subprocess: that looks first whether it has ended, and takes its
-        exit code away from asyncio."""
+        """Send it a signal.
+
+        Not by subprocess, which polls the process first and takes its exit code from asyncio.
+        """
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and what it has started, at once."""
+        """Kill it and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -186,11 +186,13 @@ async def end_all(
 
 
 def die_with_parent() -> bool:
-    """Ask the kernel to kill this process when the one that brings it back dies, so that no orphan
-    is left; False: nobody does.
+    """Ask the kernel to kill this process when its supervisor dies.
+
+    Returns:
+        Whether the process has a supervisor.
 
     Raises:
-        UserError: it is dead already.
+        UserError: the supervisor is dead already.
     """
     heed_only_stop()
     parent = os.environ.pop(PARENT, None)
@@ -199,12 +201,12 @@ def die_with_parent() -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        raise UserError("who started this process died before it began.")
+        raise UserError("the supervisor of this process died before the process began.")
     return True
 
 
 def how_ended(code: int) -> str:
-    """Say how a process ended, from the code that its parent got."""
+    """Describe the end of a process with an exit code as in `Child.code`."""
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"killed by {known.get(-code, f'signal {-code}')}"
@@ -219,14 +221,17 @@ def free_port() -> int:
 
 
 def own_address() -> str:
-    """Return the IP address under which other hosts reach this one: its name's, or that of the
-    interface with the way out where the name is a loopback's; loopback without a network."""
+    """Return the IP address under which other hosts reach this one.
+
+    The address of the host's name, or that of the default route where the name is a loopback
+    address; 127.0.0.1 without a network.
+    """
     own = "127.0.0.1"
     with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
     if own.startswith("127."):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a way
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a route
             own = str(probe.getsockname()[0])
     return own
 
@@ -275,7 +280,7 @@ def not_shared(path: object, here: str, host: str) -> UserError:
 
 
 def threads(count: int) -> dict[str, str]:
-    """Keep maths libraries from taking every core for each process."""
+    """Return the environment that limits maths libraries to `count` threads a process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -293,7 +298,7 @@ def server_gpus(
 
 
 def server_overrides(config: ExperimentConfig) -> list[str]:
-    """Return the words that make serve-llm serve this experiment."""
+    """Return the command-line arguments with which serve-llm serves this experiment."""
     given = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,

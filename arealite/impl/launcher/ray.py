@@ -1,7 +1,7 @@
-"""The Ray launcher: the local one, whose roles run beside actors of a placement group.
+"""The Ray launcher: starts every role as the child of an actor in a placement group.
 
-An actor a process: it starts a role as its child, waits for it, and passes signals on. A child dies
-with its actor, and all actors with the supervisor, whose job they are.
+The actor waits for its child and passes signals on. A child dies with its actor, and all actors die
+with the launcher's job.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import (
-    PARENT,
-    Child,
-    counts,
-    needed_paths,
-    not_shared,
-    own_address,
-)
+from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths, not_shared
 from arealite.system.health.waits import deadline
 
 LOST = -signal.SIGKILL
@@ -53,8 +46,8 @@ class Host:
     def start(
         self, command: Sequence[str], folder: str, log: str, environment: dict[str, str]
     ) -> tuple[int, int]:
-        """Start the role's process in the supervisor's folder, its words to a file of the run;
-        return its id, and where in the file it begins."""
+        """Start the role's process in the launcher's folder; return its id and its offset in the
+        log."""
         own = os.environ | environment | {PARENT: str(os.getpid())}
         with Path(log).open("ab") as output:
             begin = output.tell()
@@ -109,7 +102,7 @@ class RayChild(Child):
 
 
 class RayLauncher(LocalLauncher):
-    """Starts, watches, brings back and ends the roles of one experiment on a Ray cluster."""
+    """Starts, restarts and ends the roles of one experiment on a Ray cluster."""
 
     is_remote = True
 
@@ -136,7 +129,7 @@ class RayLauncher(LocalLauncher):
             return await super().spawn(name, command, log, environment)
         actor, address, missing = await self._place(name)
         if missing:
-            raise not_shared(missing[0], own_address(), address)
+            raise not_shared(missing[0], socket.gethostname(), address)
         try:
             pid, begin = await actor.start.remote(command, str(Path.cwd()), str(log), environment)
         except library().exceptions.RayActorError:  # lost meanwhile: Ray finds another node
@@ -180,7 +173,7 @@ class RayLauncher(LocalLauncher):
 
 
 def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
-    """Return what each process takes of the cluster, by name; the datapipe is not among them."""
+    """Return the resources of each process by its name, without the datapipe, which stays here."""
     ray = config.launcher.ray
     cpus = {"llm_server": ray.cpus, "rollout": ray.cpus, "trainer": ray.trainer_cpus}
     gpus = {"llm_server": ray.server_gpus, "trainer": ray.trainer_gpus}

@@ -1,6 +1,6 @@
-"""Keeps the process of a language-model server alive, from a parent that holds nothing itself.
+"""The supervisor of an embedded language-model server: a small parent process without a model.
 
-The parent loads no model, so it has nothing to die of, and the kernel takes the child with it.
+The kernel kills the server when its parent dies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLANNED = (0, 130, *STOPPING)
 """Exit codes after which the server is not started again."""
 KIND = "llm_server"
 IS_KEPT = "AREALITE_IS_KEPT"
-"""Environment variable that tells a server that its parent brings it back."""
+"""Environment variable that is set for a server whose parent restarts it."""
 
 
 class ServerKeeper(Supervisor):
@@ -121,5 +121,5 @@ class ServerKeeper(Supervisor):
 
 
 def keep(config: ServerConfig, command: Sequence[str]) -> int:
-    """Run `command`, a server, until a person stops it; return the exit code."""
+    """Run `command`, a server, until a signal stops it; return the exit code."""
     return asyncio.run(ServerKeeper(config, command).run())

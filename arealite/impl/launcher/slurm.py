@@ -1,7 +1,6 @@
-"""The Slurm launcher: the local one on the first node of a job, whose roles are steps of the job,
-each placed by its number on the nodes of its part.
+"""The Slurm launcher: runs on the first node of a job and starts every role as a step of the job.
 
-What a role has is what its part was given: a step is told its node, and shares that node's CPUs.
+A role's number determines its node among the nodes of its part. Steps share the CPUs of a node.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ for file in "$@"; do
     echo "$SLURMD_NODENAME lacks $file"
 done
 """
-"""What each node runs first: a folder on a network may show a new file seconds later."""
+"""Run on each node first; a network file system may show a new file seconds later."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ class Nodes:
 
 
 class SlurmLauncher(LocalLauncher):
-    """Starts, watches, brings back and ends the roles of one experiment as steps of this job."""
+    """Starts, restarts and ends the roles of one experiment as steps of this job."""
 
     stop = signal.SIGUSR2
-    """scancel sends SIGTERM to everyone; the supervisor is to ask them one after the other."""
+    """scancel sends SIGTERM to every process, but roles have to end in an order."""
     is_remote = True
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -122,7 +121,7 @@ class SlurmLauncher(LocalLauncher):
         return places[0][1], [number for _, _, number in places]
 
     async def clear(self, role: Role) -> None:
-        """Kill what is left of a role: its steps do not end with who waits for them."""
+        """Kill what is left of a role; a step may outlive its srun."""
         await super().clear(role)
         jobs = ",".join(nodes.job for nodes in self.nodes.values())
         listed = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])

@@ -24,11 +24,11 @@ from arealite.system.health.diagnosis import Finding, examine
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
-"""Exit codes after which a second attempt would fail the same way, or do harm."""
+"""Exit codes after which a restart would fail the same way, or do harm."""
 EARLY_S = 5.0
 """Grace period after an unexpected clean exit."""
 LAST_WORDS_S = 1.0
-"""When one rank fails, the others may be about to end with a better reason."""
+"""Time for other ranks to exit with a better reason, after one rank failed."""
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 """Before the restarts of a role that dies again and again; the last one holds for all others."""
 STEADY_S = 10.0
@@ -40,13 +40,13 @@ QUIET_S = 10.0
 FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 
 Trouble = tuple[str, str, int]
-"""A role, a cause and a process id: a successor's trouble is another one."""
+"""A role, a cause and a process id; the next process of a role has another id."""
 
 logger = log.get(__name__)
 
 
 class Died(RoleError):
-    """A role is not started again; the message is for a person."""
+    """A role is not started again; the message tells the user why."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class Died(RoleError):
 
 @dataclass
 class Budget:
-    """How often a role may die without getting anywhere, and how long it pauses after a death."""
+    """How often a role may die without progress, and the pauses before its restarts."""
 
     limit: int
     role: str = ""
@@ -66,7 +66,7 @@ class Budget:
     """A role that lived this long is restarted without a pause."""
     deaths: int = 0
     first: str = ""
-    """What was said of the first of these deaths."""
+    """Description of the first of these deaths."""
     _mark: float = 0.0
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
@@ -74,7 +74,12 @@ class Budget:
     """The published wait for the role to be up."""
 
     def expect(self, what: str, why: str = "") -> None:
-        """Publish that the role is not up: `what` is happening, and `why` it died last."""
+        """Publish that the role is not up.
+
+        Args:
+            what: The present attempt, for example "restart 1 of 5".
+            why: Reason of the last death; "": there was none.
+        """
         waits.table.discard(self.wait)
         self.wait = waits.Wait(what, waits.KEEPER, self.role, detail=why.partition("\n")[0])
         if self.role:
@@ -90,8 +95,7 @@ class Budget:
     def spend(self, said: str, *, mark: float, lived_s: float) -> float | None:
         """Count a death; return the seconds to pause before the next start, None: no more starts.
 
-        `mark` tells how far the work has come: where it has grown since the last death, the count
-        begins anew.
+        The count begins anew if `mark`, a measure of progress, has grown since the last death.
         """
         if mark > self._mark or not self.deaths:
             self.deaths, self.first, self._mark, self._hasty = 0, said, mark, 0
@@ -117,9 +121,9 @@ class Role:
     grace_s: float = field(default_factory=lambda: EARLY_S)
     """Between the exit of a process and `over`; a process that exits earlier has died."""
     children: list[Child] = field(default_factory=list[Child])
-    """As they were started last."""
+    """The processes started last."""
     ended: bool = False
-    """Its work is done, or nobody needs it any longer."""
+    """Its work is done or no longer needed."""
     leaving: bool = False
     """It was asked to end before the run does."""
 
@@ -149,7 +153,7 @@ class Role:
         return None if self.leads or self.over.is_set() else left[0]
 
     async def clear(self) -> None:
-        """Kill what is left of its processes, their own children included, and see them gone."""
+        """Kill its processes and their children, and wait for their ends."""
         for child in self.children:
             child.kill()
         for child in self.children:

@@ -20,7 +20,7 @@ from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, how_ended
 
 OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
-"""What torchrun tells ranks: a server with ranks of its own must not take it for itself."""
+"""Prefixes of torchrun's variables; a server with ranks of its own must not read them."""
 
 
 class Sidecar(LocalLauncher):
@@ -46,16 +46,16 @@ class Sidecar(LocalLauncher):
 
 @contextmanager
 def sidecar(config: ExperimentConfig) -> Generator[None]:
-    """Keep the other roles of a run for the body's time, and end them well after it.
+    """Run the sidecar for the time of the body, and wait for its end.
 
     Raises:
-        RoleError: they ended badly, or the books do not balance.
+        RoleError: a role failed, or the ledger is out of balance.
     """
     root = str(run_paths(config).root)
     command = [sys.executable, "-m", "arealite.cli.main", "role", "sidecar", "0", root]
     own = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
     environment = own | {PARENT: str(os.getpid())}
-    # A session of its own: who stops the ranks lets the trainer finish its step with a datapipe.
+    # A session of its own: after Ctrl-C, the trainer finishes its step, which needs a datapipe.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, env=environment, start_new_session=True
     ) as process:
