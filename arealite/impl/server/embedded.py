@@ -45,8 +45,13 @@ class EmbeddedServer(LLMServer):
     """One model, one engine thread, one HTTP port."""
 
     def __init__(self, args: ServerConfig, *, shared: Any = None) -> None:
-        """`shared`: the model of an owner in this process, who alone changes it, between `hold` and
-        `release`; it is held at first."""
+        """Load nothing yet.
+
+        Args:
+            args: Configures the server.
+            shared: A model of the caller, in this process. Only the caller changes it, between
+                `pause` and `resume`. The server starts paused.
+        """
         self.config = args
         self._shared = shared
         self.address = ""
@@ -93,12 +98,12 @@ class EmbeddedServer(LLMServer):
         if not self._stopped.done():
             self._stopped.set_result(error)
 
-    def hold(self, mode: str) -> Future[None]:
+    def pause(self, mode: str) -> Future[None]:
         """Stop generating, as /pause_generation does; done once no forward pass runs."""
         return self.engine.pause(mode)
 
-    def release(self, version: str) -> Future[None]:
-        """Go on, under weights of another version."""
+    def resume(self, version: str) -> Future[None]:
+        """Continue generating; the shared weights are of `version` now."""
         self.engine.relabel(version)
         self._model.version = version
         return self.engine.resume()

@@ -55,9 +55,9 @@ class AsyncPPOTrainer(PPOTrainer):
             self._pushed = None
 
     @property
-    def is_starving(self) -> bool:
+    def needs_republish(self) -> bool:
         """Not while a publish is under way: what servers lack, they may be getting."""
-        return (self._pushed is None or self._pushed.done()) and super().is_starving
+        return (self._pushed is None or self._pushed.done()) and super().needs_republish
 
     def while_waiting(self, waiting: Waiting) -> bool:
         """A failed publish ends the wait too: without new weights no batch may come."""

@@ -128,11 +128,11 @@ class PPOTrainer(Trainer):
         while waiting:
             if wait([asked], SLICE_S).done:
                 asked.result()  # a failure is raised now: the other ranks may wait for ever
-            flags = {"waiting": float(not asked.done()), "starving": float(self.is_starving)}
+            flags = {"waiting": float(not asked.done()), "stale": float(self.needs_republish)}
             flags = self.world.max(flags)
             waiting = flags["waiting"] > 0.0
-            if flags["starving"] > 0.0:
-                self.heal()
+            if flags["stale"] > 0.0:
+                self.republish()
         return asked.result()
 
     def forward(self, batch: TrainBatch) -> None:
@@ -143,7 +143,7 @@ class PPOTrainer(Trainer):
         """
         if self.parts.publisher is not None:
             with self.clock("wait/hold_s"):
-                self.parts.publisher.hold()
+                self.parts.publisher.pause_generation()
         rows, lengths = batch.rows, batch.all_lengths
         with self.clock("time/forward_s"):
             if not self.ppo.is_single_pass:
@@ -210,16 +210,16 @@ class PPOTrainer(Trainer):
         while again:
             again = self.world.any(self._stream(version))
 
-    def heal(self) -> None:
-        """Bring the version once more to servers that can have it only from here."""
+    def republish(self) -> None:
+        """Publish the version again to servers that can get it only from this trainer."""
         self.stage(self.version)
         if self.parts.publisher is not None:
             self.parts.publisher.push(self.version)
 
     @property
-    def is_starving(self) -> bool:
-        """Whether this rank's publisher asks for `heal`."""
-        return self.parts.publisher is not None and self.parts.publisher.starving
+    def needs_republish(self) -> bool:
+        """Whether this rank's publisher asks for `republish`."""
+        return self.parts.publisher is not None and self.parts.publisher.needs_republish
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
         """Bring the staged weights to the servers; tell the datapipe over this thread's `link`."""
@@ -389,7 +389,7 @@ class PPOTrainer(Trainer):
         return self.stop.asked
 
     def while_evaluating(self, waiting: Waiting) -> bool:
-        """As while_waiting; alone, this rank can also heal servers. Other ranks are elsewhere."""
-        if self.world.size == 1 and self.is_starving:
-            self.heal()
+        """As while_waiting; alone, this rank can also republish. Other ranks are elsewhere."""
+        if self.world.size == 1 and self.needs_republish:
+            self.republish()
         return self.while_waiting(waiting)

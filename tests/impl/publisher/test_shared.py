@@ -123,7 +123,7 @@ async def test_it_generates_from_the_trained_parameters_themselves(pair: Pair) -
         logprobs, tokens = zip(
             *((lp, t) for lp, t, _ in meta["output_token_logprobs"]), strict=True
         )
-        await asyncio.to_thread(pair.publisher.hold)
+        await asyncio.to_thread(pair.publisher.pause_generation)
         np.testing.assert_allclose(logprobs, pair.logprobs(list(tokens)), atol=close)
         told.append(pair.logprobs(PROMPT))
         pair.learn()
@@ -139,7 +139,7 @@ async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> 
     brake.hold()
     long = asyncio.create_task(ask(pair.url, count=400))
     await eventually(lambda: [each for each in engine.decoder.running if each.output], "a token")
-    await asyncio.to_thread(pair.publisher.hold)
+    await asyncio.to_thread(pair.publisher.pause_generation)
     brake.let_go()
     held_at = time.perf_counter()
     held = asyncio.create_task(ask(pair.url))
@@ -169,12 +169,12 @@ async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
     def die() -> None:
         raise MemoryError("no memory")
 
-    assert pair.publisher.starving is False
+    assert pair.publisher.needs_republish is False
     engine._post(die)
     with pytest.raises(RoleError, match="the engine died: no memory"):
-        await asyncio.to_thread(pair.publisher.hold)
+        await asyncio.to_thread(pair.publisher.pause_generation)
     with pytest.raises(RoleError, match="no memory"):
-        _ = pair.publisher.starving
+        _ = pair.publisher.needs_republish
 
 
 def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any) -> None:

@@ -116,17 +116,17 @@ class ScriptedPublisher(WeightPublisher):
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
-        self.hungry = self.shares = False
+        self.is_stale = self.shares = False
         self.on_second_push: Callable[[], None] = lambda: None
         """Called when a version is pushed that was pushed before."""
 
     @property
-    def starving(self) -> bool:
-        return self.hungry
+    def needs_republish(self) -> bool:
+        return self.is_stale
 
-    def hold(self) -> None:
+    def pause_generation(self) -> None:
         if self.shares:
-            self.events.add("hold")
+            self.events.add("pause")
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         self.staged = float(dict(weights)["weight"])

@@ -67,8 +67,8 @@ def test_who_shares_the_parameters_is_held_while_they_are_used(
     stage = Stage()
     stage.publisher.shares = True
     trainer(config(total_steps=2), stage.parts()).train()
-    turns = [w for w in stage.events.words if w.split()[0] in ("hold", "update", "gather")]
-    assert turns == ["gather", *(w for k in (1, 2) for w in ("hold", f"update {k}", "gather"))]
+    turns = [w for w in stage.events.words if w.split()[0] in ("pause", "update", "gather")]
+    assert turns == ["gather", *(w for k in (1, 2) for w in ("pause", f"update {k}", "gather"))]
 
 
 def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: MakeConfig) -> None:
@@ -384,7 +384,7 @@ def test_batch_that_never_can_be_trained_stops_the_run(
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, AsyncPPOTrainer])
-def test_a_starving_server_is_fed_while_a_batch_is_waited_for(
+def test_stale_server_is_updated_while_a_batch_is_waited_for(
     config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ppo, "SLICE_S", 0.01)
@@ -392,10 +392,10 @@ def test_a_starving_server_is_fed_while_a_batch_is_waited_for(
     stage.pipe.empty_from = 1
 
     def starve(count: int) -> None:
-        stage.publisher.hungry = True
+        stage.publisher.is_stale = True
 
     def fed() -> None:
-        stage.publisher.hungry = False
+        stage.publisher.is_stale = False
         stage.pipe.empty_from = None
 
     stage.engine.on_update, stage.publisher.on_second_push = starve, fed
@@ -427,10 +427,10 @@ def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPa
             self.world = Pair(rank, 2)
 
         @property
-        def is_starving(self) -> bool:
+        def needs_republish(self) -> bool:
             return self.world.lead and healed[0] < 2
 
-        def heal(self) -> None:
+        def republish(self) -> None:
             healed[self.world.rank] += 1
             barrier.wait()
             if self.world.lead and healed[0] == 2:
