@@ -100,13 +100,13 @@ class EmbeddedServer(LLMServer):
 
     def pause(self, mode: str) -> Future[None]:
         """Stop generating, as /pause_generation does; done once no forward pass runs."""
-        return self.engine.pause(mode)
+        return self.engine.call(self.engine.pause, mode)
 
     def resume(self, version: str) -> Future[None]:
         """Continue generating; the shared weights are of `version` now."""
-        self.engine.relabel(version)
+        self.engine.call(self.engine.relabel, version)
         self._model.version = version
-        return self.engine.resume()
+        return self.engine.call(self.engine.resume)
 
     def _load(self) -> tuple[Any, Any]:
         config = self.config

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from arealite.impl.server.engine import settle
+from arealite.impl.server.engine import resolve
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Layout, unpack
 
@@ -75,7 +75,7 @@ class GroupMember:
 
     def _call(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._jobs.put(partial(settle, future, job))
+        self._jobs.put(partial(resolve, future, job))
         return future
 
     def _main(self) -> None:
