@@ -12,20 +12,25 @@ from typing import Annotated, Any
 
 import msgspec
 
+MAX_STOPS = 1024
+"""Largest number of stop strings, and of stop token ids, of a request; each token is compared."""
+
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Decoding a number takes the square of its length, so longer ones are refused before."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Stops = msgspec.Meta(max_length=MAX_STOPS)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SGLang's sampling parameters, those that are served here."""
 
-    max_new_tokens: Int32 | None = 128
-    min_new_tokens: Int32 = 0
+    max_new_tokens: Count | None = 128
+    min_new_tokens: Count = 0
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int32 = -1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int32] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    stop: str | Annotated[list[str], Stops] | None = None
+    stop_token_ids: Annotated[list[Int32], Stops] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
