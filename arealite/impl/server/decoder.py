@@ -18,7 +18,7 @@ import torch
 from transformers import Cache, DynamicLayer
 
 from arealite.impl.server.generation import Generation
-from arealite.impl.server.sampling import Settings, ban_stops, draw, settings_of
+from arealite.impl.server.sampler import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
 """Padded prompt tokens of one forward pass; a longer prompt goes alone."""

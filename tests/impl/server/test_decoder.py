@@ -238,7 +238,7 @@ def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
     assert len(banned.output) > 6
 
 
-def test_sampling_follows_the_distribution(qwen: Any) -> None:
+def test_sampler_follows_the_distribution(qwen: Any) -> None:
     """4,000 draws of one token against its probabilities (chi-square, fixed seed)."""
     generations = [wish([5, 6, 7], 1) for _ in range(4000)]
     run(Decoder(qwen, max_rows=4000, seed=3), generations)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.sampling import draw, settings_of
+from arealite.impl.server.sampler import draw, settings_of
 
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
 
