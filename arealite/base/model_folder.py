@@ -7,6 +7,7 @@ refused in milliseconds.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,10 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
 
 
+Shapes = Mapping[str, list[int]]
+"""The shape of each tensor by name."""
+
+
 def read_shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shape of every tensor in a Hugging Face folder, from the files' headers alone.
 
@@ -48,6 +53,37 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
         except (OSError, SafetensorError) as error:
             raise RoleError(f"{path} is no safetensors file: {error!r}") from error
     return shapes
+
+
+def check_shapes(sent: Shapes, held: Shapes, *, where: str | Path, whole: bool = True) -> None:
+    """Check the names and shapes of tensors before they are sent to a server.
+
+    SGLang answers 200 to a tensor with a wrong shape or an unknown name, and then generates from
+    broken weights.
+
+    Args:
+        sent: Shapes of the trainer's tensors.
+        held: Shapes of the tensors to be replaced; {} if unknown.
+        where: The owner of `held`, for the error.
+        whole: Whether a tensor that is held but not sent is an error. The output head may be tied
+            to the embedding.
+
+    Raises:
+        RoleError: Names the first tensor that does not fit, and both shapes.
+    """
+    if not held:
+        return
+    for name, shape in sent.items():
+        if name not in held:
+            raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {where}")
+        if list(shape) != list(held[name]):
+            raise RoleError(
+                f"tensor '{name}' has shape {list(shape)} in the trainer, but {held[name]} in "
+                f"{where}"
+            )
+    for name in held.keys() - sent.keys() if whole else ():
+        if not name.endswith(("lm_head.weight", ".inv_freq")):
+            raise RoleError(f"tensor '{name}' {held[name]} of {where} is not in the trainer")
 
 
 def read_model(path: str, key: str = "model.path") -> dict[str, Any]:

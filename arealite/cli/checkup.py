@@ -15,11 +15,10 @@ from typing import Any
 from rich.filesize import decimal
 
 from arealite.api.config import ClusterConfig, ExperimentConfig, ServerConfig, run_paths
-from arealite.base.model_folder import read_shapes
+from arealite.base.model_folder import Shapes, read_shapes
 from arealite.cli import check, configs, options
 from arealite.cli.fold import fold
 from arealite.cli.info import said
-from arealite.impl.publisher.shapes import Shapes
 from arealite.system.data.tasks import load_split
 from arealite.system.ledger.payloads import TOKEN_BYTES
 from arealite.system.names.registry import NameRegistry

@@ -20,9 +20,8 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.api.publisher import PublishReport
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import read_shapes
+from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
-from arealite.impl.publisher.shapes import Shapes, check_shapes
 from arealite.system.health.waits import PAUSER, Wait, deadline, table, waiting
 
 logger = log.get(__name__)

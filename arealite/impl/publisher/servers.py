@@ -25,10 +25,9 @@ from arealite.api.engine import TrainEngine
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import read_shapes
+from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, ServerControl
 from arealite.impl.publisher.loop_thread import LoopThread
-from arealite.impl.publisher.shapes import Shapes, check_shapes
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import read_shapes
-from arealite.impl.publisher.shapes import check_shapes
+from arealite.base.model_folder import check_shapes, read_shapes
 
 HELD = {"embed": [4, 2], "lm_head.weight": [4, 2]}
 
