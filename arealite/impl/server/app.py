@@ -45,7 +45,7 @@ NAME_TAKEN = "The specified group name has already been created, please use a di
 
 
 class App:
-    """Routes and their handlers."""
+    """Builds the aiohttp application: routes and their handlers."""
 
     def __init__(
         self, engine: Engine, model: ServedModel, *, is_shared: bool = False, check: Any = None
@@ -238,7 +238,7 @@ class App:
     # ------------------------------------------------------------ descriptions
 
     def describe(self) -> dict[str, Any]:
-        """Return what /model_info says."""
+        """Return the answer of /model_info."""
         model = self.model
         return {
             "model_path": model.folder,
@@ -261,7 +261,7 @@ class App:
         }
 
     def load(self) -> dict[str, int]:
-        """Return its requests, and how many can run at a time."""
+        """Return the numbers of running and waiting requests, and how many can run at a time."""
         decoder, waiting = self.engine.decoder, len(self.engine.waiting)
         return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
 
@@ -280,7 +280,7 @@ class App:
 
 
 def _get(path: str, tell: Callable[[], Any]) -> web.RouteDef:
-    """Return the route that answers GET with what `tell` returns."""
+    """Return a GET route whose answer is the result of `tell`."""
 
     async def handle(request: web.Request) -> web.Response:
         return _as_json(tell())
@@ -309,7 +309,7 @@ def _as_json(value: Any, status: int = 200) -> web.Response:
 
 @web.middleware
 async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer a refusal in both of SGLang's forms: that of /generate, and that of weight routes."""
+    """Answer a refusal in SGLang's two forms: of /generate, and of the weight routes."""
     try:
         return await handler(request)
     except Refusal as refusal:

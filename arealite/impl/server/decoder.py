@@ -102,13 +102,13 @@ class SlotCache(Cache):
             tensor[targets, :length] = tensor[sources, :length]
 
     def drop(self) -> None:
-        """Forget everything and give the memory back."""
+        """Drop all keys and values and free their memory."""
         self._held_STHD.clear()
         self._shape = (0, 0)
 
 
 class Decoder:
-    """A model, its cache, and the requests that occupy the cache's rows."""
+    """Runs a model for the requests that occupy the rows of its cache."""
 
     def __init__(self, model: Any, *, max_rows: int, seed: int) -> None:
         config = model.config.get_text_config()
@@ -126,7 +126,7 @@ class Decoder:
         self._longest = 0
 
     def prefill(self, waiting: deque[Generation]) -> None:
-        """Admit all waiting requests that fit and sample their first token; equal prompts once."""
+        """Admit all waiting requests that fit; sample their first token. Equal prompts run once."""
         prompts, generations, sources = self._admit(waiting)
         first, longest = len(self.running), max(map(len, prompts))
         self.running += generations
@@ -217,7 +217,7 @@ class Decoder:
         return list(rows), fresh, sources
 
     def remove_ended(self) -> list[Generation]:
-        """Free the rows of ended requests and return these; rows from the end fill the holes."""
+        """Free and return the ended requests; the last rows move into the freed ones."""
         ended = [generation for generation in self.running if generation.ended]
         if not ended:
             return []
@@ -240,7 +240,7 @@ class Decoder:
         return out
 
     def _rebuild(self) -> Settings:
-        """Make the batch's tensors after requests came or went."""
+        """Make the batch's tensors again after requests came or went."""
         lengths = [len(g.prompt) + len(g.output) - 1 for g in self.running]
         self._longest = max(lengths)
         self._lengths_B = torch.tensor(lengths, device=self._device)

@@ -30,7 +30,7 @@ CLOSE_S = 30.0
 
 
 class Engine:
-    """Owns all requests; only its own thread touches them and the model."""
+    """Owns all requests. Only its thread may access them and the model."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Abort everything with what there is, and end the thread."""
+        """End all requests with the output they have, and the thread."""
 
         def closing() -> None:
             self._closing = True
@@ -99,7 +99,7 @@ class Engine:
         """End the chosen generations with the output they have."""
         for generation in filter(chosen, self.decoder.running):
             generation.abort("Aborted")
-        self._let_go()
+        self._release_ended()
         gone = list(filter(chosen, self.waiting))
         self.waiting = deque(g for g in self.waiting if not chosen(g))
         for generation in gone:
@@ -208,10 +208,10 @@ class Engine:
         try:
             if self.waiting and not self._updates and len(decoder.running) < decoder.max_rows:
                 decoder.prefill(self.waiting)
-                self._let_go()
+                self._release_ended()
             if decoder.running:
                 decoder.decode()
-                self._let_go()
+                self._release_ended()
         except Exception as error:
             logger.exception("decode step failed", requests=len(decoder.running))
             failed = decoder.clear()
@@ -219,8 +219,8 @@ class Engine:
                 generation.error = f"{type(error).__name__}: {error}"
             self._outbox += failed
 
-    def _let_go(self) -> None:
-        """Hand ended requests out."""
+    def _release_ended(self) -> None:
+        """Move ended requests to the outbox."""
         ended = self.decoder.remove_ended()
         for generation in ended:
             generation.close_span(self.version)

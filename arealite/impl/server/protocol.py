@@ -1,7 +1,7 @@
-"""SGLang's request bodies, parsed, checked and turned into generations, and answers made of these.
+"""Parses SGLang's request bodies, turns them into generations, and makes answers of these.
 
-The texts of refusals are SGLang's, so that a client cannot tell the servers apart; what would crash
-SGLang (a token outside the vocabulary) is refused here.
+Refusals have SGLang's texts where SGLang refuses the same. A token outside the vocabulary, which
+crashes SGLang, is refused here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from arealite.impl.server.generation import Generation, Int32, SamplingParams
 
 
 class Refusal(Exception):
-    """The request is wrong: status 400 with this text."""
+    """The request is wrong. It is answered with status 400 and this text."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class PauseGenerationReqInput(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What every way to bring weights has."""
+    """Fields of every body with new weights."""
 
     weight_version: str | None = None
     flush_cache: bool = True
@@ -99,7 +99,7 @@ class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True):
 
 
 class Empty(msgspec.Struct, frozen=True):
-    """The body of a POST without options."""
+    """A POST without options."""
 
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -118,7 +118,11 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Decode a request body; refuse what is no JSON, a wrong type or an unknown parameter."""
+    """Decode a request body.
+
+    Raises:
+        Refusal: The body is no JSON, or has a wrong type, value or sampling parameter.
+    """
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -132,7 +136,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
 
 @dataclass
 class ServedModel:
-    """What requests are checked against, and what the server says about its model."""
+    """Describes the model: to check requests, and for answers about it."""
 
     folder: str
     model_type: str
@@ -143,12 +147,16 @@ class ServedModel:
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
     version: str = "default"
-    """Of the last update that was done whole: what the server says of itself. An update that could
-    not flush changes the engine's version only."""
+    """The version that /model_info reports: of the last complete update. An update that could not
+    flush changes the engine's version only."""
 
 
 def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
-    """Return a body's generation; refuse a wrong request."""
+    """Make a generation from a request body.
+
+    Raises:
+        Refusal: The request is wrong.
+    """
     if not body.input_ids:
         raise Refusal(
             "Either text, input_ids or input_embeds should be provided. "
@@ -203,7 +211,13 @@ def _generation(
 
 
 def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, Any]:
-    """Make SGLang's answer of a generation that ended; `version`: the engine's present one."""
+    """Make SGLang's answer from a generation that ended.
+
+    Args:
+        generation: The generation.
+        version: The engine's present version, for an answer without tokens.
+        logprobs: Whether to add log-probabilities.
+    """
     output, spans = generation.output, generation.spans
     meta: dict[str, Any] = {
         "id": generation.rid,
@@ -222,7 +236,7 @@ def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str,
 
 
 def _text(generation: Generation) -> str:
-    """Decode the output; what ended it is cut off, unless `no_stop_trim`."""
+    """Decode the output without its stop token or stop string, unless `no_stop_trim`."""
     finish, output = generation.finish or {}, generation.output
     matched = None if generation.sampling.no_stop_trim else finish.get("matched")
     text = generation.decode(output[:-1] if isinstance(matched, int) else output)

@@ -1,7 +1,7 @@
-"""Draws one token for each row of a batch, and tells its log-probability the way SGLang does.
+"""Draws one token for each row of a batch, with its log-probability as SGLang defines it.
 
-Vectorised over rows with different settings, because a batch mixes agents; what no row asks for is
-not computed.
+Vectorised over rows with different settings, because a batch mixes agents. A setting that no row
+uses is not computed.
 
 Shape letters: B = rows, V = vocabulary.
 """
@@ -20,7 +20,7 @@ GREEDY_BELOW = 1e-6
 
 @dataclass(frozen=True)
 class Settings:
-    """Sampling settings of a batch, as tensors; None where no row asks for it."""
+    """Sampling settings of a batch, as tensors; None if no row uses the setting."""
 
     temperature_B1: torch.Tensor
     """1 for greedy rows: their log-probabilities are raw."""
@@ -29,7 +29,7 @@ class Settings:
     filtered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """(rows, top_k, top_p) of the rows that cut the distribution."""
     may_ban: bool
-    """Some row has `min_new_tokens`."""
+    """Whether a row has `min_new_tokens`."""
 
 
 def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: str) -> Settings:
@@ -91,7 +91,7 @@ def draw(
 
 
 def _cut(probs_BV: torch.Tensor, top_k_B1: torch.Tensor, top_p_B1: torch.Tensor) -> torch.Tensor:
-    """Zero what lies outside the `top_k` likeliest tokens or behind `top_p` of the mass."""
+    """Zero the tokens outside the `top_k` likeliest ones and behind `top_p` of the mass."""
     ordered, order = probs_BV.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     rank = torch.arange(probs_BV.shape[-1], device=probs_BV.device)

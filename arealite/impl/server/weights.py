@@ -89,7 +89,11 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
 def _target(
     targets: Mapping[str, torch.Tensor], name: str, shape: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the model's tensor for another one, which must have its shape and kind of number."""
+    """Return the model's tensor of a name, after a check of shape and kind of number.
+
+    Raises:
+        Refusal: It does not fit.
+    """
     target, wrong = targets.get(name), f"Failed to update weights: '{name}'"
     if target is None:
         raise Refusal(f"{wrong} is no tensor of the model.")
@@ -127,7 +131,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
     """Return (model in evaluation mode, tokenizer) of a Hugging Face folder.
 
     Raises:
-        UserError: there is no such model, or it is of a kind this server cannot run.
+        UserError: There is no such model, or this server cannot run it.
     """
     read_model(path)
     folder = Path(path).expanduser()
@@ -154,7 +158,11 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def pick_device(device: str) -> str:
-    """Turn "auto" into what this machine has; UserError: it lacks the GPU asked for."""
+    """Resolve "auto" to the device of this machine.
+
+    Raises:
+        UserError: `device` is a GPU, and there is none.
+    """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
