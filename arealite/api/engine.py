@@ -91,26 +91,35 @@ class TrainEngine(ABC):
         all_lengths: list[list[int]],
         loss_fn: LossFn,
         *,
-        together: int = 1,
-        noting: Mapping[str, str] | None = None,
+        rows_per_example: int = 1,
+        record_outputs: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        """Apply one optimizer update over all rows of all ranks; return summed stats, `grad_norm`,
-        `lr`.
+        """Apply one optimizer update over all rows of all ranks.
 
-        Each `together` consecutive rows stand in one micro-batch, in their order: pairs of which
-        one is preferred. `noting` makes outputs of this pass fields of the rows, {output: field},
-        without gradient, before the loss function sees them: those of `forward`, for no pass.
-        A non-finite gradient norm skips the update and returns `skipped_update` 1.
+        An update whose gradient norm is not finite is skipped.
+
+        Args:
+            all_lengths: as in `forward`.
+            rows_per_example: so many consecutive rows stay in one micro-batch, in their order;
+                2 for pairs of a preferred and a rejected answer.
+            record_outputs: {output: field}: outputs of this pass that become fields of the rows,
+                without gradient, before the loss function is called. They replace a `forward`.
+
+        Returns:
+            The loss function's stats, summed, with `grad_norm`, `lr` and `skipped_update` (0 or 1).
         """
 
     @abstractmethod
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a sharded checkpoint (model, optimizer, schedule, RNG, `extra`) into the folder
-        `path`."""
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule and `extra` into `folder`; every rank its shards."""
 
     @abstractmethod
-    def load(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint back, at any number of ranks; return `extra`."""
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read what `save` wrote, at any number of ranks; return `extra`.
+
+        Raises:
+            UserError: the folder is of another model or another optimizer.
+        """
 
     @abstractmethod
     def export(self, path: Path) -> None:

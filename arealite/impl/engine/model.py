@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,7 +32,7 @@ from arealite.impl.engine.batch import MicroBatch
 class LogprobModel(nn.Module):
     """A causal language model as the root: its head sees the loss tokens only."""
 
-    def __init__(self, module: Any, *, logits_chunk: int) -> None:
+    def __init__(self, module: Any, *, logits_chunk: int = 2**25) -> None:
         super().__init__()
         self.module = module
         vocabulary = module.get_output_embeddings().weight.shape[0]
@@ -88,6 +89,21 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
     return checkpoint(forward, *args, use_reentrant=False, **options)
+
+
+def make_mesh(device: torch.device, shard_size: int) -> DeviceMesh:
+    """Return the mesh of all ranks, or of copies × the shards of one copy."""
+    size = dist.get_world_size()
+    shard_size = shard_size or size
+    if size % shard_size:
+        raise UserError(
+            f"engine.fsdp.shard_size {shard_size} does not divide the {size} trainer ranks. "
+            f"Use a divisor of {size}, or 0 to share one copy among all."
+        )
+    if shard_size == size:
+        return init_device_mesh(device.type, (size,))
+    names = ("copies", "shards")
+    return init_device_mesh(device.type, (size // shard_size, shard_size), mesh_dim_names=names)
 
 
 def shard(
