@@ -25,17 +25,23 @@ logger = log.get(__name__)
 
 
 class BaseTrainer(Trainer):
-    """One rank of a trainer; subclasses add the loop and load the engines."""
+    """One rank of a trainer; subclasses add the loop."""
 
     checkpoint_keep: int
     """Newest checkpoints kept."""
 
-    def __init__(self, config: ExperimentConfig, components: TrainerComponents | None) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        components: TrainerComponents | None,
+        load_engines: Callable[[ExperimentConfig], dict[str, Any]],
+    ) -> None:
+        """Build the components, unless they are given; `load_engines` is as in that function."""
         self.config = config
         self.paths = run_paths(config)
         self.stop = StopRequest()
         self.read_data()
-        self.components = components or build_components(config, self.load_engines)
+        self.components = components or build_components(config, load_engines)
         self.world, self.engine = self.components.world, self.components.engine
         self.clock = Stopwatch()
         self.saved_step: int | None = None
@@ -48,11 +54,7 @@ class BaseTrainer(Trainer):
             self.close_at_end(publisher.close)
 
     def read_data(self) -> None:
-        """Read what `load_engines` depends on; nothing here."""
-
-    @abstractmethod
-    def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
-        """Load the models; return them by their names in TrainerComponents."""
+        """Read the data that loading the engines depends on; none here."""
 
     @property
     @abstractmethod

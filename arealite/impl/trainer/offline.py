@@ -60,7 +60,7 @@ class OfflineTrainer(BaseTrainer):
     ) -> None:
         self.offline = config.trainer.offline
         self.checkpoint_keep = self.offline.checkpoint_keep
-        super().__init__(config, components)
+        super().__init__(config, components, self.load_engines)
         self.encode = make_encoder(config, load_tokenizer(config.model.path))
         self.identity = identity_of_rows(config, self.train_rows)
         self.loss_fn = self.make_loss()

@@ -6,6 +6,7 @@ all trainers share (`base`).
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ class PPOTrainer(BaseTrainer):
     def __init__(
         self, config: ExperimentConfig, components: TrainerComponents | None = None
     ) -> None:
-        super().__init__(config, components)
+        super().__init__(config, components, load_ppo_engines)
         self.ppo = config.trainer.ppo
         self.checkpoint_keep = self.ppo.checkpoint.keep
         self.publisher = self.components.publisher
@@ -55,12 +56,9 @@ class PPOTrainer(BaseTrainer):
         self.fetcher = ThreadPoolExecutor(1, "fetch")
         self.close_at_end(self.end_fetch)
         self.is_closing = False
+        has_eval = self.world.is_rank0 and config.evaluates
         self.evaluations = Evaluations(
-            config,
-            link=self.link,
-            is_rank0=self.world.is_rank0,
-            write_metrics=self.write_metrics,
-            on_wait=self.while_evaluating,
+            config, self.link, self.write_metrics, self.while_evaluating, has_eval
         )
         self.version = -1
         """Version that every server should hold."""
@@ -70,10 +68,6 @@ class PPOTrainer(BaseTrainer):
         self.interruptions = 0
         self.generated_tokens: float | None = None
         """Tokens that workers had generated at the previous step; None before the first."""
-
-    def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
-        """Load the policy, and the reference and critic where the algorithm uses them."""
-        return load_ppo_engines(config)
 
     def train(self) -> None:
         """Train until `total_steps`, or until asked to stop; leave a checkpoint."""
@@ -287,17 +281,16 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, again while it asks for them; on all ranks."""
+        on_device = self.publisher is not None and self.publisher.wants_device
         again = True
         while again:
-            again = self.world.any(self._stream(version))
-
-    def _stream(self, version: int) -> bool:
-        on_device = self.publisher is not None and self.publisher.wants_device
-        weights = self.engine.stream_weights(on_device=on_device)
-        if self.publisher is not None:
-            return self.publisher.stage(version, weights)
-        list(weights)  # takes part in gathering; yields nothing on this rank
-        return False
+            weights = self.engine.stream_weights(on_device=on_device)
+            if self.publisher is not None:
+                again = self.publisher.stage(version, weights)
+            else:
+                deque(weights, maxlen=0)  # only takes part in gathering
+                again = False
+            again = self.world.any(again)
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
         """Bring the staged weights to the servers; tell the datapipe over this thread's `link`."""
