@@ -9,12 +9,17 @@ PIP := -m pip --disable-pip-version-check install --progress-bar off
 installing = tools/installing.sh "$(1)" $(2)/install.log
 # $(call install,WHAT,VENV) PACKAGES
 install = $(call installing,$(1) into $(2),$(2)) $(2)/bin/python $(PIP)
+# Versions that are known to work together (`make constraints` writes them); torch is TORCH.
+KNOWN_GOOD := -c constraints.txt
 # $(call venv,VENV): make it, with pip.
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(call installing,pip into $(1),$(1)) $(PYTHON) -m venv $(1)
 SEED ?= 1
 KILLS ?= 1000
 # Processes of `make test`. Its tests wait more than they compute, so it is one more than CI's cores.
 WORKERS ?= 3
+# Not empty: measure which lines the tests run, also in child processes (out/coverage/index.html).
+COV ?=
+COVERAGE = $(if $(COV),--cov --cov-report=term:skip-covered --cov-report=html:out/coverage)
 # The share of all CPUs' time that is taken from tests while they run, as by a busy host (0.45).
 STEAL ?=
 PYTEST = $(if $(STEAL),$(PY) tools/steal.py $(STEAL)) $(PY) -m pytest
@@ -31,12 +36,12 @@ ATTACKS_VENV ?= .venv-attacks
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
 	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
-	@echo "make test         the tests, in several processes (WORKERS=3)"
+	@echo "make test         the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45: while CPUs are taken away, as by a busy host; also test-extras, test-docs, test-faults"
 	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap and Chromium; installs them"
 	@echo "make test-docs    every tutorial and every example, typed as written"
@@ -50,17 +55,18 @@ help:
 	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
 	@echo "make soak         the demo, run after run, under random kills of every role (KILLS=1000)"
 	@echo "make check        format, lint, types, import floors, sizes, the reference"
+	@echo "make constraints  constraints.txt from the versions that are installed"
 	@echo "make docs         the site: out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
 
-$(VENV)/.run: pyproject.toml
+$(VENV)/.run: pyproject.toml constraints.txt
 	@$(call venv,$(VENV))
 	@$(PY) -c "import torch" 2>/dev/null || $(call install,torch (once: some minutes),$(VENV)) $(TORCH)
-	@$(call install,AReaLite,$(VENV)) -e ".[demo]"
+	@$(call install,AReaLite,$(VENV)) $(KNOWN_GOOD) -e ".[demo]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(call install,the tests' packages,$(VENV)) -e ".[dev,demo]"
+	@$(call install,the tests' packages,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo]"
 	@touch $@
 
 sglang:
@@ -78,7 +84,7 @@ demo-seeds: $(VENV)/.run
 
 # What is skipped is written to out/skips.txt.
 test: $(VENV)/.dev
-	SKIPS=out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	SKIPS=out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COVERAGE)
 
 # What the last `make test` skipped, with every package that it lacked.
 test-extras: $(VENV)/.envs
@@ -103,7 +109,7 @@ test-attacks: $(VENV)/.envs $(ATTACKS_VENV)/.dev
 
 # Every package that a test or an environment may need, and Debian's where root installs.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
-	@$(call install,every extra,$(VENV)) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
+	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
 	@tools/setup_envs.sh $(VENV)/install.log
 	@touch $@
 
@@ -148,13 +154,18 @@ check: $(VENV)/.dev
 	$(PY) -m pyright
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/check_sizes.py
+	$(PY) tools/check_language.py
 	$(PY) tools/reference.py --check
+
+# The versions that are installed now, once `make test` and `make test-extras` passed with them.
+constraints: $(VENV)/.envs
+	$(PY) tools/constraints.py >constraints.new && mv constraints.new constraints.txt
 
 reference: $(VENV)/.dev
 	$(PY) tools/reference.py
 
 $(VENV)/.docs: $(VENV)/.dev
-	@$(call install,mkdocs,$(VENV)) -e ".[dev,demo,docs]"
+	@$(call install,mkdocs,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,docs]"
 	@touch $@
 
 docs: $(VENV)/.docs reference

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULE_LINES, FUNCTION_LINES, API_LINES, YAML_LINES, EXAMPLE_LINES = 400, 60, 150, 80, 100
 CONFIG_FIELDS, TREE_KEYS, TRAIN_LINES = 20, 220, 45
 CORE_CODE, PARTS_CODE = 18_725, 5_200
+LONGER_EXAMPLES = {"rl_loop.py": 200}
+"""The whole loop, in one file."""
 
 PARTS = ("agent", "env", "tool", "sandbox", "browser", "env_server", "env_client")
 """Folders of impl that nobody reads before they use them: they have a limit of their own."""
@@ -34,7 +36,9 @@ def main() -> int:
         b for file in sorted((ROOT / "arealite/api").glob("*.py")) for b in lines(file, API_LINES)
     ]
     breaches += [
-        b for file in sorted((ROOT / "examples").glob("*.py")) for b in lines(file, EXAMPLE_LINES)
+        b
+        for file in sorted((ROOT / "examples").glob("*.py"))
+        for b in lines(file, LONGER_EXAMPLES.get(file.name, EXAMPLE_LINES))
     ]
     breaches += [b for file in (ROOT / "arealite").glob("*.py") for b in shadows(file)]
     breaches += configs()

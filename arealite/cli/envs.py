@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env, envs
@@ -55,9 +54,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         except ImportError as error:
             yield name, "?", "?", needs, f"cannot be imported: {error}"
             continue
-        seats = getattr(found, "seats", None)
-        is_fixed = isinstance(seats, tuple)
-        told = ", ".join(cast(tuple[str, ...], seats)) if is_fixed else "by config"
+        told = ", ".join(found.seats) or "by config"
         is_own = getattr(found.rows, "__func__", None) is not getattr(Env.rows, "__func__", None)
         about = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
         yield name, told, "generated, or a file's" if is_own else "a file's", needs, about

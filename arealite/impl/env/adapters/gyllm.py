@@ -28,6 +28,8 @@ class GyLLMEnv(LibraryEnv):
     """All actors that are asked act at once; each has a seat of its name."""
 
     package = install = "gyllm"
+    seats = ()
+    """None before the config names them."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)

@@ -26,6 +26,8 @@ class TextArenaEnv(Env):
     """Players act one after the other, as the game says; each sees its own observations."""
 
     check_row = staticmethod(seed_of)
+    seats = ()
+    """None before the config names them."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
