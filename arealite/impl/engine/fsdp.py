@@ -46,7 +46,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FSDPEngine(TrainEngine):
-    """See TrainEngine. torch.distributed is initialised: nccl trains on this rank's CUDA device."""
+    """Implements TrainEngine; needs a process group. With nccl it uses this rank's CUDA device."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class FSDPEngine(TrainEngine):
 
     @property
     def optimizer(self) -> Optimizer:
-        """Return the optimizer.
+        """The optimizer.
 
         Raises:
             InvariantError: the engine is frozen.
@@ -114,7 +114,7 @@ class FSDPEngine(TrainEngine):
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
     ) -> dict[str, list[np.ndarray]]:
-        """See TrainEngine.forward."""
+        """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
         base_model = lora.switched_off(self.module) if self._skips_adapter else nullcontext()
         with base_model, torch.no_grad():
@@ -127,7 +127,7 @@ class FSDPEngine(TrainEngine):
                         continue
                     for i, row in zip(indices, scatter(values_N, part), strict=True):
                         result[i] = row
-        # Without a backward pass nothing frees what was gathered, and a load would not reach it.
+        # Without a backward pass gathered parameters stay, and a load would not change them.
         reshard(self._model)
         return results
 
@@ -140,7 +140,7 @@ class FSDPEngine(TrainEngine):
         rows_per_example: int = 1,
         record_outputs: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        """See TrainEngine.train_batch; adds microbatches, tokens, padded_tokens of all ranks."""
+        """Apply one update; see TrainEngine. Adds microbatches, tokens and padded_tokens."""
         optimizer, plan = self.optimizer, self._plan(rows, all_lengths, rows_per_example)
         roots = fsdp_modules(self._model)[:1]
         totals: dict[str, torch.Tensor | float] = {}
@@ -172,16 +172,16 @@ class FSDPEngine(TrainEngine):
         return _sum_over_ranks(counted) | outcome
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """See TrainEngine.save."""
+        """Write this rank's shards; see TrainEngine."""
         shards.save(folder, self.module, self.optimizer, extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """See TrainEngine.load."""
+        """Read this rank's shards; see TrainEngine."""
         reshard(self._model)
         return shards.load(folder, self.module, self.optimizer)
 
     def export(self, path: Path) -> None:
-        """See TrainEngine.export; compute dtype, adapters merged, and `adapter/` for peft."""
+        """Write the model in the compute dtype, adapters merged, and `adapter/` for peft."""
         temp = checkpoint.begin(path) if dist.get_rank() == 0 else None
         weights = self.stream_weights()
         if temp:
@@ -199,13 +199,13 @@ class FSDPEngine(TrainEngine):
         dist.barrier()
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TrainEngine.stream_weights; compute dtype, tied weights once, adapters merged."""
+        """Yield weights in the compute dtype, tied ones once, adapters merged; see TrainEngine."""
         for name, full in lora.merged(self.module, self._full, self.dtype):
             if dist.get_rank() == 0:
                 yield name, full if on_device else full.to("cpu", copy=True)
 
     def fingerprint(self) -> str:
-        """See TrainEngine.fingerprint; over the float32 masters, as this world size cuts them."""
+        """Return the fingerprint of the float32 masters, as this world size shards them."""
         return fingerprint(dict(lora.held_tensors(self.module)), self.device)
 
     def _set_dtypes(self) -> bool:

@@ -23,14 +23,14 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy config, tokenizer and all else but the weights of the Hugging Face folder `source`."""
+    """Copy all files of the Hugging Face folder `source` but the weights."""
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, folder / path.name)
 
 
 def write_config(folder: Path, module: Any, *, dtype: str, head: Head) -> None:
-    """Change the copied config.json of `folder` to what `module` computes and is written in."""
+    """Set the dtype and the head of `module` in the copied config.json of `folder`."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config.pop("torch_dtype", None)

@@ -1,7 +1,7 @@
-"""A Hugging Face model behind FSDP2, whose forward pass ends in numbers of the loss tokens.
+"""A Hugging Face model under FSDP2 whose forward pass returns logprobs or values of loss tokens.
 
-Here as one module, because FSDP2 gathers the head's weight only inside the root's forward: so base
-model and head both run inside one root.
+The base model and the head run inside one root module, because FSDP2 gathers the head's weight only
+inside the root's forward.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def recompute(module: Any) -> None:
-    """Keep only the inputs of each layer for the backward pass, where there is to be one."""
+    """Enable gradient checkpointing: the backward pass computes each layer again."""
     for layer in layers_of(module):
         layer.forward = partial(_recomputed, layer.forward)
 

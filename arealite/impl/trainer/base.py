@@ -96,7 +96,7 @@ class BaseTrainer(Trainer):
                 checkpoint.prune(self.paths.checkpoints, self.checkpoint_keep)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Called on rank 0 when a checkpoint is durable, before old ones are removed."""
+        """Run on rank 0 when a checkpoint is durable, before old ones are removed."""
 
     # ------------------------------------------------------------ metrics and end
 
@@ -111,7 +111,7 @@ class BaseTrainer(Trainer):
             each.rewind(step)
 
     def close_at_end(self, close: Callable[[], None]) -> None:
-        """Have `close` called at the end, later registered ones first.
+        """Call `close` at the end of training, in reverse order of these calls.
 
         A failure in it is logged: it hides neither the error of the loop nor the other calls.
         """

@@ -104,7 +104,7 @@ class OfflineTrainer(BaseTrainer):
         finally:
             self.close()
 
-    # ------------------------------------------------------------ the verbs of a step
+    # ------------------------------------------------------------ a step
 
     def is_over(self, step: int) -> bool:
         """Return whether training ends before `step`; the same on every rank."""
@@ -194,7 +194,7 @@ class OfflineTrainer(BaseTrainer):
         return step
 
     def end(self, step: int) -> None:
-        """Leave a checkpoint; after the last step also an evaluation and the exported model."""
+        """Write a checkpoint; after the last step also evaluate and export the model."""
         finished = step >= self.total_steps
         if finished and self.held_out_rows:
             self.evaluate(step)

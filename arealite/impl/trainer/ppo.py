@@ -188,7 +188,7 @@ class PPOTrainer(BaseTrainer):
             self.link.report(StepReport(batch.step, trained, found, ranks, fingerprint))
 
     def publish(self, version: int) -> None:
-        """Bring every server to `version`."""
+        """Update every server to `version`."""
         self.version = version
         with self.clock("time/publish_s"):
             self.stage(version)
@@ -217,7 +217,7 @@ class PPOTrainer(BaseTrainer):
         self.evaluations.start_if_due(step)
 
     def end(self, step: int) -> None:
-        """Leave a checkpoint; after the last step also the exported model and an evaluation."""
+        """Write a checkpoint; after the last step also export the model and evaluate."""
         finished = step >= self.ppo.total_steps
         self.join_publish()
         if self.saved_step != step:
@@ -260,14 +260,14 @@ class PPOTrainer(BaseTrainer):
         return answer.result()
 
     def while_waiting(self, waiting: Waiting) -> bool:
-        """Called once a second during a wait; return whether to stop waiting."""
+        """Return whether to stop waiting; called once a second during a wait."""
         if self.is_closing:
             raise RoleError("training ended while a batch was waited for")
         logger.debug("waiting", request=waiting.request, detail=waiting.detail)
         return self.stop.asked
 
     def while_evaluating(self, waiting: Waiting) -> bool:
-        """As while_waiting. A single rank also republishes; several ranks do not meet here."""
+        """Return the same as `while_waiting`; republish where there is one rank."""
         if self.world.size == 1 and self.needs_republish:
             self.republish()
         return self.while_waiting(waiting)
@@ -293,7 +293,7 @@ class PPOTrainer(BaseTrainer):
             again = self.world.any(again)
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
-        """Bring the staged weights to the servers; tell the datapipe over this thread's `link`."""
+        """Send the staged weights to the servers; report it over this thread's `link`."""
         assert self.publisher is not None, "only rank 0 publishes"
         report = self.publisher.push(version)
         link.published(version)
@@ -321,7 +321,7 @@ class PPOTrainer(BaseTrainer):
         return {"interruptions": self.interruptions}
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Tell the datapipe."""
+        """Report the checkpoint to the datapipe."""
         self.link.checkpointed(step, str(path))
 
     def write_token_stats(self, batch: TrainBatch) -> None:

@@ -95,10 +95,10 @@ class LedgerLink:
         self._on_step(report.step)
 
     def checkpointed(self, step: int, path: str) -> None:
-        """No-op: the run's ledger is not changed."""
+        """Ignore the checkpoint: the run's ledger is not changed."""
 
     def finish(self, reason: str) -> None:
-        """No-op: there is no datapipe."""
+        """Return at once: there is no datapipe."""
 
     def close(self) -> None:
         """Close the ledger."""
