@@ -94,7 +94,7 @@ class FSDPEngine(TrainEngine):
     def without_adapter(self) -> FSDPEngine:
         """Return a frozen engine on the same parameters that skips the adapters.
 
-        It is the policy that training began with, as a reference that costs no memory.
+        It computes what the model did before training, and needs no memory of its own.
         """
         engine = copy.copy(self)
         engine._optimizer, engine._skips_adapter = None, True

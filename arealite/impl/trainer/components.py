@@ -88,7 +88,7 @@ def load_ppo_engines(config: ExperimentConfig) -> dict[str, Any]:
     return made
 
 
-def make_reference(config: ExperimentConfig, engine: Any, path: str | None) -> TrainEngine:
+def make_reference(config: ExperimentConfig, engine: TrainEngine, path: str | None) -> TrainEngine:
     """Return a frozen engine with the model at `path`; None: the model that `engine` began with.
 
     Where `engine` trains adapters only, that is the same engine without its adapters.

@@ -45,6 +45,9 @@ class ScriptedEngine(TrainEngine):
         self.extra: dict[str, Any] = {}
         self.on_update: Callable[[int], None] = lambda count: None
 
+    def without_adapter(self) -> TrainEngine:
+        return self
+
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
     ) -> dict[str, list[np.ndarray]]:
