@@ -1,3 +1,3 @@
 """AReaLite: asynchronous reinforcement learning for language-model agents on plain asyncio."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

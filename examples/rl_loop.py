@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from argparse import ArgumentParser, RawTextHelpFormatter
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,8 @@ def draw_tasks(rng: random.Random) -> list[str]:
 
 def main(make_sampler: type[Sampler] = Sampler) -> float:
     """Train; return the share of right answers after training."""
+    about = sys.modules["__main__"].__doc__
+    ArgumentParser(description=about, formatter_class=RawTextHelpFormatter).parse_args()
     torch.set_num_threads(1)  # more threads wait for each other, on a model as small as this
     model_path = str(make_kit(Path("runs/examples/kits/sorting"), SEED) / "model")
     sampler, engine, rng = make_sampler(model_path), make_engine(model_path), random.Random(SEED)
