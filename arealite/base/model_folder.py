@@ -184,3 +184,12 @@ def exact_length(config: dict[str, Any]) -> int | None:
         return None
     names = "original_max_position_embeddings", "max_position_embeddings"
     return next((each[name] for name in names for each in (rope, config) if each.get(name)), None)
+
+
+def eos_tokens(path: str) -> set[int]:
+    """Return the token ids with which the model in a folder itself ends a generation."""
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(path, name).get("eos_token_id")
+        if eos is not None:
+            return {eos} if isinstance(eos, int) else set(eos)
+    return set()

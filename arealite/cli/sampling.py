@@ -25,7 +25,7 @@ from arealite.cli import check
 from arealite.cli.role import with_externals
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
-from arealite.impl.rollout.sampling import Sampler
+from arealite.impl.rollout.sampler import Sampler
 from arealite.system.data.dataset import identity
 from arealite.system.data.samples import Samples
 from arealite.system.data.tasks import load_split

@@ -17,7 +17,7 @@ from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
-from arealite.impl.trainer.estimate import critic_rows, estimate, take_values
+from arealite.impl.trainer.batch_advantages import compute_advantages, critic_rows, take_values
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
@@ -47,13 +47,13 @@ def estimated(
 ) -> tuple[TrainBatch, list[Minibatch]]:
     made = make_train_batch(*batch(trajectories, **layout), ppo, rank=0, world_size=1)
     forward(made)
-    return made, estimate(made, ppo, World())
+    return made, compute_advantages(made, ppo, World())
 
 
 def advantages(trajectories: Trajectories, ppo: PPOConfig) -> list[list[float]]:
     """Return each trajectory's, of its sampled tokens."""
     made, _ = estimated(trajectories, ppo)
-    return [own.pick("advantages").tolist() for own in made.owned]
+    return [own.gather("advantages").tolist() for own in made.local]
 
 
 def episode(name: str, *parts: Segment, **changes: Any) -> tuple[TrajectoryHeader, list[Segment]]:
@@ -89,9 +89,9 @@ def test_gae_bootstraps_a_truncated_episode_and_no_other(truncated: bool) -> Non
     after = 1.25 if truncated else 0.0
     last = 2.0 + 0.5 * after - 1.25
     first = 0.0 + 0.5 * 1.25 - 0.75 + 0.5 * 0.5 * last
-    (own,) = made.owned
-    assert own.pick("advantages") == pytest.approx([first, last])
-    assert own.pick("returns") == pytest.approx([first + 0.75, last + 1.25])
+    (own,) = made.local
+    assert own.gather("advantages") == pytest.approx([first, last])
+    assert own.gather("returns") == pytest.approx([first + 0.75, last + 1.25])
 
 
 def test_a_truncated_episodes_last_row_is_one_token_longer_for_the_critic_alone() -> None:
@@ -118,8 +118,8 @@ def test_a_token_too_old_to_train_on_still_stands_in_its_episodes_returns() -> N
     assert made.rows[0].loss_mask.tolist() == [False, False, True]
     assert critic_rows(made)[0][0].loss_mask.tolist() == [False, True, True]
     forward(made)
-    estimate(made, ppo, World())
-    assert made.owned[0].pick("values") == pytest.approx([0.75, 1.25])
+    compute_advantages(made, ppo, World())
+    assert made.local[0].gather("values") == pytest.approx([0.75, 1.25])
 
 
 def test_overlong_answers_lose_reward_at_the_end_of_their_turn() -> None:
@@ -141,7 +141,7 @@ def test_rewards_are_scaled_clipped_and_biased() -> None:
     shaping = ShapingConfig(scale=2.0, clip=1.5, bias=-1.0)
     played = [episode("g/0/agent", segment([5, 6], sampled=1, reward=3.0))]
     made, _ = estimated(played, config("reinforce", reward=shaping))
-    assert made.owned[0].pick("advantages").tolist() == [0.5]
+    assert made.local[0].gather("advantages").tolist() == [0.5]
     assert made.scores == [0.5]
 
 
@@ -183,9 +183,9 @@ def test_m2po_keeps_the_tokens_nearest_to_the_sampler_over_the_whole_batch() -> 
     # log π_prox + 1 of tokens 6, 8 and 9: -0.15, 0.05 and 0.15, of which the squares are taken.
     ppo = config(loss=LossConfig(m2_threshold=0.01))
     made, _ = estimated(played, ppo)
-    assert [own.pick("keep").tolist() for own in made.owned] == [[0.0, 1.0], [0.0, 0.0]]
+    assert [own.gather("keep").tolist() for own in made.local] == [[0.0, 1.0], [0.0, 0.0]]
     made, _ = estimated(played, replace(ppo, loss=LossConfig(m2_threshold=0.1)))
-    assert [own.pick("keep").tolist() for own in made.owned] == [[1.0, 1.0], [1.0, 1.0]]
+    assert [own.gather("keep").tolist() for own in made.local] == [[1.0, 1.0], [1.0, 1.0]]
     made, _ = estimated(played, config())
     assert "keep" not in made.rows[0].fields
 
@@ -245,7 +245,7 @@ def on_two_ranks(ppo: PPOConfig, sent: Any) -> list[tuple[TrainBatch, list[Minib
     def rank(index: int) -> tuple[TrainBatch, list[Minibatch]]:
         made = make_train_batch(*sent(index), ppo, rank=index, world_size=2)
         forward(made)
-        return made, estimate(made, ppo, Two(index, 2))
+        return made, compute_advantages(made, ppo, Two(index, 2))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank, (0, 1)))
@@ -281,8 +281,8 @@ def test_two_ranks_find_bit_by_bit_what_one_finds(
     ranks = draw.integers(0, 2, size=12).tolist()
     sent = lambda rank: batch(played, rank=rank, ranks=ranks, minibatches=updates)  # noqa: E731
     parts = on_two_ranks(ppo, sent)
-    rows = {own.index: own.rows for made, _ in parts for own in made.owned}
-    for own in whole.owned:
+    rows = {own.index: own.rows for made, _ in parts for own in made.local}
+    for own in whole.local:
         for row, other in zip(own.rows, rows[own.index], strict=True):
             assert row.fields.keys() == other.fields.keys()
             for name, array in row.fields.items():

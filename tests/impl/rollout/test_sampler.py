@@ -13,9 +13,9 @@ import pytest
 from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.task import Task
 from arealite.base.errors import GenerationRefused, RoleError, UserError
-from arealite.impl.rollout import sampling
+from arealite.impl.rollout import sampler
 from arealite.impl.rollout.collector import Collector
-from arealite.impl.rollout.sampling import Sampler
+from arealite.impl.rollout.sampler import Sampler
 from arealite.system.data.samples import Samples
 from arealite.system.health import vitals
 from arealite.system.ledger import group as open_group
@@ -123,7 +123,7 @@ async def test_what_fails_every_time_has_no_score(samples) -> None:
 
 
 async def test_it_stops_where_most_episodes_fail(samples, monkeypatch) -> None:
-    monkeypatch.setattr(sampling, "FAILURE_WINDOW", 8)
+    monkeypatch.setattr(sampler, "FAILURE_WINDOW", 8)
     run = Run(samples)
     with pytest.raises(ExceptionGroup) as raised:
         await run.go(tasks(*["crash"] * 40), 1)

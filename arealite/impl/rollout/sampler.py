@@ -1,7 +1,6 @@
-"""Samples tasks until all samples are there, through the collector that training uses.
+"""Samples tasks for `eval` and `collect`, through the collector that training uses.
 
-Consumes tasks, waits for episodes and the disk, is unblocked by servers and environments. Each
-finished sample is durable before its place is given to the next.
+A finished sample is durable before the next one starts in its place.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ class Sampler:
         self.collector = collector
         self.samples = samples
         self.split = split
-        """"train" samples as training does, "eval-0" as its evaluations."""
+        """"train" samples as training does, "eval-0" as its evaluations do."""
         self.failed: Counter[str] = Counter()
-        """By source, samples that failed for good: in no result, and tried again by the next
-        run."""
+        """Samples that failed for good, by source: in no result, and retried by the next run."""
         self._ppo, self._share = config.trainer.ppo, config.datapipe.max_failed_share
-        self._version = -1 if config.llm_server.addresses else 0  # others' may be of no version
+        # External servers may have no version.
+        self._version = -1 if config.llm_server.addresses else 0
         self._window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._first: Failure | None = None
         self._progress = progress
 
     async def run(self, tasks: Sequence[Task], n: int) -> None:
-        """Return when each task has samples 0 … n - 1, or those have failed for good.
+        """Sample each task `n` times; samples that exist already are kept.
 
         Raises:
             RoleError: more than `datapipe.max_failed_share` of the latest episodes failed.
@@ -70,7 +69,7 @@ class Sampler:
                 working.create_task(self._work(left), name=f"samples {place}")
 
     async def _work(self, jobs: Iterator[Job]) -> None:
-        """Make one sample after the other, in one of the places."""
+        """Run jobs one after the other."""
         for job in jobs:
             for attempt in range(self._ppo.max_attempts):
                 if attempt:
@@ -83,7 +82,7 @@ class Sampler:
             self._progress(self._done, self._all)
 
     async def _attempt(self, number: int, task: Task, member: int) -> bool:
-        """Run an episode, and keep it; False: it failed."""
+        """Run an episode and store it; return False if it failed."""
         group = f"{self.split}-{number}"
         lease = Lease(group, group, self.split, task, [member], self._version)
         # In a task of its own: an environment may leave that cancelled, or have swallowed it.
