@@ -15,30 +15,9 @@ from arealite.api.fields import opt, sub
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
+from arealite.api.trial import TrialConfig
 from arealite.base.names import RunPaths
 from arealite.base.places import check_name
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """Where processes find each other and where a run keeps its files."""
-
-    name_root: str = opt("~/.cache/arealite/names", "folder of the name registry; all hosts see it")
-    run_root: str = opt("runs", "folder of all runs, seen by every host")
-    user: str | None = opt(None, "whose names; null takes the login name")
-    heartbeat_s: float = opt(1.0, "how often a role renews its name", above=0)
-    ttl_s: float = opt(5.0, "a name not renewed for this long is dead", above=0)
-    host: str = opt(
-        "127.0.0.1", "address under which this host's roles are reached; auto: each host's own"
-    )
-
-    security: bool = opt(True, "ports ask for the trial's secret; off: anybody is let in")
-
-    @property
-    def bound(self) -> str:
-        """What servers of a run bind: loopback, unless other hosts are to reach this one."""
-        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return "127.0.0.1" if is_loopback else "0.0.0.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +55,15 @@ class LoggerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentConfig:
+class ExperimentConfig(TrialConfig):
     """Root of `train.py`."""
 
-    experiment_name: str = opt("arealite", "first part of the run's name; servers are found by it")
-    trial_name: str = opt("trial", "second part")
-    seed: int = opt(1, "of everything random", at_most=2**63 - 1)
-    imports: list[str] = sub(
-        list, "modules or .py files to import first: they register your own parts"
-    )
     resume: str = opt(
         "auto",
         "auto: go on from the newest checkpoint, or begin; must; never: move what is there aside "
         "and begin; step-000040: go on from that checkpoint",
     )
     server_wait_s: float = opt(60.0, "how long to look for a server before giving up", at_least=0)
-    cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
     llm_server: ExternalServersConfig = sub(
@@ -110,14 +82,9 @@ class ExperimentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Root of `launch_llm_server`."""
+class ServerConfig(TrialConfig):
+    """Root of `launch_llm_server`; its names are those of the experiment that uses the server."""
 
-    experiment_name: str = opt("arealite", "as in the experiment that uses this server")
-    trial_name: str = opt("trial", "as in the experiment that uses this server")
-    seed: int = opt(1, "of sampling", at_most=2**63 - 1)
-    imports: list[str] = sub(list, "modules or .py files to import first")
-    cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")
 
@@ -128,13 +95,13 @@ class ServerConfig:
         return self.cluster.host if host in ("0.0.0.0", "::", "") else host
 
 
-def run_paths(config: ExperimentConfig) -> RunPaths:
+def run_paths(config: TrialConfig) -> RunPaths:
     """Return where the experiment's trial keeps its files."""
     root = Path(config.cluster.run_root).expanduser().absolute()
     return RunPaths(root / config.experiment_name / config.trial_name)
 
 
-def name_dir(config: ExperimentConfig | ServerConfig) -> Path:
+def name_dir(config: TrialConfig) -> Path:
     """Return the trial's folder in the name registry.
 
     Raises:

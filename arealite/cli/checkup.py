@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ServerConfig, run_paths
+from arealite.api.config import ExperimentConfig, ServerConfig, run_paths
+from arealite.api.trial import ClusterConfig
 from arealite.base.model_folder import read_shapes
 from arealite.cli import check, configs, options
 from arealite.cli.fold import fold

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import agents
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import other_model
 from arealite.cli import check, check_data, main

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli import main as cli
 from tests.models import tiny_model
