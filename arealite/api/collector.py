@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from arealite.api.agent_config import AgentConfig
@@ -58,7 +59,9 @@ class CollectorConfig:
         return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
 
     def constraints(self) -> Constraints:
-        """Yield the constraint on the bounds of the concurrency."""
+        """Yield the constraints on the environments' names and on the concurrency."""
+        bad = [name for name in self.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]
+        yield not bad, f"envs.{''.join(bad[:1])}: use letters, digits, '_' and '-' only."
         least, most = self.autoscale.min_concurrency, self.concurrency
         yield (
             least <= most or not self.autoscale.enabled,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from arealite.api.datapipe import DatapipeConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
@@ -79,6 +79,37 @@ class ExperimentConfig(TrialConfig):
         """Whether there are held-out rows."""
         parts = self.trainer.ppo.collector.envs.values()
         return self.dataset.eval is not None or any(part.eval for part in parts)
+
+    def constraints(self) -> Constraints:
+        """Yield the constraints between sections, for a run with servers and workers."""
+        trainer, ppo, launcher = self.trainer, self.trainer.ppo, self.launcher
+        yield (
+            trainer.type != "ppo" or ppo.max_staleness == 0,
+            f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}. "
+            "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo.",
+        )
+        most, least = launcher.max_workers, launcher.rollout_workers
+        yield (
+            most == 0 or (most >= least and ppo.collector.autoscale.enabled),
+            f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}, with "
+            "collector.autoscale.enabled=true. 0 keeps that many.",
+        )
+        if ppo.publisher.type != "shared":
+            return
+        fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
+        yield (
+            launcher.trainer_ranks == 1,
+            f"{key} needs launcher.trainer_ranks=1, not {launcher.trainer_ranks}.",
+        )
+        yield (
+            not (self.llm_server.addresses or launcher.llm_servers),
+            f"{key} updates no other server: remove llm_server.addresses and launcher.llm_servers.",
+        )
+        yield (
+            not fsdp.cpu_offload and (fsdp.dtype == "float32" or fsdp.lora.rank > 0),
+            f"{key} generates from the parameters that are trained: use engine.fsdp.dtype=float32, "
+            "or lora.rank above 0, and cpu_offload=false.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

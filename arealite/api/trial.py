@@ -32,9 +32,7 @@ class ClusterConfig:
 class TrialConfig:
     """What all root configs have: those of an experiment, of a server and of an environment."""
 
-    experiment_name: str = opt(
-        "arealite", "first part of the run's name; servers are found by it"
-    )
+    experiment_name: str = opt("arealite", "first part of the run's name; servers are found by it")
     trial_name: str = opt("trial", "second part")
     seed: int = opt(1, "of everything random", at_most=2**63 - 1)
     imports: list[str] = sub(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, run_paths
+from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, name_dir, run_paths
 from arealite.api.engine import engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.env import EnvConfig, envs
@@ -29,7 +29,7 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
-from arealite.impl.launcher.processes import own_address
+from arealite.impl.launcher.processes import own_address, server_overrides
 
 C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
@@ -101,18 +101,26 @@ def check_derived() -> None:
                 )
 
 
-def check_names(config: Any) -> None:
-    """Check that every part that a config tree names is in its table.
+def check_names(config: ExperimentConfig) -> None:
+    """Check that the run's names can be folders, and that each `type` names a known part.
 
     Raises:
-        UserError: an unknown name.
+        UserError: one of them does not, or a logger cannot be used.
     """
+    name_dir(config)
     for _, node in base_config.nodes(config):
         for schema, table in TABLES.items():
             if isinstance(node, schema):
                 found = getattr(node, NAMED_IN.get(schema, "type"))
                 for name in found if schema in NAMED_IN else [found]:
                     table.check(name)
+    for name in config.logger.types:
+        loggers.get(name).check()
+
+
+def own_server(config: ExperimentConfig) -> ServerConfig:
+    """Return the config of the servers that are started with a run."""
+    return load(ServerConfig, CONFIG_DIR / "llm_server.yaml", server_overrides(config))
 
 
 def at_home(config: Root) -> Root:

@@ -16,7 +16,7 @@ from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
-from arealite.cli import check, configs, sampling
+from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
 from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
     if wrong:
         raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")
     if config.trainer.ppo.collector.envs:
-        check.check_data(config)
+        preflight.check_sources(config)
     else:
-        check.required(config.dataset.eval, "dataset.eval")
+        preflight.required(config.dataset.eval, "dataset.eval")
     out = Path(config.out).expanduser() if config.out else config.folder / "eval.json"
     if config.out and (out.is_dir() or not out.parent.is_dir()):
         why = "is a folder, name a file" if out.is_dir() else "its folder does not exist"

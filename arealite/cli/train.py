@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("a trainer rank runs one stage: without --then, a command for each.")
         return run_rank(stages[0], int(os.environ["RANK"]))
 
-    from arealite.cli.check import check, check_options
+    from arealite.cli.preflight import check_options, preflight
 
     for config in stages:
         check_options(config)
     if "--dry-run" in argv:
-        check(stages[0])
+        preflight(stages[0])
         print("all checks passed; nothing was started")
         return 0
     for number, config in enumerate(stages, start=1):
@@ -66,7 +66,7 @@ def run(config: ExperimentConfig) -> int:
 def run_rank(config: ExperimentConfig, rank: int) -> int:
     """Train as one rank. Of torchrun's ranks, the first brings up the run's other roles."""
     from arealite.cli import role
-    from arealite.cli.check import check_options
+    from arealite.cli.preflight import check_options
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return role.run("trainer", rank, config)
@@ -86,7 +86,7 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     """Check an experiment, and hold its folder as `resume` wants it; yield its config from then
     on."""
     from arealite.cli import resume
-    from arealite.cli.check import check
+    from arealite.cli.preflight import preflight
 
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names = name_dir(config)
@@ -97,7 +97,7 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
             # `arealite why` finds the launcher by this lock until the config is checked.
             stack.enter_context(held(paths.root / ".lock", fix=fix))
         try:
-            check(config, has_servers=has_servers)
+            preflight(config, has_servers=has_servers)
         except BaseException:
             if new:
                 shutil.rmtree(paths.root, ignore_errors=True)
