@@ -31,8 +31,8 @@ class PPOConfig:
     updates: int = opt(1, "optimizer updates a batch; must divide its number of groups", at_least=1)
     epochs: int = opt(1, "times these updates are made", at_least=1)
     max_staleness: int = opt(4, "eta: no trained token is older than so many versions", at_least=0)
-    staleness_policy: Literal["pace", "mask", "drop"] = opt(
-        "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
+    staleness_policy: Literal["wait", "mask", "drop"] = opt(
+        "wait", "wait for slow episodes, mask old tokens, or drop groups", renamed={"pace": "wait"}
     )
     filter_zero_variance: bool = opt(
         False, "leave out groups whose rewards are all equal in each seat, and refill"

@@ -46,7 +46,7 @@ class IdleClock:
 def slow_episodes(book: GroupBook, workers: Workers) -> list[str]:
     """Name the episodes of which the next batch has to wait for some, oldest first."""
     eta, size = book.ppo.max_staleness, book.ppo.num_groups
-    if book.ppo.staleness_policy != "pace" or book.counts["complete"] < size:
+    if book.ppo.staleness_policy != "wait" or book.counts["complete"] < size:
         return []
     now = time.monotonic()
     runs = {

@@ -346,9 +346,9 @@ def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
     assert train_step(book) == [1]
 
 
-@pytest.mark.parametrize("policy", ["pace", "drop"])
+@pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: str) -> None:
-    """The only way to get there under pace: the run is begun again with less staleness."""
+    """The only way to get there under wait: the run is begun again with less staleness."""
     about = {"group_size": 1, "staleness_policy": policy, "num_groups": 1}
     book = make(max_staleness=2, **about)
     slow = lease_next(book)
@@ -439,7 +439,7 @@ def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
             lease = book.lease(group, worker_id="w", credit=1)
             book.add(episode(lease, 0), [b""])
         done = train_step(book)
-        assert done is not None, "pace waits for ever"
+        assert done is not None, "the trainer waits for ever"
         ages += done
     assert max(ages) <= 2
     assert not book.counts["filtered:stale"]
@@ -474,7 +474,7 @@ def test_a_lost_episode_is_run_though_nothing_fits_a_smaller_batch(make: Make) -
     book.roll_back(0)
     publish(book, 0)
     book.lose(book.groups[lost.group_id].leases[lost.lease_id])
-    assert train_step(book) is None, "pace waits for what runs or is to be run"
+    assert train_step(book) is None, "the trainer waits for what runs or is to be run"
     again = lease_next(book)
     assert (again.group_id, again.members) == (lost.group_id, [1])
     book.add(episode(again, 1), [b""])
@@ -510,7 +510,7 @@ def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make:
             for member in lease.members:
                 book.add(episode(lease, member), [b""])
         done = train_step(book)
-        assert done is not None, "pace waits for ever"
+        assert done is not None, "the trainer waits for ever"
         ages += done
     assert max(ages) <= 2
     assert not book.counts["filtered"]
