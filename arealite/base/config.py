@@ -234,8 +234,8 @@ def keys(schema: type) -> Iterator[tuple[str, Any, str]]:
     for path, item, _ in leaves(schema):
         factory = item.default_factory
         default = item.default if factory is dataclasses.MISSING else factory()
-        about = (str(item.metadata.get("help", "")), range_of(item))
-        yield path, default, "; ".join(filter(None, about))
+        texts = (str(item.metadata.get("help", "")), range_of(item))
+        yield path, default, "; ".join(filter(None, texts))
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -21,7 +21,7 @@ from arealite.cli.fold import fold
 from arealite.system.data.row_files import SUFFIXES, Row, write_rows
 from arealite.system.data.samples import Samples
 
-ABOUT = """\
+DESCRIPTION = """\
 Sample a model on training tasks, and write its trajectories as rows of a file.
 
     arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
@@ -37,7 +37,7 @@ Key = tuple[int, int, str]
 
 def main(argv: Sequence[str]) -> int:
     """Collect; 1 where some samples failed for good, or no trajectory is within the bounds."""
-    config = configs.parse(CollectConfig, argv, command="arealite collect", about=ABOUT)
+    config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
     config = configs.at_home(config)
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
@@ -82,8 +82,8 @@ def rows(
             if (row, member, header.seat) not in kept:
                 continue
             for number, segment in enumerate(decode_segments(payload)):
-                about = {"sample": member, "segment": number}
-                yield about | told(tasks[row], header) | columns(segment, decode)
+                number_of = {"sample": member, "segment": number}
+                yield number_of | told(tasks[row], header) | columns(segment, decode)
 
 
 def told(task: Task, header: TrajectoryHeader) -> Row:

@@ -77,10 +77,12 @@ def load(
     return base_config.load(schema, files, overrides, parts(), is_saved=is_saved)
 
 
-def parse(schema: type[C], argv: Sequence[str], *, command: str, about: str) -> C:
+def parse(schema: type[C], argv: Sequence[str], *, command: str, description: str) -> C:
     """Return the config that a command line asks for."""
     default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
-    layers = options.parse(argv, command=command, about=about, schema=schema, default=default)
+    layers = options.parse(
+        argv, command=command, description=description, schema=schema, default=default
+    )
     return load(schema, layers.files, layers.overrides)
 
 

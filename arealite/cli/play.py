@@ -32,7 +32,7 @@ from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate
 
 COLLECTOR = "trainer.ppo.collector."
-ABOUT = """\
+DESCRIPTION = """\
 Play an environment in this terminal. You sit in its first seat, or in those of
 --seat; each line that you type is an answer, and the end of the input (Ctrl-D)
 ends the game. An option is one of the environment (opening_moves=2,
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="arealite play",
-        description=fold(ABOUT),
+        description=fold(DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -226,8 +226,8 @@ async def seat(
     stand_in = replace(collector.agent, type=options.opponent, scripted=scripted)
     players = dict[str, Player]()
     for name in names:
-        about = Seat(name, group_id="play", episode_id="play/0")
-        players[name] = player = Player(None, client=nothing, tokenizer=nothing, seat=about)
+        seat = Seat(name, group_id="play", episode_id="play/0")
+        players[name] = player = Player(None, client=nothing, tokenizer=nothing, seat=seat)
         player.lines = lines
         if name not in mine:
             who = collector.seats.get(name, stand_in)
@@ -237,7 +237,7 @@ async def seat(
                     f"seats.{name}.type=fixed_policy and its options, or scripted."
                 )
             await factory.share(who, stack)
-            player.other = factory.make_agent(who, about)
+            player.other = factory.make_agent(who, seat)
     return players
 
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     layers = options.parse_stages(
         argv,
         command="arealite check",
-        about="Check a run without starting it: config, model, data, servers, memory, disk.",
+        description="Check a run without starting it: config, model, data, servers, memory, disk.",
         schema=ExperimentConfig,
         default=configs.CONFIG_DIR / "async_ppo.yaml",
     )

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     layers = options.parse_stages(
         words,
         command="train.py",
-        about="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
+        description="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
         "--resume is resume=must; --dry-run checks everything and starts nothing.",
         schema=ExperimentConfig,
         default=configs.CONFIG_DIR / "async_ppo.yaml",
