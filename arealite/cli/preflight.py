@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
-from arealite.api.env import Env, EnvFactory, envs
+from arealite.api.env import Env, envs
 from arealite.api.llm_server import servers
 from arealite.api.trial import ClusterConfig
 from arealite.base.config import check_constraints
@@ -32,6 +32,7 @@ from arealite.base.places import check_address, check_folder
 from arealite.cli import configs, estimates, options
 from arealite.cli.fold import fold
 from arealite.cli.resume import check_resume
+from arealite.impl.env_client import make_env
 from arealite.impl.publisher.shapes import Shapes
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.chats import check_examples
@@ -188,7 +189,7 @@ def check_envs(config: ExperimentConfig) -> None:
         )
     for part in collector.parts.values():
         if part.env.runtime.type != "in_process":
-            EnvFactory(config).make_env(part.env)  # knows what its addresses must be
+            make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
         seats = getattr(envs.get(part.env.type), "seats", None)
         if isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))
