@@ -10,6 +10,7 @@ from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.task import Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
 
@@ -26,9 +27,9 @@ class Env(ABC):
     turn: `run` begins again, and the agents' first generations are the recorded ones. Rewards are
     computed again. Where a prompt is another one after all, sampling goes on from there."""
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: Any) -> None:
         self.args = args
-        """The run's ExperimentConfig; read only names and cluster from it."""
+        """Names, seed and cluster of the run, or of the server that hosts the environment."""
         self.config = config
         """This environment's own config."""
 

@@ -60,7 +60,7 @@ def run(config: ExperimentConfig) -> int:
     """Run one experiment to its end; return its exit code."""
     with prepared(config) as config:
         vitals.start("launcher-0", name_dir(config) / "vitals")
-        return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+        return launchers.get(config.launcher.type)(config).run()
 
 
 def run_rank(config: ExperimentConfig, rank: int) -> int:

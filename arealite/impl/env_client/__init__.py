@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
+from arealite.api.trial import TrialConfig
 
 
-def make_env(args: Any, config: EnvConfig) -> Env:
+def make_env(args: TrialConfig, config: EnvConfig) -> Env:
     """Construct an environment where `config.runtime` places it: in this process or in servers.
 
     Call its `setup` before the first episode.
