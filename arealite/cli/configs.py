@@ -133,6 +133,19 @@ def at_home(config: Root) -> Root:
     return replace(config, cluster=replace(config.cluster, host=own_address()))
 
 
+def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list[ExperimentConfig]:
+    """Return the configs of a command line with `--then`, in the order of the stages.
+
+    Raises:
+        UserError: see load_stages.
+    """
+    default = CONFIG_DIR / "async_ppo.yaml"
+    layers = options.parse_stages(
+        argv, command=command, description=description, schema=ExperimentConfig, default=default
+    )
+    return load_stages(layers)
+
+
 def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
     """Load the configs of stages that follow each other; see options.THEN for what they share.
 

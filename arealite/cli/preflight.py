@@ -29,7 +29,7 @@ from arealite.base.model_folder import (
     read_model,
 )
 from arealite.base.places import check_address, check_folder
-from arealite.cli import configs, estimates, options
+from arealite.cli import configs, estimates
 from arealite.cli.fold import fold
 from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
@@ -62,14 +62,8 @@ class Facts(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Print a line for each part of each stage; the first error ends it, as in `train`."""
-    layers = options.parse_stages(
-        argv,
-        command="arealite check",
-        description="Check a run without starting it: config, model, data, servers, memory, disk.",
-        schema=ExperimentConfig,
-        default=configs.CONFIG_DIR / "async_ppo.yaml",
-    )
-    stages = configs.load_stages(layers)
+    description = "Check a run without starting it: config, model, data, servers, memory, disk."
+    stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:
         check_options(config)
     for number, config in enumerate(stages, start=1):

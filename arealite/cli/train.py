@@ -11,7 +11,7 @@ from dataclasses import replace
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
 from arealite.base.errors import UserError
-from arealite.cli import configs, options
+from arealite.cli import configs
 from arealite.system.health import vitals
 from arealite.system.locks import held
 
@@ -25,15 +25,12 @@ def main(argv: Sequence[str]) -> int:
         if any(word.startswith("--then") for word in words):
             raise UserError("--resume is for one stage. Stages go on by themselves: leave it out.")
         words.append("resume=must")
-    layers = options.parse_stages(
+    stages = configs.parse_stages(
         words,
         command="train.py",
         description="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
         "--resume is resume=must; --dry-run checks everything and starts nothing.",
-        schema=ExperimentConfig,
-        default=configs.CONFIG_DIR / "async_ppo.yaml",
     )
-    stages = configs.load_stages(layers)
     if "RANK" in os.environ and "--dry-run" not in argv:
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: without --then, a command for each.")
