@@ -185,7 +185,7 @@ def check_envs(config: ExperimentConfig) -> None:
         if part.env.runtime.type != "in_process":
             make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
         seats = getattr(envs.get(part.env.type), "seats", None)
-        if isinstance(seats, tuple) and seats is not Env.seats:
+        if seats and isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))
 
 
