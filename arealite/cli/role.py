@@ -125,7 +125,7 @@ def trainer(config: ExperimentConfig, index: int) -> None:
     """Train as one rank."""
     from arealite.api.trainer import trainers
 
-    trainers.get(config.trainer.type)(config).train()  # type: ignore[call-arg]
+    trainers.get(config.trainer.type)(config).train()
 
 
 def sidecar(config: ExperimentConfig, index: int) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli import why as why_module
 from arealite.cli.main import main

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
+from arealite.api.config import ExperimentConfig, ModelConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
 from arealite.api.llm import SGLangClientConfig as Options
+from arealite.api.trial import ClusterConfig
 from arealite.impl.client import wire
 from arealite.impl.client.routing import Server
 from arealite.impl.client.sglang import SGLangClient

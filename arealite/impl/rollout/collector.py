@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import Env, EnvFactory
+from arealite.api.env import Env
 from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
@@ -29,6 +29,7 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base import errors, log
 from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
 from arealite.base.registry import unknown
+from arealite.impl.env_client import make_env
 from arealite.system.health.waits import Limit, Limits, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
@@ -66,9 +67,8 @@ class Collector:
     ) -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
-        make_env = EnvFactory(config).make_env
         self.parts = {
-            name: Part(part, make_env(part.env)) for name, part in self.config.parts.items()
+            name: Part(part, make_env(config, part.env)) for name, part in self.config.parts.items()
         }
         """By name; a task's `extra_info.env` is the name of its environment."""
         self._eval_sampling = ppo.eval.sampling

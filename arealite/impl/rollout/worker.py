@@ -69,8 +69,8 @@ class RolloutWorker:
             await self.client.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return counters since the start: episodes, seconds of waiting by cause, the client's."""
-        stats = getattr(self.client, "stats", dict[str, float])()
+        """Return counters since the start: episodes, seconds waited by cause, the client's."""
+        stats = self.client.stats()
         client = {f"client_{name}": value for name, value in stats.items()}
         own = {**self._counters, **self._collector.resumed, "loop_lag_max_s": vitals.lag_max_s()}
         return {**own, **client, "running": float(len(self._running))}

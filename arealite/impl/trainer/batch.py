@@ -248,7 +248,7 @@ def _row(segment: Segment, *, weight: float) -> Sequence:
 def _bound_staleness(
     row: Sequence, versions_T: np.ndarray, header: TrajectoryHeader, *, step: int, config: PPOConfig
 ) -> None:
-    """Mask tokens older than `max_staleness`; under `pace` and `drop` there are none."""
+    """Mask tokens older than `max_staleness`; under `wait` and `drop` there are none."""
     old_T = row.loss_mask & (versions_T < step - config.max_staleness)
     if not old_T.any():
         return

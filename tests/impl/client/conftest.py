@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from blockbuster import blockbuster_ctx
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, SGLangClientConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang

@@ -16,7 +16,8 @@ from tests.waiting import has_exited, spawned, until, until_exited
 
 RUN = """
 import sys
-from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.api.config import ServerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher import server, supervisor
 supervisor.PAUSES_S = (0.0, 0.02)
 server.TERMINATE_S = float(sys.argv[3])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig
+from arealite.api.config import ExperimentConfig
 from arealite.api.launcher import LauncherConfig, SlurmConfig
 from arealite.api.trainer import TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.impl.launcher import slurm, slurm_job
 from arealite.impl.launcher.processes import rank_environments

@@ -44,7 +44,8 @@ DIES = "raise ExceptionGroup('in a TaskGroup', [ValueError('no such card')])\n"
 REASON = "ValueError: no such card"
 SERVER = """
 import os, sys
-from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.api.config import ServerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher import server, supervisor
 supervisor.PAUSES_S = (0.0, 600.0)
 names = {"name_root": os.environ["NAMES"]}

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, LoggerConfig
+from arealite.api.config import ExperimentConfig, LoggerConfig
 from arealite.api.logger import MetricLogger
+from arealite.api.trial import ClusterConfig
 from arealite.impl.logger import guarded
 from arealite.impl.logger.guarded import GuardedLogger, without_secrets
 from arealite.impl.logger.jsonl import JSONLLogger

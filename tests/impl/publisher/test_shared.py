@@ -14,15 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.api.config import (
-    ClusterConfig,
-    ExperimentConfig,
-    ModelConfig,
-)
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.publisher.shared import SharedPublisher

@@ -16,8 +16,9 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.llm_server import ExternalServersConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.cli import role
 from arealite.impl.server import external

@@ -78,7 +78,7 @@ def test_payloads_may_come_in_any_order_of_indices() -> None:
     assert [len(row.tokens) for row in rows] == [3, 4]
 
 
-@pytest.mark.parametrize("policy", ["pace", "drop"])
+@pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_a_token_older_than_the_bound_stops_the_run_and_names_the_trajectory(policy: str) -> None:
     config = replace(CONFIG, staleness_policy=policy)
     fresh, old = group("g", [1.0, 0.0], version=3), group("h", [1.0, 0.0], version=2)

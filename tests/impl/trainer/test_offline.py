@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from arealite.api.config import (
-    ClusterConfig,
     DatasetConfig,
     ExperimentConfig,
     LoggerConfig,
@@ -30,6 +29,7 @@ from arealite.api.engine_config import (
 )
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.trainer import TrainerConfig, trainers
+from arealite.api.trial import ClusterConfig
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.components import TrainerComponents

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from arealite.api.algorithm import AdvantageConfig, KLConfig
-from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig, run_paths
+from arealite.api.config import DatasetConfig, ExperimentConfig, run_paths
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint

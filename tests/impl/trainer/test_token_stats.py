@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, run_paths
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.impl.trainer.ppo import PPOTrainer

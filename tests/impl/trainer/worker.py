@@ -20,11 +20,12 @@ from arealite.api.algorithm import (
     ShapingConfig,
 )
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig, TrainEngineConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.world import World

@@ -10,9 +10,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import PPOConfig
 from arealite.base.config import check_constraints
 from arealite.base.errors import UserError
-from arealite.cli import check
 from arealite.cli.configs import load
-from tests.models import tiny_model
 
 
 def configured(folder: Path, options: str) -> PPOConfig:
@@ -84,14 +82,3 @@ def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
 )
 def test_it_is_allowed(tmp_path: Path, options: str) -> None:
     check_constraints(configured(tmp_path, options), "trainer.ppo.")
-
-
-def test_reference_and_critic_must_read_the_policys_tokens(tmp_path: Path) -> None:
-    model = check.check_model(str(tiny_model(tmp_path / "policy")))
-    same = configured(tmp_path, f"kl.reference={tiny_model(tmp_path / 'same', hidden_size=16)}")
-    check.check_other_models(same, model)
-    check.check_other_models(configured(tmp_path, "kl.reference=initial"), model)
-    other = tiny_model(tmp_path / "other", vocab=32)
-    for key in ("kl.reference", "critic.path"):
-        with pytest.raises(UserError, match=f"trainer.ppo.{key}=.*32 token ids, model.path has 64"):
-            check.check_other_models(configured(tmp_path, f"{key}={other}"), model)

@@ -8,8 +8,8 @@ import pytest
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.cli.check import check_data, check_options
 from arealite.cli.configs import load
+from arealite.cli.preflight import check_options, check_sources
 from tests.impl.rollout import worlds  # registers the environments
 
 TWO = "collector.envs.a.env.type=math collector.envs.b.env.type=duel"
@@ -68,6 +68,6 @@ def test_it_is_allowed(tmp_path: Path) -> None:
 
 
 def test_rows_are_said_once_where_there_are_several_environments(tmp_path: Path) -> None:
-    check_data(configured(tmp_path, TWO))
+    check_sources(configured(tmp_path, TWO))
     with pytest.raises(UserError, match=r"collector.envs.NAME.train=…"):
-        check_data(configured(tmp_path, f"{TWO} dataset.train=x.jsonl"))
+        check_sources(configured(tmp_path, f"{TWO} dataset.train=x.jsonl"))

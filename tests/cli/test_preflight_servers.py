@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import agents
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import other_model
-from arealite.cli import check, check_data, main
+from arealite.cli import main, preflight
 from arealite.cli.configs import load
+from arealite.system.data import prompts
 from arealite.system.names.registry import NameRegistry
 from tests.models import tiny_tokenizer
 
@@ -60,9 +62,9 @@ def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, val
 def test_a_synchronous_trainer_with_staleness_is_refused() -> None:
     stale, fresh = ["trainer.ppo.max_staleness=3"], ["trainer.ppo.max_staleness=0"]
     with pytest.raises(UserError, match=r"is synchronous, but max_staleness is 3"):
-        check.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *stale]))
-    check.check_options(load(ExperimentConfig, [], ["trainer.type=async_ppo", *stale]))
-    check.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *fresh]))
+        preflight.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *stale]))
+    preflight.check_options(load(ExperimentConfig, [], ["trainer.type=async_ppo", *stale]))
+    preflight.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *fresh]))
 
 
 def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
@@ -77,13 +79,13 @@ def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
     def load_tokenizer(path: str) -> None:
         raise Loaded(path)
 
-    monkeypatch.setattr(check_data, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(prompts, "load_tokenizer", load_tokenizer)
     with pytest.raises(UserError, match="has no tokenizer"):
-        check.check_prompts(config, [short], [1024])
+        prompts.check_prompts(config, [short], [1024])
     tiny_tokenizer().save_pretrained(tmp_path)
-    check.check_prompts(config, [short], [1024])
+    prompts.check_prompts(config, [short], [1024])
     with pytest.raises(Loaded):
-        check.check_prompts(config, [short, long], [1024])
+        prompts.check_prompts(config, [short, long], [1024])
 
 
 def test_it_says_that_it_waits_for_a_server_only_where_it_does(
@@ -92,11 +94,11 @@ def test_it_says_that_it_waits_for_a_server_only_where_it_does(
     cluster = ClusterConfig(name_root=str(tmp_path), ttl_s=600.0)
     config = ExperimentConfig(cluster=cluster, server_wait_s=0.2)
     with pytest.raises(UserError, match="Start one"):
-        check.find_servers(config, {})
+        preflight.find_servers(config, {})
     assert "waiting up to 0.2 s for a language-model server" in capsys.readouterr().out
     NameRegistry.of(config).put("llm_server", "a", {"address": "http://a"})
     patient = replace(config, server_wait_s=120.0)
-    assert [entry.id for entry in check.find_servers(patient, {})] == ["a"]
+    assert [entry.id for entry in preflight.find_servers(patient, {})] == ["a"]
     assert capsys.readouterr().out == ""
 
 

@@ -18,8 +18,8 @@ from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model, weight_files
-from arealite.cli.check_data import check_prompts, check_tokens
 from arealite.cli.main import main
+from arealite.system.data.prompts import check_prompts, check_tokens
 from tests.e2e.conftest import ENVIRONMENT, ROOT, write_rows
 from tests.models import tiny_mixture, tiny_model
 
@@ -144,6 +144,20 @@ def test_a_refusal_imports_no_torch(command: str, model: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_reference_and_critic_must_read_the_policys_tokens(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = tiny_model(tmp_path / "same", hidden_size=16)
+    dry = ["train", "--dry-run", *words(model)]
+    assert main([*dry, f"trainer.ppo.kl.reference={same}"]) == 0
+    assert main([*dry, "trainer.ppo.kl.reference=initial"]) == 0
+    other = tiny_model(tmp_path / "other", vocab=32)
+    for key, more in (("kl.reference", ""), ("critic.path", "trainer.ppo.advantage.type=gae")):
+        line = refused(capsys, *dry, f"trainer.ppo.{key}={other}", *more.split())
+        assert f"trainer.ppo.{key}={other} has another vocabulary: 32 token ids" in line
+        assert "model.path has 64" in line
 
 
 def test_only_the_files_that_transformers_reads_count(model: Path) -> None:

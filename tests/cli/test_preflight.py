@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arealite.base.printable import unguarded
-from arealite.cli import checkup
+from arealite.cli import estimates
 from arealite.cli.main import main
 from tests.e2e.conftest import write_rows
 from tests.models import tiny_model
@@ -102,7 +102,9 @@ def test_memory_counts_what_each_role_holds() -> None:
         fsdp = FSDPConfig(dtype=dtype, max_tokens_per_microbatch=1, logits_chunk=1)
         engine = TrainEngineConfig(fsdp=fsdp)
         config = ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(engine=engine, **ppo)))
-        return dict(checkup.memory(config, model, {"weight": [numel]}))["trainer, each of 1"]
+        (trainer,) = estimates.memory(config, model, {"weight": [numel]})
+        assert trainer.role == "trainer, each of 1"
+        return trainer.size
 
     assert held() == pytest.approx(16 * numel, rel=1e-3)
     assert held("bfloat16") == pytest.approx(18 * numel, rel=1e-3)
@@ -120,7 +122,7 @@ def test_a_server_counts_the_type_it_holds() -> None:
 
     def held(*words: str) -> float:
         config = configs.load(ExperimentConfig, file, [*words, "model.path=m"])
-        return [*dict(checkup.memory(config, model, {"weight": [1000]})).values()][-1]
+        return [*estimates.memory(config, model, {"weight": [1000]})][-1].size
 
     keys = 2 * 2 * 8 * 256 * 100
     shared = "trainer.ppo.publisher.type=shared"
@@ -133,8 +135,8 @@ def test_a_server_counts_the_type_it_holds() -> None:
 
 
 def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(checkup.os, "sysconf", lambda name: 1)
-    monkeypatch.setattr(checkup, "_gpu_memory", lambda: 0)
+    monkeypatch.setattr(estimates.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(estimates, "_gpu_memory", lambda: 0)
     assert main(words) == 0
     assert "this host has free 1 byte" in said(capsys)["WARNING"]
 

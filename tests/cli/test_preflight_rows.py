@@ -13,7 +13,7 @@ from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.base.config import check_ranges
 from arealite.base.errors import UserError
 from arealite.cli import resume
-from arealite.cli.check import check, check_options
+from arealite.cli.preflight import check_options, preflight
 from tests.impl.trainer.test_offline import faked, rows, settings
 from tests.models import tiny_model
 from tests.system.data.test_dataset import jsonl
@@ -32,7 +32,7 @@ def with_rows(config: ExperimentConfig, folder: Path, found: list[Any]) -> Exper
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_a_good_run_passes_without_a_server(tmp_path, model, kind):
-    check(settings(tmp_path, model, kind, held_out=3))
+    preflight(settings(tmp_path, model, kind, held_out=3))
 
 
 @pytest.mark.parametrize(
@@ -48,28 +48,28 @@ def test_a_good_run_passes_without_a_server(tmp_path, model, kind):
 def test_one_bad_row_is_named(tmp_path, model, kind, row, says):
     config = with_rows(settings(tmp_path, model, kind), tmp_path, [*GOOD[:2], row, *GOOD[2:]])
     with pytest.raises(UserError, match=says):
-        check(config)
+        preflight(config)
 
 
 def test_bad_held_out_rows_and_files_are_found_too(tmp_path, model):
     config = settings(tmp_path, model)
     bad = replace(config.dataset, eval=jsonl(tmp_path, [{"question": "x"}]))
     with pytest.raises(UserError, match="line 1: a row needs"):
-        check(replace(config, dataset=bad))
+        preflight(replace(config, dataset=bad))
     for path, says in (("", "no dataset"), ("x.jsonl", "does not exist"), ("x.csv", "suffix")):
         with pytest.raises(UserError, match=says):
-            check(replace(config, dataset=replace(config.dataset, train=path)))
+            preflight(replace(config, dataset=replace(config.dataset, train=path)))
     with pytest.raises(UserError, match="is no Hugging Face model folder"):
-        check(replace(config, model=replace(config.model, path=str(tmp_path))))
+        preflight(replace(config, model=replace(config.model, path=str(tmp_path))))
 
 
 def test_rows_that_teach_nothing_are_counted_and_only_they_are_refused(tmp_path, model, capsys):
     long = {"prompt": "1" * 40, "completion": "2"}
     config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [*GOOD, long, long])
-    check(config)
+    preflight(config)
     assert "2 rows have nothing to learn and are left out; the first: " in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
-        check(with_rows(config, tmp_path, [long]))
+        preflight(with_rows(config, tmp_path, [long]))
 
 
 @pytest.mark.parametrize(
@@ -105,29 +105,29 @@ def test_a_reference_has_the_policys_vocabulary(tmp_path, model):
     for path, says in ((other, "has another vocabulary: 80 token ids"), (tmp_path, "is no Hugg")):
         trainer = replace(config.trainer, dpo=DPOConfig(reference=str(path)))
         with pytest.raises(UserError, match=f"trainer.dpo.reference={path} {says}"):
-            check(replace(config, trainer=trainer))
+            preflight(replace(config, trainer=trainer))
 
 
 def test_resume_of_an_offline_run(tmp_path, model):
     config = settings(tmp_path, model, checkpoint_every_steps=2, checkpoint_keep=9)
-    check(config)
-    check(replace(config, resume="never"))
+    preflight(config)
+    preflight(replace(config, resume="never"))
     with pytest.raises(UserError, match="holds no run to go on with"):
-        check(replace(config, resume="must"))
+        preflight(replace(config, resume="must"))
     faked(config).train()
     for wanted in ("auto", "must", "never", "step-000004"):
-        check(replace(config, resume=wanted))
+        preflight(replace(config, resume=wanted))
     with pytest.raises(UserError, match="step-000003 is no good checkpoint"):
-        check(replace(config, resume="step-000003"))
+        preflight(replace(config, resume="step-000003"))
     with pytest.raises(UserError, match=r"begun with seed=1, now it is 2\. Put 1 back"):
-        check(replace(config, seed=2))
+        preflight(replace(config, seed=2))
     with pytest.raises(UserError, match=r"begun with batch_size=4, now it is 5"):
         offline = replace(config.trainer.offline, batch_size=5)
-        check(replace(config, trainer=replace(config.trainer, offline=offline)))
+        preflight(replace(config, trainer=replace(config.trainer, offline=offline)))
     with pytest.raises(UserError, match=r"begun with trainer\.type=sft, now it is dpo"):
-        check(replace(config, trainer=replace(config.trainer, type="dpo")))
+        preflight(replace(config, trainer=replace(config.trainer, type="dpo")))
     with pytest.raises(UserError, match="begun with dataset_digest="):
-        check(with_rows(config, tmp_path, rows(10)[::-1]))
+        preflight(with_rows(config, tmp_path, rows(10)[::-1]))
     back = resume.settle(replace(config, resume="step-000004"))
     assert back.resume == "auto"
     paths = run_paths(config)
