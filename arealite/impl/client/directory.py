@@ -13,10 +13,10 @@ import aiohttp
 import msgspec
 
 from arealite.base import log
-from arealite.base.errors import InvariantError
+from arealite.base.errors import DeadlineError, InvariantError
 from arealite.impl.client import wire
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
@@ -108,17 +108,14 @@ class Directory:
         """Ask a server for its version; a silent or refusing one gets no traffic."""
         url, seconds = f"{server.address}/model_info", self.timeout_s
         try:
-            with waiting(
+            with Wait(
                 "its version", owner="llm client", on=server.name, seconds=seconds, prompt=True
             ) as wait:
                 wait.heard = server.heard
-                async with (
-                    asyncio.timeout(seconds),
-                    self._session.get(url, headers=server.headers) as response,
-                ):
+                async with self._session.get(url, headers=server.headers) as response:
                     response.raise_for_status()
                     info = wire.decode_model_info(await response.read())
-        except TimeoutError:
+        except DeadlineError:
             server.misses += 1
             if server.misses >= MAX_MISSES or not is_named:
                 self._lose(server, f"no answer for {server.misses} x {self.timeout_s} s")
@@ -133,6 +130,6 @@ class Directory:
             self._tell()  # now: a silent server must not keep this one waiting
 
     def _lose(self, server: Server, why: str) -> None:
-        if server.alive or server.limits:
+        if server.alive or server.waits:
             logger.warning("llm server lost", id=server.id, address=server.address, error=why)
         server.lose()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from yarl import URL
 
-from arealite.system.health.waits import Limit
+from arealite.system.health.waits import Wait
 
 STICKY_GROUPS = 8192
 """Groups whose server is remembered; far more than are in flight."""
@@ -37,7 +37,7 @@ class Server:
     """Questions in a row that it left unanswered."""
     in_flight: int = 0
     served: int = 0
-    limits: set[Limit] = field(default_factory=set)
+    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])
     """One a request in flight, so that a lost server can be left at once."""
 
     def __post_init__(self) -> None:
@@ -47,8 +47,8 @@ class Server:
     def lose(self) -> None:
         """Take it out of traffic and interrupt what waits for it."""
         self.alive = False
-        for limit in self.limits:
-            limit.expire()
+        for wait in self.waits:
+            wait.expire()
 
 
 class Router:

@@ -16,12 +16,17 @@ import msgspec
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
-from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
+from arealite.base.errors import (
+    ContextOverflow,
+    DeadlineError,
+    GenerationRefused,
+    ServerUnavailable,
+)
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.waits import Limit, Limits, deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
@@ -85,7 +90,6 @@ class SGLangClient(LLMClient):
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
-        self._limits = Limits()
         self._directory = Directory(
             self._router,
             NameRegistry.of(args),
@@ -114,7 +118,7 @@ class SGLangClient(LLMClient):
             f"an llm server in {self._directory.registry.root} (start one with "
             "arealite/launch_llm_server.py, under the same experiment and trial names)"
         )
-        async with deadline(what, owner="llm client", seconds=self._server_wait_s):
+        with Wait(what, owner="llm client", seconds=self._server_wait_s):
             while not any(server.alive for server in self._router.servers.values()):
                 await self._directory.changed()
 
@@ -170,25 +174,25 @@ class SGLangClient(LLMClient):
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
         body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
-        limit = self._limit(generation, server.name)
-        server.limits.add(limit)
+        wait = self._wait(generation, server.name)
+        server.waits[wait] = None
         server.in_flight += 1
         server.served += 1
         try:
-            with limit:
+            with wait:
                 url, headers = server.generate_url, server.headers
                 response = await self._session.post(url, data=body, headers=headers)
                 outcome = response.status, await response.read()
         except asyncio.CancelledError:
             self._abort(server, rid)
             raise
-        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+        except (aiohttp.ClientError, OSError, DeadlineError) as error:
             outcome = error
         finally:
             server.in_flight -= 1
-            server.limits.discard(limit)
+            del server.waits[wait]
         if isinstance(outcome, Exception):
-            if limit.expired:
+            if wait.expired:
                 self._abort(server, rid)
             await self._fail_over(generation, server, outcome)
             return None
@@ -205,9 +209,10 @@ class SGLangClient(LLMClient):
         await self._server_error(generation, server, message)
         return None
 
-    def _limit(self, generation: Generation, on: str) -> Limit:
+    def _wait(self, generation: Generation, on: str) -> Wait:
         what = f"generation {generation.request.request_id}"
-        return Limit(self._limits, generation.deadline, what=what, owner="llm client", on=on)
+        seconds = generation.deadline - asyncio.get_running_loop().time()
+        return Wait(what, owner="llm client", on=on, seconds=seconds)
 
     def _take(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
@@ -294,13 +299,13 @@ class SGLangClient(LLMClient):
         self._stats["server_waits"] += 1
         self._directory.want()
         try:
-            with self._limit(generation, "llm_server"):
+            with self._wait(generation, "llm_server"):
                 while True:
                     await self._directory.changed()
                     server = self._router.pick(request.group_id, request.min_version)
                     if server is not None:
                         return server
-        except TimeoutError as error:
+        except DeadlineError as error:
             why = self._router.why_none(request.min_version)
             raise ServerUnavailable(f"{request.request_id}: {why}") from error
         finally:
@@ -314,13 +319,12 @@ class SGLangClient(LLMClient):
 
     async def _send_abort(self, server: Server, rid: str) -> None:
         url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
+        seconds = self.config.connect_timeout_s
         try:
-            async with (
-                asyncio.timeout(self.config.connect_timeout_s),
-                self._control.post(url, data=body, headers=server.headers) as response,
-            ):
-                await response.read()
-        except (aiohttp.ClientError, OSError) as error:
+            with Wait("an abort", owner="llm client", on=server.name, seconds=seconds):
+                async with self._control.post(url, data=body, headers=server.headers) as response:
+                    await response.read()
+        except (aiohttp.ClientError, OSError, DeadlineError) as error:
             logger.debug("abort failed", rid=rid, error=str(error))
 
     def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:

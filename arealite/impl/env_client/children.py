@@ -27,7 +27,7 @@ from arealite.impl.env_client.servers import Servers, parse
 from arealite.impl.env_server.wire import SERVING
 from arealite.impl.launcher.processes import PARENT, how_ended
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -127,7 +127,7 @@ class Children:
 
     async def _address(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
-        async with deadline("its port", owner="collector", on=self.name, seconds=START_S):
+        with Wait("its port", owner="collector", on=self.name, seconds=START_S):
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
@@ -182,9 +182,9 @@ class Children:
         """Let a child finish what it has, and end it."""
         child.server.retired = True
         try:
-            async with asyncio.timeout(seconds):
+            with Wait("its last episodes", owner="collector", on=self.name, seconds=seconds):
                 await self._servers.until(lambda: child.exit.done() or not child.server.load)
-        except TimeoutError:
+        except DeadlineError:
             logger.warning("environment process ended early", name=self.name, seconds=seconds)
         await self._remove(child)
 
@@ -199,9 +199,10 @@ class Children:
 async def _kill(process: asyncio.subprocess.Process) -> None:
     """Ask a process to end, then kill it and what it has started."""
     if process.returncode is None:
-        with suppress(ProcessLookupError, TimeoutError):
+        on = f"process {process.pid}"
+        with suppress(ProcessLookupError, DeadlineError):
             os.kill(process.pid, signal.SIGTERM)
-            async with asyncio.timeout(TERMINATE_S):
+            with Wait("its end", owner="collector", on=on, seconds=TERMINATE_S):
                 await process.wait()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, counts, rank_environments
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
@@ -188,7 +188,7 @@ class SlurmLauncher(LocalLauncher):
         assert process.stdout is not None
         lines = list[str]()
         try:
-            async with deadline("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
+            with Wait("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
                 async for line in process.stdout:
                     lines.append(line.decode().strip())
         except DeadlineError:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from asyncio import Timeout
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from arealite.base.errors import RoleError
 from arealite.base.model_folder import read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
 from arealite.impl.publisher.shapes import Shapes, check_shapes
-from arealite.system.health.waits import PAUSER, Wait, deadline, table, waiting
+from arealite.system.health.waits import PAUSER, Wait, table
 
 logger = log.get(__name__)
 
@@ -100,7 +98,7 @@ class Server:
         if Path(self.folder).is_absolute():
             held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
             check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
-        async with self.bounded("an answer to a greeting", CONTINUE_S):
+        with self.bounded("an answer to a greeting", CONTINUE_S):
             await self.demand("/continue_generation", {})  # so that it can generate
         spec, info = await self._get("/openapi.json"), await self._get("/server_info")
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
@@ -128,7 +126,7 @@ class Server:
         """
         begin = paused = time.perf_counter()
         try:
-            async with self.bounded(f"version {version}", seconds):
+            with self.bounded(f"version {version}", seconds):
                 flush = await self.pause(mode)
                 paused = time.perf_counter()
                 await load(self, flush)
@@ -197,7 +195,7 @@ class Server:
 
     async def resume(self) -> None:
         """Continue; a broken server loses its version first, and stays paused if it cannot."""
-        async with self.bounded("a continue", CONTINUE_S):
+        with self.bounded("a continue", CONTINUE_S):
             if self.broken:
                 if not self.can.relabel:
                     return
@@ -216,7 +214,7 @@ class Server:
 
     async def version(self) -> str | None:
         """Ask which version it holds; None where the server does not say."""
-        async with self.bounded("model info", CONTINUE_S):
+        with self.bounded("model info", CONTINUE_S):
             return (await self._get("/model_info", needed=True)).get("weight_version")
 
     async def end_foreign_pause(self, *, resume: bool) -> None:
@@ -229,17 +227,18 @@ class Server:
             resume: Whether to continue the server.
         """
         get = self.session.get(url := self.address + "/ready", headers=self.headers)
-        async with self.bounded(url, CONTINUE_S), get as response:
-            status = response.status
+        with self.bounded(url, CONTINUE_S):
+            async with get as response:
+                status = response.status
         if status != 503:
             self.forget_pause()
         elif self.foreign_pause is None:
             why = "by a client that is not this trial's publisher"
             why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
-            self.foreign_pause = Wait("its continuation", PAUSER, self.role, detail=why)
+            self.foreign_pause = Wait("its continuation", owner=PAUSER, on=self.role, detail=why)
             logger.warning("server is paused " + why, server=self.id, continued=resume)
         if resume and status != 200:
-            async with self.bounded("a continue", CONTINUE_S):
+            with self.bounded("a continue", CONTINUE_S):
                 await self.demand("/continue_generation", {})
         elif self.foreign_pause is not None:
             table.add(self.foreign_pause)
@@ -252,9 +251,9 @@ class Server:
 
     # ------------------------------------------------------------ inside
 
-    def bounded(self, what: str, seconds: float) -> AbstractAsyncContextManager[Timeout]:
-        """Bound a wait for this server; see `deadline`."""
-        return deadline(what, owner="publisher", on=self.role, seconds=seconds)
+    def bounded(self, what: str, seconds: float) -> Wait:
+        """Bound a wait for this server; see `Wait`."""
+        return Wait(what, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
         """Empty the cache while paused; requests in its way are retracted, then aborted."""
@@ -272,13 +271,13 @@ class Server:
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         """Return status and text of the answer."""
         prompt = "weights" not in path and path != "/generate"
-        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
+        with Wait(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
             url, headers = self.address + path, self.headers
             async with self.session.post(url, json=body, headers=headers) as response:
                 return response.status, await response.text()
 
     async def _get(self, path: str, *, needed: bool = False) -> dict[str, Any]:
-        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=True):
+        with Wait(f"an answer of {path}", owner="publisher", on=self.role, prompt=True):
             response = await self.session.get(self.address + path, headers=self.headers)
         async with response:
             if needed:

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import TrainEngine
 from arealite.base import log
-from arealite.base.errors import RoleError
+from arealite.base.errors import DeadlineError, RoleError
 from arealite.impl.publisher.control import FAILURES, Refused, Server
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Bucket, pack
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -227,9 +228,9 @@ class DistributedPublisher(ServersPublisher):
         async def leave() -> None:
             there = [server for server in self._members if server.error is None]
             left = (s.post("/destroy_weights_update_group", {"group_name": name}) for s in there)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await asyncio.gather(*left, return_exceptions=True)
+            wait = Wait("servers to leave a group", owner="publisher", seconds=GRACE_S)
+            with suppress(DeadlineError), wait:
+                await asyncio.gather(*left, return_exceptions=True)
 
         self.call(leave())
 
@@ -304,7 +305,7 @@ class DistributedPublisher(ServersPublisher):
 
         async def bounded(server: Server) -> None:
             left = max(0.1, update.until - time.monotonic())
-            async with server.bounded(f"{server.id} to take weights", left):
+            with server.bounded(f"{server.id} to take weights", left):
                 await do(server)
 
         tasks = {asyncio.ensure_future(bounded(server)): server for server in update.servers}

@@ -205,7 +205,7 @@ class ServersPublisher(WeightPublisher):
                         await server.end_foreign_pause(resume=self.config.continue_paused)
                     return
                 server.held = None
-                async with server.bounded(f"{server.id} to answer", self.config.timeout_s):
+                with server.bounded(f"{server.id} to answer", self.config.timeout_s):
                     await server.connect(self.shapes)
                 await self.bring(server, version)
                 server.error = None

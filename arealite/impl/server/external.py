@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import Entry, NameRegistry
 
 logger = log.get(__name__)
@@ -89,12 +89,11 @@ class ExternalServers:
         if not self.updates or self._known.get(address) == entry["pid"]:
             return
         url, body = f"{entry['address']}/update_weight_version", {"new_version": UNTRUSTED}
-        async with (
-            bounded(url, ANSWER_S),
-            self._session.post(url, json=body | {"abort_all_requests": False}) as response,
-        ):
-            if response.status == 200:  # servers without the route keep their label
-                entry["version"] = UNTRUSTED
+        post = self._session.post(url, json=body | {"abort_all_requests": False})
+        with bounded(url, ANSWER_S):
+            async with post as response:
+                if response.status == 200:  # servers without the route keep their label
+                    entry["version"] = UNTRUSTED
         self._known[address] = entry["pid"]
 
     async def _until_silent(self, entry: dict[str, Any]) -> str:
@@ -116,7 +115,7 @@ class ExternalServers:
                 }
 
     async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
-        async with bounded(url, seconds):
+        with bounded(url, seconds):
             return await get(self._session, url)
 
 
@@ -200,11 +199,11 @@ def entry_id(address: str) -> str:
     return address.replace("localhost", "127.0.0.1").replace(":", "-")
 
 
-def bounded(url: str, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+def bounded(url: str, seconds: float) -> Wait:
     """Bound a question to the server at `url`."""
     on = f"llm_server-{entry_id(url.split('/')[2])}"
     what, owner = f"an answer of {url}", "external servers"
-    return deadline(what, owner=owner, on=on, seconds=seconds, prompt=True)
+    return Wait(what, owner=owner, on=on, seconds=seconds, prompt=True)
 
 
 async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
@@ -215,7 +214,7 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         DeadlineError, aiohttp.ClientError, OSError: it does not answer.
     """
     url = f"http://{address}"
-    async with bounded(url, ANSWER_S):
+    with bounded(url, ANSWER_S):
         info = await get(session, f"{url}/model_info")
         more = await get(session, f"{url}/server_info")
         models = (await get(session, f"{url}/v1/models")).get("data") or [{}]

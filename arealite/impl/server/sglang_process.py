@@ -12,7 +12,7 @@ import socket
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -22,11 +22,11 @@ import msgspec
 
 from arealite.api.config import ServerConfig
 from arealite.base import log
-from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.base.errors import ArealiteError, DeadlineError, RoleError, UserError
 from arealite.impl.launcher.processes import how_ended
 from arealite.impl.launcher.supervisor import Budget
 from arealite.system.health import vitals
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
@@ -190,14 +190,12 @@ class SGLangProcess:
     async def _end(self) -> None:
         with suppress(ProcessLookupError):  # what is left of the group: the guard at least,
             os.killpg(self._process.pid, signal.SIGKILL)  # so this id is nobody else's
-        async with self._bounded(f"the end of {self.address}", KILL_S):
+        with self._bounded(f"the end of {self.address}", KILL_S):
             await self._process.wait()
 
-    def _bounded(
-        self, what: str, seconds: float, *, prompt: bool = False
-    ) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    def _bounded(self, what: str, seconds: float, *, prompt: bool = False) -> Wait:
         on = f"SGLang {self.address}"
-        return deadline(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
+        return Wait(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
 
     async def _start(self) -> None:
         if self.config.llm_server.port == 0:
@@ -232,7 +230,7 @@ class SGLangProcess:
     async def _healthy(self) -> None:
         """Wait until it answers; learn what its name shall say."""
         begin, seconds = time.monotonic(), self.options.start_timeout_s
-        async with self._bounded(f"{self.address}/health", seconds):
+        with self._bounded(f"{self.address}/health", seconds):
             await self._answer("/health", dict)
             await self._answer("/generate", dict, FIRST_TOKEN)
             models = await self._answer("/v1/models", Models)
@@ -253,7 +251,7 @@ class SGLangProcess:
         """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
         while True:
             what = f"an answer of {self.address}/model_info"
-            async with self._bounded(what, self.options.silence_s, prompt=True):
+            with self._bounded(what, self.options.silence_s, prompt=True):
                 info = await self._answer("/model_info", ModelInfo)
             await self._renew(info)
             await asyncio.sleep(self.config.cluster.heartbeat_s)
@@ -293,10 +291,11 @@ class SGLangProcess:
         url, method, ask = self.address + path, "POST" if body else "GET", self._session.request
         headers = self._registry.headers()
         try:  # a total of aiohttp's would swallow a deadline around it that ends in the same moment
-            async with asyncio.timeout(seconds), ask(method, url, json=body, headers=headers) as r:
-                r.raise_for_status()
-                return msgspec.json.decode(await r.read() or b"{}", type=kind)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
+            with self._bounded(f"an answer of {url}", seconds):
+                async with ask(method, url, json=body, headers=headers) as answer:
+                    answer.raise_for_status()
+                    return msgspec.json.decode(await answer.read() or b"{}", type=kind)
+        except (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError):
             return None
 
     async def _until_exit(self, work: Coroutine[Any, Any, T]) -> T:
@@ -320,15 +319,13 @@ class SGLangProcess:
         that for a crash and stays five seconds longer.
         """
         drain_s = self.options.drain_timeout_s
-        with suppress(TimeoutError):
-            async with asyncio.timeout(drain_s):
-                while (load := await self._load(drain_s)) and (load["running"] or load["waiting"]):  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)
+        with suppress(DeadlineError), self._bounded("its last requests", drain_s):
+            while (load := await self._load(drain_s)) and (load["running"] or load["waiting"]):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
         with suppress(ProcessLookupError):
             self._process.terminate()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TERMINATE_S):
-                await self._process.wait()
+        with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):
+            await self._process.wait()
 
     def tail(self) -> str:
         """Return the last lines that this start of the server wrote."""

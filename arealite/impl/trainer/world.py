@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from arealite.base.errors import RoleError
 from arealite.impl.weights.group import open_store
-from arealite.system.health.waits import OTHER_RANKS, counters, waiting
+from arealite.system.health.waits import OTHER_RANKS, Wait, counters
 
 TIMEOUT = timedelta(hours=1)
 """Of a collective: longer than any evaluation or publish that one rank may wait for alone."""
@@ -108,7 +108,7 @@ class World:
     def _all_reduce(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         count = counters["collectives"] = counters.get("collectives", 0.0) + 1
         counters["ranks"] = self.size
-        with waiting(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
+        with Wait(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
             dist.all_reduce(numbers, op=op)
 
 
@@ -130,7 +130,7 @@ def meet(rank: int, size: int, *, seconds: float = MEET_S) -> Store:
 
     store.set(f"here/{rank}", own)
     end, met, missing = time.monotonic() + seconds, {"name": own}, list(others)
-    with waiting("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
+    with Wait("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
         while missing if rank == 0 else met.get(str(rank)) != own:
             if time.monotonic() > end:
                 absent = ", ".join(map(str, missing)) if rank == 0 else "0"

@@ -22,7 +22,7 @@ from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.secret import Secret, create, read
 
 logger = log.get(__name__)
@@ -225,7 +225,7 @@ class NameRegistry:
             DeadlineError: they did not appear in time; names the role, the folder and the owner.
         """
         what = f"{count} live '{role}' in {self.root}"
-        async with deadline(what, owner=owner, on=role, seconds=seconds):
+        with Wait(what, owner=owner, on=role, seconds=seconds):
             while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(POLL_S)
         return found

@@ -20,6 +20,7 @@ from arealite.base.errors import (
 )
 from arealite.impl.client import sglang
 from arealite.impl.client.sglang import SGLangClient
+from arealite.system.health.waits import table
 from tests.fakes.sglang import FakeSGLang, next_letter
 from tests.impl.client.conftest import request
 from tests.waiting import eventually
@@ -112,15 +113,13 @@ async def test_waits_name_the_server_and_the_generation(site) -> None:
         tasks = [asyncio.create_task(s.generate(f"g{n}")) for n in range(2)]
         for server in s.servers:
             await server.held(1)
-        shown = {(limit.what, limit.owner, limit.on) for limit in s.client._limits.held}
+        shown = {(w.what, w.owner, w.on) for w in table if w.what.startswith("generation")}
         assert {what for what, _, _ in shown} == {"generation g0/0", "generation g1/0"}
         assert {on for _, _, on in shown} == {"llm_server-s0", "llm_server-s1"}
         assert {owner for _, owner, _ in shown} == {"llm client"}
         waiting = asyncio.create_task(s.generate("late", min_version=9))
         await asyncio.sleep(0)
-        assert ("generation late/0", "llm_server") in {
-            (w.what, w.on) for w in s.client._limits.held
-        }
+        assert ("generation late/0", "llm_server") in {(w.what, w.on) for w in table}
         for task in (*tasks, waiting):
             task.cancel()
         await asyncio.wait([*tasks, waiting])
@@ -289,7 +288,7 @@ async def test_a_request_that_backs_off_holds_no_server(site) -> None:
         async with asyncio.timeout(60):
             await backs_off.wait()
         (server,) = s.client._router.servers.values()
-        assert (server.in_flight, server.limits) == (0, set())
+        assert (server.in_flight, server.waits) == (0, {})
         server.lose()
         go_on.set()
         assert (await task).stop_reason == "length"
