@@ -26,10 +26,13 @@ class Patience:
         self._waits.append((asyncio.get_running_loop(), wait))
         return wait
 
-    def end(self, on: str) -> None:
+    def end(self, on: str, *, what: str = "") -> None:
         """Let the deadline be now of what began last to wait for `on`; from any thread."""
-        running = [(loop, wait) for loop, wait in self._waits if wait.on == on and wait in table]
-        loop, wait = [each for each in running if each[1].seconds is not None][-1]
+        loop, wait = [
+            (loop, wait)
+            for loop, wait in self._waits
+            if wait in table and wait.on == on and what in wait.what and wait.seconds is not None
+        ][-1]
         loop.call_soon_threadsafe(self._end, wait)
 
     def _end(self, wait: Wait) -> None:

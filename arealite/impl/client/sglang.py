@@ -94,7 +94,6 @@ class SGLangClient(LLMClient):
             self._router,
             NameRegistry.of(args),
             refresh_s=self.config.refresh_s,
-            timeout_s=self.config.connect_timeout_s,
         )
         self._stats = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -106,14 +105,14 @@ class SGLangClient(LLMClient):
             DeadlineError: no server came.
         """
         self._session = self._open_session(limit=self.config.max_connections)
-        # Apart, so that questions and aborts get through when generations hold every connection;
+        # Apart, so that aborts get through when generations hold every connection;
         # limited by host, so that a silent one keeps no other waiting.
         self._control = self._open_session(limit=0, limit_per_host=16)
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         self._directory.vocab_size = vocab_size(
             await asyncio.to_thread(read_json, self._model_path)
         )
-        await self._directory.start(self._control)
+        await self._directory.start()
         what = (
             f"an llm server in {self._directory.registry.root} (start one with "
             "arealite/launch_llm_server.py, under the same experiment and trial names)"
@@ -225,7 +224,8 @@ class SGLangClient(LLMClient):
         # Without spans: what was acknowledged before sending, or less if it restarted since then.
         versions = wire.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
-            server.version = newest  # it restarted with old weights since it was last asked
+            server.version = newest  # it restarted with old weights after its name was renewed
+            server.doubt()
             self._stats["stale_answers"] += 1
             self._directory.want()
             return None
@@ -267,7 +267,8 @@ class SGLangClient(LLMClient):
                 f"{generation.request.request_id}: {server.address} did not finish before the "
                 f"deadline ({len(generation.output_ids)} tokens from before)"
             ) from error
-        server.alive = False  # until it answers the next question
+        server.alive = False
+        server.doubt()
         self._directory.want()
         self._stats["failovers"] += 1
         generation.failed_at = server

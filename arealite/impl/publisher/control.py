@@ -60,6 +60,8 @@ class Server:
     """Of every request: the token that the server asks for."""
     held: int | None = None
     """Version this publisher saw it confirm last; None before the first and after a failure."""
+    listed: str = ""
+    """Version that its name says."""
     times: PushTimes = PushTimes(0.0, 0.0, 0.0, 0.0)
     """What the newest version cost, whoever asked for it."""
     error: str | None = None
@@ -211,6 +213,12 @@ class Server:
         await self.demand("/update_weight_version", body)
 
     # ------------------------------------------------------------ questions
+
+    async def holds(self, version: int, *, ask: bool) -> bool:
+        """Return whether it confirmed a version; `ask`: and its name or its answer says so now."""
+        if self.held != version or not ask:
+            return self.held == version
+        return self.listed == str(version) or await self.version() == str(version)
 
     async def version(self) -> str | None:
         """Ask which version it holds; None where the server does not say."""

@@ -142,6 +142,8 @@ class ServersPublisher(WeightPublisher):
             folder = str(entry.value.get("model_path") or "")
             headers = self.registry.headers(str(entry.value.get("type") or ""))
             self._servers[key] = Server(entry.id, key[0], self._session, folder, headers)
+        for key, entry in found.items():
+            self._servers[key].listed = str(entry.value.get("version"))
         return [self._servers[key] for key in found]
 
     # ------------------------------------------------------------ in the publisher's thread
@@ -194,13 +196,13 @@ class ServersPublisher(WeightPublisher):
             await asyncio.sleep(RETRY_S)
 
     async def _bring(self, server: Server, *, ask: bool = False) -> None:
-        """Bring one server to the newest version, if there is one. `ask`: trust no memory of it."""
+        """Bring one server to the newest version, if there is one. `ask`: see `Server.holds`."""
         async with server.lock:
             version = self.newest
             if version is None:
                 return
             try:
-                if server.held == version and (not ask or await server.version() == str(version)):
+                if await server.holds(version, ask=ask):
                     if ask:
                         await server.end_foreign_pause(resume=self.config.continue_paused)
                     return

@@ -100,7 +100,7 @@ class EmbeddedServer(LLMServer):
     def release(self, version: str) -> Future[None]:
         """Go on, under weights of another version."""
         self.engine.relabel(version)
-        self._model.version = version
+        self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
         return self.engine.resume()
 
     def _load(self) -> tuple[Any, Any]:
@@ -124,8 +124,9 @@ class EmbeddedServer(LLMServer):
         if self._shared is None:
             vitals.rename(f"llm_server-{entry_id}")
         async with self._registry.registered(
-            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
-        ):
+            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s,
+            changed=self._model.changed,
+        ):  # fmt: skip
             logger.info("server ready", address=self.address, model=app.model.folder)
             self.ready.set()
             error = await self._stopped

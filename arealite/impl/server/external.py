@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
+from arealite.impl.server.sglang_api import Loads, follow
 from arealite.system.health.waits import Wait
 from arealite.system.names.registry import Entry, NameRegistry
 
@@ -72,11 +74,13 @@ class ExternalServers:
                     logger.warning("external server not in use", address=address, error=why)
                 await asyncio.sleep(self.cluster.heartbeat_s)
                 continue
+            changed = asyncio.Event()
             async with self.registry.registered(
-                "llm_server", entry_id(address), entry.copy, heartbeat_s=self.cluster.heartbeat_s
-            ):
+                "llm_server", entry_id(address), entry.copy, changed=changed,
+                heartbeat_s=self.cluster.heartbeat_s,
+            ):  # fmt: skip
                 logger.info("external server in use", address=address, version=entry["version"])
-                why = await self._until_silent(entry)
+                why = await self._until_silent(entry, changed)
             silences += 1
             logger.warning("external server lost", address=address, error=why)
 
@@ -96,35 +100,29 @@ class ExternalServers:
                     entry["version"] = UNTRUSTED
         self._known[address] = entry["pid"]
 
-    async def _until_silent(self, entry: dict[str, Any]) -> str:
+    async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Keep version and load of a registered server fresh; return why that ended."""
         url, cluster = entry["address"], self.cluster
-        while True:
-            await asyncio.sleep(cluster.heartbeat_s)
-            try:
-                info = await self._ask(f"{url}/model_info", seconds=cluster.ttl_s)
-            except SILENT as error:
-                return str(error) or repr(error)
-            entry["version"] = info.get("weight_version")
-            entry["load"] = None
-            with suppress(*SILENT):  # its scheduler says nothing while it loads weights
+
+        async def version() -> str | int | None:
+            info = await self._ask(f"{url}/model_info", seconds=cluster.ttl_s)
+            return info.get("weight_version")
+
+        async def load() -> Loads | None:
+            with suppress(*SILENT, UserError, msgspec.ValidationError):
                 answer = await self._ask(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
-                loads = answer.get("loads") or []
-                entry["load"] = {
-                    name: sum(load.get(key, 0) for load in loads) for name, key in LOAD.items()
-                }
+                return msgspec.convert(answer, Loads)
+
+        try:
+            await follow(
+                entry, changed, version=version, load=load, heartbeat_s=cluster.heartbeat_s
+            )
+        except (*SILENT, UserError) as error:
+            return str(error) or repr(error)
 
     async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
         with bounded(url, seconds):
             return await get(self._session, url)
-
-
-LOAD = {
-    "running": "num_running_reqs",
-    "waiting": "num_waiting_reqs",
-    "capacity": "max_running_requests",
-}
-"""What a name says of the load, and its key in an answer of /v1/loads."""
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:

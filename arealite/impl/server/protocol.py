@@ -6,10 +6,11 @@ SGLang (a token outside the vocabulary) is refused here.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -149,6 +150,13 @@ class ServedModel:
     version: str = "default"
     """Of the last update that was done whole: what the server says of itself. An update that could
     not flush changes the engine's version only."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Is set when the version has changed."""
+
+    def relabel(self, version: str) -> None:
+        """Tell another version from now on."""
+        self.version = version
+        self.changed.set()
 
 
 def generation_of(body: GenerateBody, model: ServedModel) -> Generation:

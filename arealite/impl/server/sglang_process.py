@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,6 +25,14 @@ from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, RoleError, UserError
 from arealite.impl.launcher.processes import how_ended
 from arealite.impl.launcher.supervisor import Budget
+from arealite.impl.server.sglang_api import (
+    Loads,
+    ModelInfo,
+    Models,
+    ServerInfo,
+    follow,
+    note_load,
+)
 from arealite.system.health import vitals
 from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
@@ -52,45 +60,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 STEADY_S = 60.0
 """Healthy for this long, a server's next death is its first again."""
 TAIL_LINES = 25
-
-
-class ModelInfo(msgspec.Struct):
-    """The part of /model_info that a name says."""
-
-    weight_version: str | int | None = None
-
-
-class Model(msgspec.Struct):
-    """An item of /v1/models."""
-
-    max_model_len: int | None = None
-
-
-class Models(msgspec.Struct):
-    """The part of /v1/models that a name says."""
-
-    data: Annotated[list[Model], msgspec.Meta(min_length=1)]
-
-
-class ServerInfo(msgspec.Struct):
-    """The part of /server_info that a name says."""
-
-    max_req_input_len: int | None = None
-
-
-class Load(msgspec.Struct):
-    """Requests of one copy of the model."""
-
-    num_running_reqs: int
-    num_waiting_reqs: int
-    max_running_requests: int = 0
-    """0: it does not tell."""
-
-
-class Loads(msgspec.Struct):
-    """The part of /v1/loads that a name says."""
-
-    loads: list[Load]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +90,9 @@ class SGLangProcess:
         self._process: Process
         self._log_begin = 0
         self._entry: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._heard = 0.0
+        """When it last told its version."""
         self._healthy_at: float | None = None
         self._budget = Budget(self.options.max_restarts, f"llm_server-{self.entry_id}")
         self._served = False
@@ -174,10 +146,10 @@ class SGLangProcess:
             raise
         try:
             await self._until_exit(self._healthy())
-            beat_s = self.config.cluster.heartbeat_s
             async with self._registry.registered(
-                "llm_server", self.entry_id, lambda: self._entry, heartbeat_s=beat_s
-            ):
+                "llm_server", self.entry_id, self._value, changed=self._changed,
+                heartbeat_s=self.config.cluster.heartbeat_s,
+            ):  # fmt: skip
                 self._served = True
                 self._budget.forget()
                 await self._until_exit(self._follow())
@@ -238,46 +210,44 @@ class SGLangProcess:
             # Less than the model's: a prompt with nearly all of its answer, as it is sent again
             # after an abort, must still pass as a prompt, and SGLang keeps some tokens back.
             usable = more.max_req_input_len if more else None
-            self._entry = {"context_length": usable or models.data[0].max_model_len}
+            self._entry = {
+                "address": self.address,
+                **self.launch.about,
+                "context_length": usable or models.data[0].max_model_len,
+                "pid": self._process.pid,
+            }
             # Made the first time it is asked for, which holds everything up for a second: the
             # publisher asks as soon as there is a name.
             await self._get("/openapi.json", dict, self.options.silence_s / 3)
-            await self._renew(await self._answer("/model_info", ModelInfo))
+            self._entry["version"] = await self._version()
+            note_load(self._entry, await self._load(LOAD_S))
         self._healthy_at = time.monotonic()
         took = round(self._healthy_at - begin, 1)
         logger.info("server ready", address=self.address, seconds=took, server=self._process.pid)
 
     async def _follow(self) -> None:
-        """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
-        while True:
-            what = f"an answer of {self.address}/model_info"
-            with self._bounded(what, self.options.silence_s, prompt=True):
-                info = await self._answer("/model_info", ModelInfo)
-            await self._renew(info)
-            await asyncio.sleep(self.config.cluster.heartbeat_s)
+        """Keep its name fresh. Raises DeadlineError when it falls silent."""
+        beat_s = self.config.cluster.heartbeat_s
+        load = lambda: self._load(LOAD_S)  # noqa: E731
+        await follow(
+            self._entry, self._changed, version=self._version, load=load, heartbeat_s=beat_s
+        )
 
-    async def _renew(self, info: ModelInfo) -> None:
-        """Renew what the name says."""
-        load = await self._load(LOAD_S)
-        self._entry = {
-            "address": self.address,
-            **self.launch.about,
-            "context_length": self._entry["context_length"],
-            "version": info.weight_version,
-            "pid": self._process.pid,
-            **({"load": load} if load else {}),
-        }
+    def _value(self) -> dict[str, Any] | None:
+        """Return what its name says; None: it has been silent for so long that nobody may use it,
+        although it is not started again before `silence_s`."""
+        is_heard = time.monotonic() - self._heard < self.config.cluster.ttl_s
+        return self._entry.copy() if is_heard else None
 
-    async def _load(self, seconds: float) -> dict[str, int] | None:
-        """Return its requests, over all copies of the model; None when it cannot say."""
-        answer = await self._get("/v1/loads?include=core", Loads, seconds)
-        if answer is None:
-            return None
-        return {
-            "running": sum(load.num_running_reqs for load in answer.loads),
-            "waiting": sum(load.num_waiting_reqs for load in answer.loads),
-            "capacity": sum(load.max_running_requests for load in answer.loads),
-        }
+    async def _version(self) -> str | int | None:
+        what = f"an answer of {self.address}/model_info"
+        with self._bounded(what, self.options.silence_s, prompt=True):
+            info = await self._answer("/model_info", ModelInfo)
+        self._heard = time.monotonic()
+        return info.weight_version
+
+    async def _load(self, seconds: float) -> Loads | None:
+        return await self._get("/v1/loads?include=core", Loads, seconds)
 
     async def _answer(self, path: str, kind: type[T], body: Any = None) -> T:
         """Ask until it answers."""
@@ -320,7 +290,9 @@ class SGLangProcess:
         """
         drain_s = self.options.drain_timeout_s
         with suppress(DeadlineError), self._bounded("its last requests", drain_s):
-            while (load := await self._load(drain_s)) and (load["running"] or load["waiting"]):  # noqa: ASYNC110
+            while (loads := await self._load(drain_s)) and (load := loads.total()):
+                if not load["running"] + load["waiting"]:
+                    break
                 await asyncio.sleep(POLL_S)
         with suppress(ProcessLookupError):
             self._process.terminate()

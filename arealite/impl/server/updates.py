@@ -98,7 +98,7 @@ class UpdateRoutes:
             raise Refusal(NOT_FLUSHED)
         if version is None:
             return ""
-        self.model.version = version
+        self.model.relabel(version)
         return f" Weight version updated to {version}."
 
     async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class UpdateRoutes:
         if body.abort_all_requests:
             self.engine.abort(lambda generation: True)
         await asyncio.wrap_future(self.engine.relabel(version))
-        self.model.version = version
+        self.model.relabel(version)
         return _done(f"Weight version updated to {version}") | {"new_version": version}
 
 

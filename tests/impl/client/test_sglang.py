@@ -237,29 +237,51 @@ async def test_a_partial_output_moves_with_its_request(site) -> None:
     assert response.versions == [1] * 3 + [2] * 5
 
 
-async def test_a_silent_server_is_left_when_its_name_dies(site) -> None:
+async def test_a_silent_server_is_left_when_its_name_is_gone(site) -> None:
     async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
-        s.client._directory.timeout_s = 0.5  # of the next question, which is the test's
         first.fail_next("hang")
-        first.fail_next("hang", path="/model_info", count=1000)
         task = asyncio.create_task(s.generate())
         await first.received(1)
+        s.silent.add(first)
         s.names.remove("llm_server", "s0")
         s.client._directory.want()
         assert (await task).output_ids == expected([10, 20, 30], 8)
         assert len(second.requests) == 1
 
 
-async def test_a_server_that_stops_answering_questions_is_left(site) -> None:
+async def test_a_server_whose_name_is_not_renewed_is_left(site) -> None:
     async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
-        s.client._directory.timeout_s, s.client._directory.refresh_s = 0.5, 0.05
+        s.client._directory.refresh_s, s.client._directory.registry.ttl_s = 0.05, 0.5
         first.fail_next("hang")
-        first.fail_next("hang", path="/model_info", count=1000)
+        s.silent.add(first)
         s.client._directory.want()
         assert (await s.generate()).stop_reason == "length"
         assert len(second.requests) == 1
+
+
+async def test_a_server_at_which_a_request_failed_gets_none_until_its_name_is_renewed(site) -> None:
+    async with site({}, {}) as s:
+        first, second = s.servers
+        s.silent.add(first)
+        first.fail_next("reset")
+        await s.generate("a")
+        for group in range(4):
+            await s.generate(str(group))
+        assert (len(first.requests), len(second.requests)) == (1, 5)
+        s.silent.clear()
+        while len(first.requests) < 2:
+            await s.client._directory.changed()
+            await s.generate(f"again {len(second.requests)}")
+
+
+async def test_a_new_version_is_seen_at_once(site) -> None:
+    async with site(refresh_s=600.0) as s:
+        (server,) = s.servers
+        server.version = "1"
+        async with asyncio.timeout(60):
+            assert (await s.generate(min_version=1)).versions == [1] * 8
 
 
 async def test_a_restarted_server_gets_traffic_again(site) -> None:
@@ -363,7 +385,7 @@ async def test_nonsense_is_an_error_of_the_server(site, monkeypatch) -> None:
 async def test_a_silent_server_does_not_hide_another_ones_version(site) -> None:
     async with site({}, {}, connect_timeout_s=600.0, refresh_s=600.0) as s:
         first, second = s.servers
-        first.fail_next("hang", path="/model_info", count=1000)
+        s.silent.add(first)
         second.version = "1"
         async with asyncio.timeout(60):
             assert (await s.generate(min_version=1)).versions == [1] * 8
