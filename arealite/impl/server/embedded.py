@@ -100,7 +100,8 @@ class EmbeddedServer(LLMServer):
     def release(self, version: str) -> Future[None]:
         """Go on, under weights of another version."""
         self.engine.relabel(version)
-        self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
+        with suppress(RuntimeError):  # the loop is gone, and the name with it
+            self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
         return self.engine.resume()
 
     def _load(self) -> tuple[Any, Any]:
