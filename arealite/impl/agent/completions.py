@@ -20,7 +20,7 @@ import msgspec
 from arealite.api.agent_config import FixedPolicyConfig
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.impl.client.wire import error_message
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 MAX_BYTES = 8 << 20
 """Of one answer."""
@@ -140,15 +140,14 @@ class Completions:
         host = urlsplit(self.url).netloc
         limits = {"owner": owner, "on": f"endpoint {host}", "seconds": self.config.timeout_s}
         try:
-            async with (
-                deadline("an answer of a fixed policy", **limits),
-                self._session.post(self.url, json=body, allow_redirects=False) as response,
-            ):
-                raw = bytearray()
-                async for part in response.content.iter_any():
-                    raw += part
-                    if len(raw) > MAX_BYTES:
-                        raise TryAgain(f"its answer is longer than {MAX_BYTES} bytes")
+            with Wait("an answer of a fixed policy", **limits):
+                post = self._session.post(self.url, json=body, allow_redirects=False)
+                async with post as response:
+                    raw = bytearray()
+                    async for part in response.content.iter_any():
+                        raw += part
+                        if len(raw) > MAX_BYTES:
+                            raise TryAgain(f"its answer is longer than {MAX_BYTES} bytes")
         except DeadlineError as error:
             raise TryAgain(f"no answer in {self.config.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -16,12 +16,12 @@ import msgspec
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
-from arealite.base.errors import GenerationRefused, ServerUnavailable
+from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.waits import Limit, Limits, deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
@@ -84,12 +84,10 @@ class SGLangClient(LLMClient):
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
-        self._limits = Limits()
         self._directory = Directory(
             self._router,
             NameRegistry.of(args),
             refresh_s=self.config.refresh_s,
-            timeout_s=self.config.connect_timeout_s,
         )
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -107,12 +105,12 @@ class SGLangClient(LLMClient):
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
-        await self._directory.start(self._control)
+        await self._directory.start()
         what = (
             f"an llm server in {self._directory.registry.root} (start one with "
             "arealite/launch_llm_server.py, under the same experiment and trial names)"
         )
-        async with deadline(what, owner="llm client", seconds=self._server_wait_s):
+        with Wait(what, owner="llm client", seconds=self._server_wait_s):
             while not any(server.alive for server in self._router.servers.values()):
                 await self._directory.changed()
 
@@ -168,32 +166,33 @@ class SGLangClient(LLMClient):
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
         body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
-        limit = self._limit(generation, server.name)
-        server.limits.add(limit)
+        wait = self._wait(generation, server.name)
+        server.waits[wait] = None
         server.in_flight += 1
         server.served += 1
         try:
-            with limit:
+            with wait:
                 url, headers = server.generate_url, server.headers
                 response = await self._session.post(url, data=body, headers=headers)
                 outcome = response.status, await response.read()
         except asyncio.CancelledError:
             self._abort(server, rid)
             raise
-        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+        except (aiohttp.ClientError, OSError, DeadlineError) as error:
             outcome = error
         finally:
             server.in_flight -= 1
-            server.limits.discard(limit)
+            del server.waits[wait]
         if isinstance(outcome, Exception):
-            if limit.expired:
+            if wait.expired:
                 self._abort(server, rid)
             if asyncio.get_running_loop().time() >= generation.deadline:
                 raise ServerUnavailable(
                     f"{request.request_id}: {server.address} did not finish before the deadline "
                     f"({len(generation.output_ids)} tokens from before)"
                 ) from outcome
-            server.alive = False  # until it answers the next question
+            server.alive = False
+            server.doubt()
             self._directory.want()
             await self._retry(generation, server, "failovers", str(outcome))
             return None
@@ -211,9 +210,10 @@ class SGLangClient(LLMClient):
         await self._retry(generation, server, "server_errors", message)
         return None
 
-    def _limit(self, generation: Generation, on: str) -> Limit:
+    def _wait(self, generation: Generation, on: str) -> Wait:
         what = f"generation {generation.request.request_id}"
-        return Limit(self._limits, generation.deadline, what=what, owner="llm client", on=on)
+        seconds = generation.deadline - asyncio.get_running_loop().time()
+        return Wait(what, owner="llm client", on=on, seconds=seconds)
 
     def _take(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
@@ -226,7 +226,8 @@ class SGLangClient(LLMClient):
         # Without spans: what was acknowledged before sending, or less if it restarted since then.
         versions = wire.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
-            server.version = newest  # it restarted with old weights since it was last asked
+            server.version = newest  # it restarted with old weights after its name was renewed
+            server.doubt()
             self._stats["stale_answers"] += 1
             self._directory.want()
             return None
@@ -288,12 +289,12 @@ class SGLangClient(LLMClient):
         self._stats["server_waits"] += 1
         self._directory.want()
         try:
-            with self._limit(generation, "llm_server"):
+            with self._wait(generation, "llm_server"):
                 while True:
                     await self._directory.changed()
                     if server := self._router.pick(request.group_id, request.min_version):
                         return server
-        except TimeoutError as error:
+        except DeadlineError as error:
             why = self._router.why_none(request.min_version)
             raise ServerUnavailable(f"{request.request_id}: {why}") from error
         finally:

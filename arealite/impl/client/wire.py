@@ -65,15 +65,8 @@ class Answer(msgspec.Struct):
     """Left encoded: it is looked at only where stop strings are given."""
 
 
-class ModelInfo(msgspec.Struct):
-    """The part of /model_info that the client needs."""
-
-    weight_version: str | int | None = None
-
-
 encode_body = msgspec.json.Encoder().encode
 decode_answer = msgspec.json.Decoder(Answer).decode
-decode_model_info = msgspec.json.Decoder(ModelInfo).decode
 
 
 def check_request(request: LLMRequest, vocab: int | None, context: int | None) -> None:

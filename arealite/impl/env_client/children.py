@@ -26,7 +26,7 @@ from arealite.impl.env_client.servers import Servers, parse
 from arealite.impl.env_server.wire import SERVING
 from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -121,7 +121,7 @@ class Children:
 
     async def _address(self, process: Process) -> str:
         assert process.stdout is not None
-        async with deadline("its port", owner="collector", on=self.name, seconds=START_S):
+        with Wait("its port", owner="collector", on=self.name, seconds=START_S):
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
@@ -176,9 +176,9 @@ class Children:
         """Let a child finish what it has, and end it."""
         child.server.retired = True
         try:
-            async with asyncio.timeout(seconds):
+            with Wait("its last episodes", owner="collector", on=self.name, seconds=seconds):
                 await self._servers.until(lambda: child.exit.done() or not child.server.load)
-        except TimeoutError:
+        except DeadlineError:
             logger.warning("environment process ended early", name=self.name, seconds=seconds)
         await self._remove(child)
 

@@ -26,7 +26,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
 from arealite.impl.env_client.servers import Servers
-from arealite.system.health.waits import deadline
+from arealite.system.health import waits
 
 TOKEN = "AREALITE_ENV_TOKEN"
 """Environment variable with the token of this worker's own environment processes."""
@@ -79,7 +79,7 @@ class RemoteEnv(Env):
                 await children.start()
             try:
                 what, on = "an environment server", "environment servers"
-                async with deadline(what, owner="collector", on=on, seconds=runtime.wait_s):
+                with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
                     await self.servers.until(self._found)
             except DeadlineError as error:
                 where = ", ".join(runtime.addresses) or "its own processes"

@@ -24,7 +24,7 @@ from arealite.base.errors import UserError
 from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths, not_shared
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 LOST = -signal.SIGKILL
 """The exit code of a role whose actor, or node, is gone."""
@@ -146,7 +146,7 @@ class RayLauncher(LocalLauncher):
         """
         lost = library().exceptions.RayActorError
         seconds = self.options.ray.start_s
-        async with deadline(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
+        with Wait(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
             while True:
                 actor = self._actor(name)
                 with suppress(lost):  # on a node whose loss Ray has not noticed yet

@@ -21,7 +21,7 @@ from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, counts, needed_paths, not_shared
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import Wait
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
@@ -170,6 +170,6 @@ class SlurmLauncher(LocalLauncher):
         size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
         words = [*step, "sh", "-c", PROBE, "probe", *files]
-        with waiting("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
+        with Wait("nodes", owner="launcher-0", on="Slurm"):
             printed = await asyncio.to_thread(output, words, start_s, stderr=None)
         return [line.strip() for line in printed.splitlines()]

@@ -70,7 +70,7 @@ class Budget:
     _mark: float = 0.0
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
-    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", waits.KEEPER, ""))
+    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.KEEPER))
     """The published wait for the role to be up."""
 
     def expect(self, what: str, why: str = "") -> None:
@@ -81,7 +81,8 @@ class Budget:
             why: Reason of the last death; "": there was none.
         """
         waits.table.discard(self.wait)
-        self.wait = waits.Wait(what, waits.KEEPER, self.role, detail=why.partition("\n")[0])
+        detail = why.partition("\n")[0]
+        self.wait = waits.Wait(what, owner=waits.KEEPER, on=self.role, detail=detail)
         if self.role:
             waits.table.add(self.wait)
 

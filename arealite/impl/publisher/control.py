@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from asyncio import Timeout
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
-from arealite.system.health.waits import PAUSER, Wait, deadline, table, waiting
+from arealite.system.health.waits import PAUSER, Wait, table
 
 logger = log.get(__name__)
 
@@ -52,6 +50,8 @@ class ServerControl:
     """Sent with every request: the bearer token."""
     held: int | None = None
     """The version that it confirmed last; None before the first one and after a failure."""
+    listed: str = ""
+    """The version in its name entry."""
     report: PublishReport = field(default_factory=lambda: PublishReport(-1))
     """Times of its last update."""
     error: str | None = None
@@ -102,7 +102,7 @@ class ServerControl:
         if Path(self.folder).is_absolute():
             held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
             check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
-        async with self.bounded("an answer to a greeting", CONTINUE_S):
+        with self.bounded("an answer to a greeting", CONTINUE_S):
             await self.demand("/continue_generation", {})  # so that it can generate
         one_token = {"max_new_tokens": 1, "temperature": 0.0}
         generate = {"input_ids": [1], "sampling_params": one_token}
@@ -196,7 +196,7 @@ class ServerControl:
     async def resume(self) -> None:
         """Continue the server. A broken one is labelled `UNTRUSTED` first; without a route for
         labels it stays paused."""
-        async with self.bounded("a continue", CONTINUE_S):
+        with self.bounded("a continue", CONTINUE_S):
             if self.broken:
                 if not self.can.relabel:
                     return
@@ -214,9 +214,15 @@ class ServerControl:
 
     # ------------------------------------------------------------ questions
 
+    async def holds(self, version: int, *, ask: bool) -> bool:
+        """Return whether it confirmed a version; `ask`: and its name or its answer says so now."""
+        if self.held != version or not ask:
+            return self.held == version
+        return self.listed == str(version) or await self.version() == str(version)
+
     async def version(self) -> str | None:
         """Return the version that the server reports; None if it reports none."""
-        async with self.bounded("model info", CONTINUE_S):
+        with self.bounded("model info", CONTINUE_S):
             return msgspec.json.decode(await self.demand("/model_info")).get("weight_version")
 
     async def end_foreign_pause(self, *, resume: bool) -> None:
@@ -228,17 +234,17 @@ class ServerControl:
         Args:
             resume: Whether to continue the server.
         """
-        async with self.bounded("readiness", CONTINUE_S):
+        with self.bounded("readiness", CONTINUE_S):
             status, _ = await self.ask("/ready")
         if status != 503:
             self.forget_pause()
         elif self.foreign_pause is None:
             why = "by a client that is not this trial's publisher"
             why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
-            self.foreign_pause = Wait("its continuation", PAUSER, self.role, detail=why)
+            self.foreign_pause = Wait("its continuation", owner=PAUSER, on=self.role, detail=why)
             logger.warning("server is paused " + why, server=self.id, continued=resume)
         if resume and status != 200:
-            async with self.bounded("a continue", CONTINUE_S):
+            with self.bounded("a continue", CONTINUE_S):
                 await self.demand("/continue_generation", {})
         elif self.foreign_pause is not None:
             table.add(self.foreign_pause)
@@ -251,9 +257,9 @@ class ServerControl:
 
     # ------------------------------------------------------------ inside
 
-    def bounded(self, what: str, seconds: float) -> AbstractAsyncContextManager[Timeout]:
-        """Limit the time of a wait for this server; see `deadline`."""
-        return deadline(what, owner="publisher", on=self.role, seconds=seconds)
+    def bounded(self, what: str, seconds: float) -> Wait:
+        """Limit the time of a wait for this server; see `Wait`."""
+        return Wait(what, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
         """Empty the cache while paused: retract running requests, or else abort them."""
@@ -275,7 +281,7 @@ class ServerControl:
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
         prompt = "weights" not in path and path != "/generate"
-        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
+        with Wait(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
             method, url = "GET" if body is None else "POST", self.address + path
             request = self.session.request(method, url, json=body, headers=self.headers)
             async with request as response:

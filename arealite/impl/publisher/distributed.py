@@ -26,11 +26,12 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.engine import TrainEngine
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
-from arealite.base.errors import RoleError
+from arealite.base.errors import DeadlineError, RoleError
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import GRACE_S, OnAll, PartialUpdate, ServersPublisher
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Bucket, pack
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -259,9 +260,9 @@ class GroupSender:
         async def leave() -> None:
             there = [server for server in self.members if server.error is None]
             left = (server.ask("/destroy_weights_update_group", body) for server in there)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await asyncio.gather(*left, return_exceptions=True)
+            wait = Wait("servers to leave a group", owner="publisher", seconds=GRACE_S)
+            with suppress(DeadlineError), wait:
+                await asyncio.gather(*left, return_exceptions=True)
 
         self._submit(leave()).result()
 

@@ -189,7 +189,7 @@ class ServersPublisher(WeightPublisher):
 
         async def bounded(server: ServerControl) -> None:
             left = max(0.1, until - asyncio.get_running_loop().time())
-            async with server.bounded(f"{server.id} to take weights", left):
+            with server.bounded(f"{server.id} to take weights", left):
                 await do(server)
 
         tasks = {asyncio.ensure_future(bounded(server)): server for server in servers}
@@ -279,6 +279,8 @@ class ServersPublisher(WeightPublisher):
             folder = str(entry.value.get("model_path") or "")
             headers = self.registry.headers(str(entry.value.get("type") or ""))
             self._servers[key] = ServerControl(entry.id, key[0], self._session, folder, headers)
+        for key, entry in found.items():
+            self._servers[key].listed = str(entry.value.get("version"))
         return [self._servers[key] for key in found]
 
     async def _update_if_stale(self, server: ServerControl, *, ask: bool = False) -> None:
@@ -288,12 +290,12 @@ class ServersPublisher(WeightPublisher):
             if version is None:
                 return
             try:
-                if server.held == version and (not ask or await server.version() == str(version)):
+                if await server.holds(version, ask=ask):
                     if ask:
                         await server.end_foreign_pause(resume=self.config.continue_paused)
                     return
                 server.held = None
-                async with server.bounded(f"{server.id} to answer", self.config.timeout_s):
+                with server.bounded(f"{server.id} to answer", self.config.timeout_s):
                     await server.connect(self.shapes)
                 await self.update_server(server, version)
             except PartialUpdate:

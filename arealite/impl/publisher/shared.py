@@ -28,7 +28,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.server.embedded import EmbeddedServer
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -110,7 +110,7 @@ class SharedPublisher(WeightPublisher):
             RoleError: The server died, or takes longer than `timeout_s`.
         """
         seconds = self.config.timeout_s
-        with waiting(what, owner="publisher", on="trainer-0", seconds=seconds):
+        with Wait(what, owner="publisher", on="trainer-0", seconds=seconds):
             ended = wait([done, self._thread.ended], seconds, FIRST_COMPLETED).done
         if done not in ended:
             raise self._death() if ended else RoleError(f"waited {seconds:g} s for {what}")

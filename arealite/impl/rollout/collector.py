@@ -27,10 +27,16 @@ from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base import errors, log
-from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
+from arealite.base.errors import (
+    DeadlineError,
+    EpisodeError,
+    EpisodeTimeout,
+    InvariantError,
+    UserError,
+)
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
-from arealite.system.health.waits import Limit, Limits, is_cancelled
+from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
 if TYPE_CHECKING:
@@ -74,8 +80,9 @@ class Collector:
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
-        self._limits = Limits()
         self._stack = AsyncExitStack()
+        self._running = set[Wait]()
+        """One for each episode under way."""
         self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
         """By lease id and member: resumable episodes under way."""
         self.resumed: Counter[str] = Counter()
@@ -104,8 +111,8 @@ class Collector:
 
     def leave(self) -> None:
         """End the episodes that were cancelled, and do not end."""
-        for limit in [*self._limits.held]:
-            limit.leave()
+        for wait in [*self._running]:
+            wait.leave()
 
     def part(self, task: Task) -> Part:
         """Return the environment of a task.
@@ -164,28 +171,26 @@ class Collector:
         part = self.part(lease.task)
         agents = self._make_agents(part, lease, member, turns if part.env.resumable else ())
         seconds = self.config.episode_timeout_s
-        limit = Limit(
-            self._limits,
-            asyncio.get_running_loop().time() + seconds,
-            what=f"episode {lease.group_id}/{member} ({lease.task.task_id})",
-            owner="collector",
-            on=f"environment {part.config.env.type}",
-        )
+        what = f"episode {lease.group_id}/{member} ({lease.task.task_id})"
+        on = f"environment {part.config.env.type}"
+        wait = Wait(what, owner="collector", on=on, seconds=seconds)
+        self._running.add(wait)
         if part.env.resumable and lease.split == "train":
             self._playing[lease.lease_id, member] = lease, agents
         try:
-            with limit:
-                await limit.hold(part.env.run(lease.task, **agents))
-            if limit.expired:  # and the environment has swallowed it
-                raise TimeoutError
-        except TimeoutError as error:
-            if not limit.expired:
+            with wait:
+                await wait.run(part.env.run(lease.task, **agents))
+            if wait.expired:  # and the environment has swallowed it
+                raise DeadlineError(what, owner="collector", seconds=seconds)
+        except (TimeoutError, DeadlineError) as error:
+            if not wait.expired:
                 raise
             what = f"the episode ran longer than episode_timeout_s={seconds}"
-            if limit.left:
+            if wait.left:
                 what += ", swallowed its cancellation, and is left where it stands"
             raise EpisodeTimeout(what) from error
         finally:
+            self._running.discard(wait)
             self._playing.pop((lease.lease_id, member), None)
             if turns:
                 self._count_resumed(agents)

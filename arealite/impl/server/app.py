@@ -198,7 +198,7 @@ class App:
             raise Refusal(NOT_FLUSHED)
         if version is None:
             return ""
-        self.model.version = version
+        self.model.relabel(version)
         return f" Weight version updated to {version}."
 
     async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class App:
         if body.abort_all_requests:
             self.engine.call(self.engine.abort, lambda generation: True)
         await self._call(self.engine.relabel, version)
-        self.model.version = version
+        self.model.relabel(version)
         return _done(f"Weight version updated to {version}") | {"new_version": version}
 
     # ------------------------------------------------------------ descriptions

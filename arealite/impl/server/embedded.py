@@ -105,7 +105,8 @@ class EmbeddedServer(LLMServer):
     def resume(self, version: str) -> Future[None]:
         """Continue generating; the shared weights are of `version` now."""
         self.engine.call(self.engine.relabel, version)
-        self._model.version = version
+        with suppress(RuntimeError):  # the loop has ended, and the name entry with it
+            self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
         return self.engine.call(self.engine.resume)
 
     def _load(self) -> tuple[Any, Any]:
@@ -129,8 +130,9 @@ class EmbeddedServer(LLMServer):
         if self._shared is None:
             vitals.rename(f"llm_server-{entry_id}")
         async with self._registry.registered(
-            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
-        ):
+            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s,
+            changed=self._model.changed,
+        ):  # fmt: skip
             logger.info("server ready", address=self.address, model=app.model.folder)
             self.ready.set()
             error = await self._stopped

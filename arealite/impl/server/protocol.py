@@ -6,9 +6,10 @@ crashes SGLang, is refused here.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -149,6 +150,13 @@ class ServedModel:
     version: str = "default"
     """The version that /model_info reports: of the last complete update. An update that could not
     flush changes the engine's version only."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the version has changed."""
+
+    def relabel(self, version: str) -> None:
+        """Report another version from now on."""
+        self.version = version
+        self.changed.set()
 
 
 def generation_of(body: GenerateBody, model: ServedModel) -> Generation:

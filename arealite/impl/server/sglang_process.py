@@ -11,10 +11,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -24,8 +24,16 @@ from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.launcher.processes import Child, spawn
 from arealite.impl.launcher.supervisor import Budget, Died, Role, Supervisor
+from arealite.impl.server.sglang_api import (
+    Loads,
+    ModelInfo,
+    Models,
+    ServerInfo,
+    follow,
+    note_load,
+)
 from arealite.system.health import vitals
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
@@ -43,45 +51,6 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Before the restarts of a server that dies again and again."""
 STEADY_S = 60.0
 """Healthy for this long, a server's next death is its first again."""
-
-
-class ModelInfo(msgspec.Struct):
-    """The part of /model_info that a name says."""
-
-    weight_version: str | int | None = None
-
-
-class Model(msgspec.Struct):
-    """An item of /v1/models."""
-
-    max_model_len: int | None = None
-
-
-class Models(msgspec.Struct):
-    """The part of /v1/models that a name says."""
-
-    data: Annotated[list[Model], msgspec.Meta(min_length=1)]
-
-
-class ServerInfo(msgspec.Struct):
-    """The part of /server_info that a name says."""
-
-    max_req_input_len: int | None = None
-
-
-class Load(msgspec.Struct):
-    """Requests of one copy of the model."""
-
-    num_running_reqs: int
-    num_waiting_reqs: int
-    max_running_requests: int = 0
-    """0: it does not tell."""
-
-
-class Loads(msgspec.Struct):
-    """The part of /v1/loads that a name says."""
-
-    loads: list[Load]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +84,9 @@ class SGLangProcess(Supervisor):
         self.roles = [Role((name,), budget, grace_s=0.0)]
         self._times_held = 0
         """How many of its processes were healthy for STEADY_S."""
+        self._changed = asyncio.Event()
+        self._heard = 0.0
+        """When it last told its version."""
         self._served = False
         """Whether it was ever registered: a later failure is no longer the user's."""
 
@@ -162,10 +134,11 @@ class SGLangProcess(Supervisor):
         begin = math.inf
         try:
             await self._healthy()
-            begin, beat_s = time.monotonic(), self.config.cluster.heartbeat_s
+            begin = time.monotonic()
             async with self._registry.registered(
-                "llm_server", self.entry_id, lambda: self._entry, heartbeat_s=beat_s
-            ):
+                "llm_server", self.entry_id, self._value, changed=self._changed,
+                heartbeat_s=self.config.cluster.heartbeat_s,
+            ):  # fmt: skip
                 self._served = True
                 self.roles[0].budget.forget()
                 await self._follow()
@@ -194,15 +167,12 @@ class SGLangProcess(Supervisor):
 
     async def clear(self, role: Role) -> None:
         """Kill the server's process group; a process that stays nevertheless blocks no restart."""
-        with suppress(DeadlineError):
-            async with self._bounded(f"the end of {self.address}", KILL_S):
-                await super().clear(role)
+        with suppress(DeadlineError), self._bounded(f"the end of {self.address}", KILL_S):
+            await super().clear(role)
 
-    def _bounded(
-        self, what: str, seconds: float, *, prompt: bool = False
-    ) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    def _bounded(self, what: str, seconds: float, *, prompt: bool = False) -> Wait:
         on = f"SGLang {self.address}"
-        return deadline(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
+        return Wait(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
 
     async def start(self, role: Role) -> None:
         """Start the server on the port it had, if that is free.
@@ -238,7 +208,7 @@ class SGLangProcess(Supervisor):
     async def _healthy(self) -> None:
         """Wait until it answers; learn what its name shall say."""
         begin, seconds = time.monotonic(), self.options.start_timeout_s
-        async with self._bounded(f"{self.address}/health", seconds):
+        with self._bounded(f"{self.address}/health", seconds):
             await self._answer("/health", dict)
             await self._answer("/generate", dict, FIRST_TOKEN)
             models = await self._answer("/v1/models", Models)
@@ -246,45 +216,43 @@ class SGLangProcess(Supervisor):
             # Less than the model's: a prompt with nearly all of its answer, as it is sent again
             # after an abort, must still pass as a prompt, and SGLang keeps some tokens back.
             usable = more.max_req_input_len if more else None
-            self._entry = {"context_length": usable or models.data[0].max_model_len}
+            self._entry = {
+                "address": self.address,
+                **self.launch.about,
+                "context_length": usable or models.data[0].max_model_len,
+                "pid": self.children[0].pid,
+            }
             # Made the first time it is asked for, which holds everything up for a second: the
             # publisher asks as soon as there is a name.
             await self._get("/openapi.json", dict, self.options.silence_s / 3)
-            await self._renew(await self._answer("/model_info", ModelInfo))
+            self._entry["version"] = await self._version()
+            note_load(self._entry, await self._load(LOAD_S))
         took = round(time.monotonic() - begin, 1)
         logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
 
     async def _follow(self) -> None:
-        """Keep the name's version and load fresh. Raises DeadlineError when it falls silent."""
-        while True:
-            what = f"an answer of {self.address}/model_info"
-            async with self._bounded(what, self.options.silence_s, prompt=True):
-                info = await self._answer("/model_info", ModelInfo)
-            await self._renew(info)
-            await asyncio.sleep(self.config.cluster.heartbeat_s)
+        """Keep its name fresh. Raises DeadlineError when it falls silent."""
+        beat_s = self.config.cluster.heartbeat_s
+        load = lambda: self._load(LOAD_S)  # noqa: E731
+        await follow(
+            self._entry, self._changed, version=self._version, load=load, heartbeat_s=beat_s
+        )
 
-    async def _renew(self, info: ModelInfo) -> None:
-        """Renew what the name says."""
-        load = await self._load(LOAD_S)
-        self._entry = {
-            "address": self.address,
-            **self.launch.about,
-            "context_length": self._entry["context_length"],
-            "version": info.weight_version,
-            "pid": self.children[0].pid,
-            **({"load": load} if load else {}),
-        }
+    def _value(self) -> dict[str, Any] | None:
+        """Return what its name says; None: it has been silent for so long that nobody may use it,
+        although it is not started again before `silence_s`."""
+        is_heard = time.monotonic() - self._heard < self.config.cluster.ttl_s
+        return self._entry.copy() if is_heard else None
 
-    async def _load(self, seconds: float) -> dict[str, int] | None:
-        """Return its requests, over all copies of the model; None when it cannot say."""
-        answer = await self._get("/v1/loads?include=core", Loads, seconds)
-        if answer is None:
-            return None
-        return {
-            "running": sum(load.num_running_reqs for load in answer.loads),
-            "waiting": sum(load.num_waiting_reqs for load in answer.loads),
-            "capacity": sum(load.max_running_requests for load in answer.loads),
-        }
+    async def _version(self) -> str | int | None:
+        what = f"an answer of {self.address}/model_info"
+        with self._bounded(what, self.options.silence_s, prompt=True):
+            info = await self._answer("/model_info", ModelInfo)
+        self._heard = time.monotonic()
+        return info.weight_version
+
+    async def _load(self, seconds: float) -> Loads | None:
+        return await self._get("/v1/loads?include=core", Loads, seconds)
 
     async def _answer(self, path: str, kind: type[T], body: Any = None) -> T:
         """Ask until it answers."""
@@ -298,10 +266,11 @@ class SGLangProcess(Supervisor):
         url, method, ask = self.address + path, "POST" if body else "GET", self._session.request
         headers = self._registry.headers()
         try:  # a total of aiohttp's would swallow a deadline around it that ends in the same moment
-            async with asyncio.timeout(seconds), ask(method, url, json=body, headers=headers) as r:
-                r.raise_for_status()
-                return msgspec.json.decode(await r.read() or b"{}", type=kind)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
+            with self._bounded(f"an answer of {url}", seconds):
+                async with ask(method, url, json=body, headers=headers) as answer:
+                    answer.raise_for_status()
+                    return msgspec.json.decode(await answer.read() or b"{}", type=kind)
+        except (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError):
             return None
 
     async def _leave(self, child: Child) -> None:
@@ -311,14 +280,14 @@ class SGLangProcess(Supervisor):
         that for a crash and stays five seconds longer.
         """
         drain_s = self.options.drain_timeout_s
-        with suppress(TimeoutError):
-            async with asyncio.timeout(drain_s):
-                while (load := await self._load(drain_s)) and (load["running"] or load["waiting"]):  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)
+        with suppress(DeadlineError), self._bounded("its last requests", drain_s):
+            while (loads := await self._load(drain_s)) and (load := loads.total()):
+                if not load["running"] + load["waiting"]:
+                    break
+                await asyncio.sleep(POLL_S)
         child.send(signal.SIGTERM)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TERMINATE_S):
-                await child.process.wait()
+        with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):
+            await child.process.wait()
 
 
 def take_ports(host: str, port: int, count: int) -> list[int]:

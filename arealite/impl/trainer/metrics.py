@@ -19,7 +19,7 @@ from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explaine
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.impl.trainer.batch import TrainBatch
-from arealite.system.health.waits import ITSELF, waiting
+from arealite.system.health.waits import ITSELF, Wait
 from arealite.system.ledger.token_stats import TokenStats
 
 PLAIN = ("loss", "weight")
@@ -52,9 +52,7 @@ class Stopwatch:
         is_wait = name.startswith("wait/")  # the wait inside has a name of its own
         try:
             with (
-                nullcontext()
-                if is_wait
-                else waiting(name, owner="trainer", on=ITSELF, seconds=late_s)
+                nullcontext() if is_wait else Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
             ):
                 yield
         finally:

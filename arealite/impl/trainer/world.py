@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from arealite.base.errors import RoleError
 from arealite.impl.weights.group import open_store
-from arealite.system.health.waits import OTHER_RANKS, counters, waiting
+from arealite.system.health.waits import OTHER_RANKS, Wait, counters
 
 TIMEOUT = timedelta(hours=1)
 """Limit of a collective: longer than any evaluation or publish that one rank waits for alone."""
@@ -114,7 +114,7 @@ class World:
     def _all_reduce(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         count = counters["collectives"] = counters.get("collectives", 0.0) + 1
         counters["ranks"] = self.size
-        with waiting(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
+        with Wait(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
             dist.all_reduce(numbers, op=op)
 
 
@@ -136,7 +136,7 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
 
     store.set(f"here/{rank}", own)
     end, met, missing = time.monotonic() + seconds, {"name": own}, list(others)
-    with waiting("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
+    with Wait("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
         while missing if rank == 0 else met.get(str(rank)) != own:
             if time.monotonic() > end:
                 absent = ", ".join(map(str, missing)) if rank == 0 else "0"

@@ -375,6 +375,17 @@ async def test_the_name_follows_the_version_but_keeps_the_model(
         assert value["model_path"] == str(folders[0])
 
 
+async def test_a_new_version_is_in_the_name_at_once(folders: list[Path], tmp_path: Path) -> None:
+    config = server_config(folders[0], tmp_path)
+    object.__setattr__(config.cluster, "heartbeat_s", 600.0)
+    registry = NameRegistry.of(config)
+    async with running(config) as server, aiohttp.ClientSession(server.address) as session:
+        body = {"model_path": str(folders[1]), "weight_version": "5"}
+        assert (await post(session, "/update_weights_from_disk", **body))[0] == 200
+        version = lambda: registry.list("llm_server")[0].value["version"]  # noqa: E731
+        await eventually(lambda: version() == "5", "version 5")
+
+
 async def test_a_used_port_is_one_clear_line(folders: list[Path], tmp_path: Path) -> None:
     async with embedded(folders[0]) as first:
         port = int(first.address.rsplit(":", 1)[1])

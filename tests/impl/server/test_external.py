@@ -240,7 +240,8 @@ async def test_a_silent_server_loses_its_name(
         speaking(experiment(tmp_path, at(server))) as named,
     ):
         first = await named(lambda value: True)
-        server.on_hang = lambda: patience.end(f"llm_server-{external.entry_id(at(server))}")
+        on, what = f"llm_server-{external.entry_id(at(server))}", "model_info"
+        server.on_hang = lambda: patience.end(on, what=what)
         server.fail_next("hang", path="/model_info")
         await named(lambda value: value["pid"] != first["pid"])
     assert patience.ended == [600.0], "as long as a name lives"

@@ -190,6 +190,18 @@ async def test_restart_that_fails_counts_as_a_death(
     assert [e["restart_in_s"] for e in events if e["event"] == "server lost"] == [0.1, 0.2]
 
 
+async def test_a_silent_server_has_its_name_renewed_no_more(program: Program, model_folder: Path):
+    settings = quick_config(program, model_folder)
+    object.__setattr__(settings.cluster, "ttl_s", 0.5)
+    async with serving(settings):
+        registry = NameRegistry.of(settings)
+        await eventually(lambda: registry.list("llm_server"), "its name")
+        program.tell(hangs=["/model_info"])
+        await eventually(lambda: not registry.list("llm_server"), "its name to die")
+        assert names(settings), "it is started again after silence_s only"
+        program.tell(hangs=[])
+
+
 async def test_a_port_that_somebody_took_meanwhile_is_given_up(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -300,22 +312,19 @@ async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sglang_process, "LOAD_S", 0.5)
-    load, deadlines = SGLangProcess._load, list[str]()
-
-    async def noted(server: SGLangProcess, seconds: float) -> Any:
-        deadlines.extend(wait.what for wait in waits.table if wait.seconds == 600.0)
-        return await load(server, seconds)
-
     settings = quick_config(program, model_folder)
     async with serving(settings):
-        monkeypatch.setattr(SGLangProcess, "_load", noted)
         (entry,) = names(settings)
         program.tell(hangs=["/v1/loads"])
-        (later,) = await eventually(
+        await eventually(
             lambda: [e for e in names(settings) if "load" not in e.value], "a name without load"
         )
+        told = program.orders["answers"] | {"/model_info": {"weight_version": "6"}}
+        program.tell(answers=told)
+        (later,) = await eventually(
+            lambda: [e for e in names(settings) if e.value["version"] == "6"], "its new version"
+        )
         assert later.value["pid"] == entry.value["pid"]
-        assert not deadlines, "silence is counted while it is asked for its load"
 
 
 @pytest.mark.parametrize(
