@@ -34,7 +34,7 @@ from arealite.api.episode import Turn  # noqa: E402
 from arealite.api.llm import LLMResponse  # noqa: E402
 from arealite.api.trajectory import Segment  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
-from arealite.impl.rollout.segments import make_segments  # noqa: E402
+from arealite.impl.rollout.collector import make_segments  # noqa: E402
 from arealite.impl.server.decoder import Decoder  # noqa: E402
 from arealite.impl.server.generation import Generation, SamplingParams  # noqa: E402
 from arealite.impl.server.weights import load_model  # noqa: E402

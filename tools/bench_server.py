@@ -25,7 +25,8 @@ import uvloop
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
+from arealite.api.config import ModelConfig, ServerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base import log
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.system.names.registry import NameRegistry

@@ -23,14 +23,15 @@ import msgspec
 from safetensors.torch import load_file
 
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
-from arealite.api.env import EnvConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport, publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.registry import NameRegistry

@@ -1,4 +1,4 @@
-"""What pace, mask and drop make of long episodes: trials in virtual time on the real group store.
+"""What wait, mask and drop make of long episodes: trials in virtual time on the real group store.
 
 Lengths are log-normal and latency is proportional to length; nothing sleeps. The real `GroupStore`
 and ledger decide what is leased, released and filtered; trainer and workers are a heap of events.
@@ -72,7 +72,7 @@ class Trial:
     idle_since: float | None = 0.0
     waited: float = 0.0
     paced: float = 0.0
-    """Of `waited`: seconds with a full batch that pace kept back."""
+    """Of `waited`: seconds with a full batch that `wait` kept back."""
     samples: list[Sample] = field(default_factory=list[Sample])
     published: list[float] = field(default_factory=lambda: [0.0])
     """When each version reached the servers."""
@@ -224,7 +224,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[list[str]] = []
     offered: list[int] = []
-    for policy in ("pace", "mask", "drop"):
+    for policy in ("wait", "mask", "drop"):
         for eta in options.etas:
             with tempfile.TemporaryDirectory() as name:
                 trial = Trial(Path(name), policy, eta, options.steps, options.seed).run()

@@ -50,7 +50,7 @@ class Autoscaler:
 
     def __init__(self, *, utilisation: float, target: int) -> None:
         self.target = target
-        self.thrift = 1.0
+        self.damping = 1.0
         """Share of what would keep servers busy that the trainer has use for."""
         self._utilisation = utilisation
         self._busy = float(target)
@@ -68,8 +68,8 @@ class Autoscaler:
             self._learn(told)
             self._busy = min(max(self._busy, least), most)
         # No less than has an effect, or it would take as long to come back.
-        self.thrift = max(self.thrift, least / max(self._busy, least))
-        wanted = min(max(self._busy * self.thrift, least), most)
+        self.damping = max(self.damping, least / max(self._busy, least))
+        wanted = min(max(self._busy * self.damping, least), most)
         if abs(wanted - self.target) > BAND * self.target or wanted in (least, most):
             self.target = round(wanted)
         return self.target
@@ -80,9 +80,9 @@ class Autoscaler:
         Once a batch and not once a period: a buffer answers a change no sooner.
         """
         if surplus > FULL * allowed:
-            self.thrift *= LESS
+            self.damping *= LESS
         elif surplus <= EMPTY * allowed:
-            self.thrift = min(1.0, self.thrift * MORE)
+            self.damping = min(1.0, self.damping * MORE)
 
     def _learn(self, readings: Sequence[Reading]) -> None:
         running, waiting = fmean(r.running for r in readings), fmean(r.waiting for r in readings)

@@ -7,7 +7,7 @@ that is trained in batch k has age k - s. B = groups in a batch.
 *Admission.* At confirmed version v a new group is leased only while batched + complete + leased <
 (v + η + 1)·B. Every group of start version ≤ v then has a place in the batches up to v + η.
 
-*Pace.* Call s + η the deadline of a group of start version s: the last batch that may hold it. A
+*Wait.* Call s + η the deadline of a group of start version s: the last batch that may hold it. A
 set of groups *fits* after step k if drawing all of them oldest first, B at a time, from batch k + 1
 on would meet every deadline. Batch k is released only when the groups left out of it fit; in
 particular (the first of them) all have s ≥ k + 1 - η.
@@ -64,13 +64,13 @@ def choose(
 ) -> list[Candidate] | None:
     """Return the groups of batch `step`, oldest first, or None while it may not be released.
 
-    `policy` is pace, mask or drop; only pace waits for groups that are not in the batch.
+    `policy` is wait, mask or drop; only `wait` waits for groups that are not in the batch.
     """
     complete = sorted((c for c in candidates if c.is_complete), key=lambda c: (c.start, c.seq))
     if len(complete) < num_groups:
         return None
     chosen = complete[:num_groups]
-    if policy == "pace":
+    if policy == "wait":
         rest = [c.start for c in candidates if not c.is_complete]
         rest += [c.start for c in complete[num_groups:]]
         if not fits(rest, step + 1, eta=eta, num_groups=num_groups):
@@ -83,7 +83,7 @@ def blocks(
 ) -> list[Candidate]:
     """Return the unfinished groups of which one has to be in batch `step`, oldest first.
 
-    [] where pace does not keep the batch back.
+    [] where `wait` does not keep the batch back.
     """
     ordered = sorted(candidates, key=lambda c: (not c.is_complete, c.start, c.seq))
     complete = sum(c.is_complete for c in ordered)

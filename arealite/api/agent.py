@@ -1,7 +1,4 @@
-"""An agent is a seat in an environment: from observations to prompts, from generations to actions.
-
-It records every turn with exact tokens; the collector makes trajectories of the record.
-"""
+"""An agent turns observations into prompts, generations into actions, and records exact tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from arealite.api.config import ExperimentConfig
 
 
 class Agent(ABC):
@@ -38,10 +37,10 @@ class Agent(ABC):
         self.record = Record(recorded=seat.recorded)
 
     @classmethod
-    def share(cls, args: Any, config: Any) -> AbstractAsyncContextManager[Any] | None:
+    def share(cls, args: ExperimentConfig, config: Any) -> AbstractAsyncContextManager[Any] | None:
         """Return what all agents of one config use in a worker, as a client of another endpoint.
 
-        It is entered before the first episode, left after the last; what it gives is `shared`.
+        It is entered before the first episode and left after the last; `shared` is its value.
         """
         return None
 
@@ -116,7 +115,7 @@ class AgentFactory:
 
     def __init__(
         self,
-        args: Any,
+        args: ExperimentConfig,
         client_config: LLMClientConfig,
         *,
         client: LLMClient | None = None,

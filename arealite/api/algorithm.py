@@ -111,6 +111,10 @@ class ShapingConfig:
     )
     overlong_penalty: float = opt(1.0, "at its end", above=0)
 
+    def constraints(self) -> Constraints:
+        """Yield the constraint on the scale."""
+        yield self.scale != 0, "scale=0 takes all reward away. Use another number."
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from arealite.api.agent_config import AgentConfig
@@ -58,7 +59,13 @@ class CollectorConfig:
         return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
 
     def constraints(self) -> Constraints:
-        """Yield the constraint on the bounds of the concurrency."""
+        """Yield the constraints on environments' names, sampling and concurrency."""
+        bad = [name for name in self.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]
+        yield not bad, f"envs.{''.join(bad[:1])}: use letters, digits, '_' and '-' only."
+        yield (
+            self.sampling.temperature > 0,
+            "sampling.temperature must be above 0: greedy cannot explore.",
+        )
         least, most = self.autoscale.min_concurrency, self.concurrency
         yield (
             least <= most or not self.autoscale.enabled,

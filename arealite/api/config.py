@@ -11,34 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from arealite.api.datapipe import DatapipeConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
+from arealite.api.trial import TrialConfig
 from arealite.base.names import RunPaths
 from arealite.base.places import check_name
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """Where processes find each other and where a run keeps its files."""
-
-    name_root: str = opt("~/.cache/arealite/names", "folder of the name registry; all hosts see it")
-    run_root: str = opt("runs", "folder of all runs, seen by every host")
-    user: str | None = opt(None, "whose names; null takes the login name")
-    heartbeat_s: float = opt(1.0, "how often a role renews its name", above=0)
-    ttl_s: float = opt(5.0, "a name not renewed for this long is dead", above=0)
-    host: str = opt(
-        "127.0.0.1", "address under which this host's roles are reached; auto: each host's own"
-    )
-
-    security: bool = opt(True, "ports ask for the trial's secret; off: anybody is let in")
-
-    @property
-    def bound(self) -> str:
-        """What servers of a run bind: loopback, unless other hosts are to reach this one."""
-        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return "127.0.0.1" if is_loopback else "0.0.0.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +55,15 @@ class LoggerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentConfig:
+class ExperimentConfig(TrialConfig):
     """Root of `train.py`."""
 
-    experiment_name: str = opt("arealite", "first part of the run's name; servers are found by it")
-    trial_name: str = opt("trial", "second part")
-    seed: int = opt(1, "of everything random", at_most=2**63 - 1)
-    imports: list[str] = sub(
-        list, "modules or .py files to import first: they register your own parts"
-    )
     resume: str = opt(
         "auto",
         "auto: go on from the newest checkpoint, or begin; must; never: move what is there aside "
         "and begin; step-000040: go on from that checkpoint",
     )
     server_wait_s: float = opt(60.0, "how long to look for a server before giving up", at_least=0)
-    cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
     llm_server: ExternalServersConfig = sub(
@@ -108,16 +80,42 @@ class ExperimentConfig:
         parts = self.trainer.ppo.collector.envs.values()
         return self.dataset.eval is not None or any(part.eval for part in parts)
 
+    def constraints(self) -> Constraints:
+        """Yield the constraints between sections, for a run with servers and workers."""
+        trainer, ppo, launcher = self.trainer, self.trainer.ppo, self.launcher
+        yield (
+            trainer.type != "ppo" or ppo.max_staleness == 0,
+            f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}. "
+            "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo.",
+        )
+        most, least = launcher.max_workers, launcher.rollout_workers
+        yield (
+            most == 0 or (most >= least and ppo.collector.autoscale.enabled),
+            f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}, with "
+            "collector.autoscale.enabled=true. 0 keeps that many.",
+        )
+        if ppo.publisher.type != "shared":
+            return
+        fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
+        yield (
+            launcher.trainer_ranks == 1,
+            f"{key} needs launcher.trainer_ranks=1, not {launcher.trainer_ranks}.",
+        )
+        yield (
+            not (self.llm_server.addresses or launcher.llm_servers),
+            f"{key} updates no other server: remove llm_server.addresses and launcher.llm_servers.",
+        )
+        yield (
+            not fsdp.cpu_offload and (fsdp.dtype == "float32" or fsdp.lora.rank > 0),
+            f"{key} generates from the parameters that are trained: use engine.fsdp.dtype=float32, "
+            "or lora.rank above 0, and cpu_offload=false.",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Root of `launch_llm_server`."""
+class ServerConfig(TrialConfig):
+    """Root of `launch_llm_server`; its names are those of the experiment that uses the server."""
 
-    experiment_name: str = opt("arealite", "as in the experiment that uses this server")
-    trial_name: str = opt("trial", "as in the experiment that uses this server")
-    seed: int = opt(1, "of sampling", at_most=2**63 - 1)
-    imports: list[str] = sub(list, "modules or .py files to import first")
-    cluster: ClusterConfig = sub(ClusterConfig, "names and folders")
     model: ModelConfig = sub(ModelConfig, "the model")
     llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")
 
@@ -128,13 +126,13 @@ class ServerConfig:
         return self.cluster.host if host in ("0.0.0.0", "::", "") else host
 
 
-def run_paths(config: ExperimentConfig) -> RunPaths:
+def run_paths(config: TrialConfig) -> RunPaths:
     """Return where the experiment's trial keeps its files."""
     root = Path(config.cluster.run_root).expanduser().absolute()
     return RunPaths(root / config.experiment_name / config.trial_name)
 
 
-def name_dir(config: ExperimentConfig | ServerConfig) -> Path:
+def name_dir(config: TrialConfig) -> Path:
     """Return the trial's folder in the name registry.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A train engine knows one model and its shards; trainers speak to it in ragged sequences.
+"""Train engines: one model each, with its shards and optimizer; trainers pass ragged rows.
 
 Shape letters: B = rows of a micro-batch, T = tokens of a row, V = vocabulary.
 """
@@ -20,68 +20,70 @@ if TYPE_CHECKING:
 
 
 Head = Literal["lm", "value"]
-"""What a model computes of each token: its logprob and entropy, or one number (critics, reward
-models)."""
+"""Output of a model for each token: logprob and entropy, or one value (critics, reward models)."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What an engine needs to train; one without it is frozen: a reference policy."""
+    """The optimizer of an engine; an engine without it is frozen, as a reference policy is."""
 
     optimizer: OptimizerConfig
     lr: float
     total_updates: int
-    """At which a schedule ends."""
+    """Updates after which the schedule ends."""
 
 
 @dataclass
 class Sequence:
-    """One training row. `fields` travel to the loss function beside the logprobs."""
+    """One training row."""
 
     tokens: np.ndarray
     """int32 [T]"""
     loss_mask: np.ndarray
-    """bool [T]: the tokens that enter the loss, never the first. What an engine computes of token t
-    comes from the tokens before it: its logprob, or the value of the state it was sampled in."""
+    """bool [T]: the tokens in the loss, never the first. The output for a token depends on the ones
+    before it: its logprob, or the value of the state in which it was sampled."""
     temperature: float
     fields: dict[str, np.ndarray] = field(default_factory=lambda: dict[str, "np.ndarray"]())
-    """float32 [T] each: behav_logprobs, prox_logprobs, advantages, loss_weight, …"""
+    """Of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …"""
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """What a loss function sees of one micro-batch; flat over its loss tokens N (loss_mask true,
-    row after row)."""
+    """Input of a loss function: one micro-batch, flat over its loss tokens N (loss_mask true), row
+    after row."""
 
     outputs: dict[str, torch.Tensor]
     """float32 [N] each, under the current parameters, with gradient. Head lm: `logprobs` at the
     row's temperature, `entropy` of the whole next-token distribution. Head value: `values`."""
     rows_N: torch.Tensor
-    """int64: which row of the micro-batch each token is of; for sequence-level ratios."""
+    """int64: the row of each token in the micro-batch; for sequence-level ratios."""
     fields: dict[str, torch.Tensor]
     """float32 [N] each, as in Sequence.fields."""
 
 
 LossFn = Callable[[LossInput], "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
-"""Returns (loss, stats). The loss is a SUM over tokens already weighted by `loss_weight`, so that
-micro-batches and
-ranks add up to the global loss. Stats are weighted sums too (same weights): they are added over
-micro-batches and ranks."""
+"""Returns (loss, stats). The loss is a sum over tokens, weighted by `loss_weight`, so micro-batches
+and ranks add up to the global loss. Stats are sums with the same weights, and are added up too."""
 
 
 class TrainEngine(ABC):
-    """One model, its optimizer and its shards. Every method is collective: all ranks call it, in
-    one order."""
+    """One model, its shards and its optimizer. All ranks call every method, in the same order."""
+
+    @abstractmethod
+    def without_adapter(self) -> TrainEngine:
+        """Return a frozen engine on the same parameters that skips the adapters."""
 
     @abstractmethod
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
     ) -> dict[str, list[np.ndarray]]:
-        """Return the head's outputs (see LossInput), float32 [T] a row, 0 outside loss_mask; no
-        gradient.
+        """Return the head's outputs (see LossInput) without gradient.
 
-        `all_lengths[r]` are the row lengths of rank r, so that all ranks run the same number of
-        micro-batches.
+        Args:
+            all_lengths: row lengths by rank, so that all ranks run equally many micro-batches.
+
+        Returns:
+            {output: values by row, float32 [T] each, 0 outside loss_mask}.
         """
 
     @abstractmethod
@@ -91,26 +93,35 @@ class TrainEngine(ABC):
         all_lengths: list[list[int]],
         loss_fn: LossFn,
         *,
-        together: int = 1,
-        noting: Mapping[str, str] | None = None,
+        rows_per_example: int = 1,
+        record_outputs: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        """Apply one optimizer update over all rows of all ranks; return summed stats, `grad_norm`,
-        `lr`.
+        """Apply one optimizer update over all rows of all ranks.
 
-        Each `together` consecutive rows stand in one micro-batch, in their order: pairs of which
-        one is preferred. `noting` makes outputs of this pass fields of the rows, {output: field},
-        without gradient, before the loss function sees them: those of `forward`, for no pass.
-        A non-finite gradient norm skips the update and returns `skipped_update` 1.
+        An update whose gradient norm is not finite is skipped.
+
+        Args:
+            all_lengths: as in `forward`.
+            rows_per_example: so many consecutive rows stay in one micro-batch, in their order;
+                2 for pairs of a preferred and a rejected answer.
+            record_outputs: {output: field}: outputs of this pass that become fields of the rows,
+                without gradient, before the loss function is called. They replace a `forward`.
+
+        Returns:
+            The loss function's stats, summed, with `grad_norm`, `lr` and `skipped_update` (0 or 1).
         """
 
     @abstractmethod
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a sharded checkpoint (model, optimizer, schedule, RNG, `extra`) into the folder
-        `path`."""
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule and `extra` into `folder`; every rank its shards."""
 
     @abstractmethod
-    def load(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint back, at any number of ranks; return `extra`."""
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read what `save` wrote, at any number of ranks; return `extra`.
+
+        Raises:
+            UserError: the folder is of another model or another optimizer.
+        """
 
     @abstractmethod
     def export(self, path: Path) -> None:
@@ -118,18 +129,18 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor) one at a time on rank 0; other ranks take part and
-        yield nothing.
+        """Yield (Hugging Face name, full tensor) on rank 0, and nothing on other ranks.
 
-        A tensor is a CPU copy; with `on_device` it is where the model is, perhaps the parameter
-        itself: good until the next update.
+        Args:
+            on_device: yield tensors on the model's device, perhaps the parameters themselves, which
+                the next update changes. Otherwise each tensor is a copy on the CPU.
         """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return 16 hex digits on every rank that change with any bit of any parameter.
+        """Return 16 hex digits, equal on all ranks, that change with any bit of any parameter.
 
-        Comparable between equal world sizes only; never a defence against malice.
+        Fingerprints of different world sizes differ. They are no protection against tampering.
         """
 
 

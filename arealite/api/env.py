@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
 
@@ -27,9 +27,9 @@ class Env(ABC):
     turn: `run` begins again, and the agents' first generations are the recorded ones. Rewards are
     computed again. Where a prompt is another one after all, sampling goes on from there."""
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: Any) -> None:
         self.args = args
-        """The run's ExperimentConfig; read only names and cluster from it."""
+        """Names, seed and cluster of the run, or of the server that hosts the environment."""
         self.config = config
         """This environment's own config."""
 
@@ -123,25 +123,3 @@ envs: Registry[Env] = Registry(
         "openenv": "arealite.impl.env.adapters.openenv:OpenEnvEnv",
     },
 )
-
-runtimes: Registry[Env] = Registry(
-    "runtime",
-    {
-        "subprocess": "arealite.impl.env_client.remote:RemoteEnv",
-        "remote": "arealite.impl.env_client.remote:RemoteEnv",
-    },
-)
-"""Where an environment runs, other than in the worker; constructed with the whole EnvConfig."""
-
-
-class EnvFactory:
-    """Makes environments by the name in their config."""
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def make_env(self, config: EnvConfig) -> Env:
-        """Return a new environment; call its `setup` before the first episode."""
-        if config.runtime.type != "in_process":
-            return runtimes.get(config.runtime.type)(self.args, config)
-        return envs.get(config.type)(self.args, envs.options(config))

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from arealite.api.config import ClusterConfig
 from arealite.api.env_config import EnvConfig
 from arealite.api.fields import opt, sub
 from arealite.api.observation import ToolCall
+from arealite.api.trial import TrialConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +32,10 @@ class EnvServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvServerConfig:
-    """Root of `arealite serve`."""
+class EnvServerConfig(TrialConfig):
+    """Root of `arealite serve`; names and cluster are for the environment."""
 
-    experiment_name: str = opt("arealite", "told to the environment")
-    trial_name: str = opt("trial", "told to the environment")
-    seed: int = opt(1, "of the tasks that are drawn")
-    imports: list[str] = sub(
-        list, "modules or .py files to import first: they register your own parts"
-    )
     tasks: str = opt("generated", "path of the rows of a reset without a task, or `generated`")
-    cluster: ClusterConfig = sub(ClusterConfig, "told to the environment")
     env: EnvConfig = sub(EnvConfig, "which environment")
     server: EnvServerOptions = sub(EnvServerOptions, "the server")
 

@@ -124,8 +124,10 @@ def encode_turn(turn: Turn) -> bytes:
     response = turn.response
     lists = zip("ifi", (response.output_ids, response.logprobs, response.versions), strict=True)
     ids, logprobs, versions = (array(kind, each).tobytes() for kind, each in lists)
-    about = (digest(turn.input_ids), turn.temperature, ids, logprobs, versions)
-    return msgspec.msgpack.encode(StoredTurn(*about, response.stop_reason, response.interruptions))
+    sampled = (digest(turn.input_ids), turn.temperature, ids, logprobs, versions)
+    return msgspec.msgpack.encode(
+        StoredTurn(*sampled, response.stop_reason, response.interruptions)
+    )
 
 
 decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode

@@ -6,7 +6,7 @@ tests. The range is checked wherever a config is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import Any
 
@@ -23,15 +23,17 @@ def opt(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> Any:
     """Declare a config field with a default, one line of documentation, and a number's range.
 
     A number with a range must also be finite; `above=-inf` asks for nothing else. None is left to
-    the field's type.
+    the field's type. `renamed` maps former values of a choice to their new names.
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     given = {word: at for word, at in bounds.items() if at is not None}
-    return field(default=default, metadata={"help": help, "bounds": given})
+    metadata = {"help": help, "bounds": given, "renamed": renamed or {}}
+    return field(default=default, metadata=metadata)
 
 
 def sub(factory: Callable[[], Any], help: str) -> Any:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
+
+if TYPE_CHECKING:
+    from arealite.api.config import ExperimentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +89,8 @@ class LLMClient(ABC):
     it returns."""
 
     @abstractmethod
-    def __init__(self, args: Any, config: LLMClientConfig) -> None:
-        """Remember where to look (names and cluster from `args`, the run's ExperimentConfig);
-        connect nothing yet."""
+    def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
+        """Remember where the servers of the run `args` are registered; connect nothing yet."""
 
     @abstractmethod
     async def generate(self, request: LLMRequest) -> LLMResponse:
@@ -105,6 +107,10 @@ class LLMClient(ABC):
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
         """Close connections."""
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start, by the metric's name below `client/`."""
+        return {}
 
 
 clients: Registry[LLMClient] = Registry(

@@ -1,4 +1,4 @@
-"""Weight publishers bring a new policy version to every server while requests are in flight."""
+"""Weight publishers update every server to a new policy version while requests are in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one publish cost. Seconds are of the slowest server."""
+    """Costs of one publish. Seconds are those of the slowest server."""
 
     version: int
     stage_s: float = 0.0
@@ -27,17 +27,16 @@ class PublishReport:
     load_s: float = 0.0
     continue_s: float = 0.0
     stall_s: float = 0.0
-    """From the pause taking effect to the continue taking effect: generation stood still this
-    long."""
+    """From the effect of the pause to the effect of the continue: generation paused this long."""
     num_bytes: int = 0
     servers: int = 1
     """Servers that confirmed the version."""
     quarantined: list[str] = field(default_factory=list[str])
-    """Server ids that failed; they get no traffic until they hold the newest version."""
+    """Ids of servers that failed; they get no traffic until they hold the newest version."""
 
 
 class WeightPublisher(ABC):
-    """Lives on trainer rank 0; the other ranks only take part in gathering."""
+    """Publishes from trainer rank 0; the other ranks only take part in gathering."""
 
     wants_device = False
     """Whether `stage` takes tensors where the engine has them, not on the CPU."""
@@ -47,39 +46,45 @@ class WeightPublisher(ABC):
         """Start publishing for an experiment whose trainer trains `engine`.
 
         Raises:
-            UserError: this way cannot publish what that engine trains.
+            UserError: This publisher cannot publish the parameters of that engine.
         """
 
-    def hold(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Have who generates from the engine's own parameters wait: they are about to change, and
-        `stage` lets it go on.
+    def pause_generation(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Pause an in-process generator until `stage`: its parameters are about to change.
 
         Raises:
-            RoleError: it does not answer.
+            RoleError: The generator does not answer.
         """
 
     @abstractmethod
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Take the weights of a version; return once they may change, having used up `weights`.
+        """Take the weights of a version. When this returns, they may change.
 
-        True: they are needed again, for the servers that are left; call again with a new iterator.
+        Args:
+            version: The version.
+            weights: Name and tensor of each parameter, used up.
+
+        Returns:
+            Whether the weights are needed again: call again with a new iterator.
 
         Raises:
-            RoleError: they cannot be staged, or no server took them.
+            RoleError: The weights cannot be staged, or no server took them.
         """
 
     @abstractmethod
     def push(self, version: int) -> PublishReport:
-        """Bring every server to the staged version; may run beside training. Return when all in
-        traffic have confirmed it.
+        """Update every server to the staged version; may run beside training.
+
+        Returns:
+            The costs, after every server in traffic has confirmed the version.
 
         Raises:
-            RoleError: no server confirmed it.
+            RoleError: No server confirmed the version.
         """
 
     @property
-    def starving(self) -> bool:
-        """Whether a server lacks the newest version and can have it only through `stage`."""
+    def needs_republish(self) -> bool:
+        """Whether a server lacks the newest version and can get it only through `stage`."""
         return False
 
     @abstractmethod

@@ -69,12 +69,6 @@ rewards: Registry[Reward] = Registry(
 )
 
 
-class RewardFactory:
-    """Makes reward functions by the name in their config."""
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def make_reward(self, config: RewardConfig) -> Reward:
-        """Return a new reward function; call its `setup` before the first score."""
-        return rewards.get(config.type)(rewards.options(config))
+def make_reward(config: RewardConfig) -> Reward:
+    """Return a new reward function; call its `setup` before the first score."""
+    return rewards.get(config.type)(rewards.options(config))

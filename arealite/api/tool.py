@@ -142,8 +142,10 @@ tools: Registry[Tool] = Registry(
 )
 
 
-def function(name: str, about: str, /, *, required: tuple[str, ...] = (), **properties: Any) -> Any:
+def function(
+    name: str, description: str, /, *, required: tuple[str, ...] = (), **properties: Any
+) -> Any:
     """Return an OpenAI function schema; each property is a JSON schema."""
     parameters = {"type": "object", "properties": properties, "required": list(required)}
-    about_it = {"name": name, "description": about, "parameters": parameters}
-    return {"type": "function", "function": about_it}
+    metadata = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": metadata}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from arealite.api.algorithm import (
     AdvantageConfig,
@@ -20,6 +20,9 @@ from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.publisher_config import PublisherConfig
 from arealite.base.registry import Registry
 
+if TYPE_CHECKING:
+    from arealite.api.config import ExperimentConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
@@ -31,12 +34,10 @@ class PPOConfig:
     updates: int = opt(1, "optimizer updates a batch; must divide its number of groups", at_least=1)
     epochs: int = opt(1, "times these updates are made", at_least=1)
     max_staleness: int = opt(4, "eta: no trained token is older than so many versions", at_least=0)
-    staleness_policy: Literal["pace", "mask", "drop"] = opt(
-        "pace", "wait for slow episodes, give old tokens no loss, or drop their episodes"
+    staleness_policy: Literal["wait", "mask", "drop"] = opt(
+        "wait", "wait for slow episodes, mask old tokens, or drop groups", renamed={"pace": "wait"}
     )
-    filter_zero_variance: bool = opt(
-        False, "leave out groups whose rewards are all equal in each seat, and refill"
-    )
+    filter_zero_variance: bool = opt(False, "replace groups of equal rewards in each seat")
     partial_group: Literal["retry", "min_size", "drop"] = opt(
         "retry", "what becomes of a group with failed episodes"
     )
@@ -63,8 +64,7 @@ class PPOConfig:
 
     @property
     def is_single_pass(self) -> bool:
-        """Whether the policy's one pass over a batch is that of its one update: nothing has to be
-        known of it before."""
+        """Whether the pass of the one update over a batch is the policy's only pass over it."""
         known = self.loss.m2_threshold is not None or (self.kl.coef and self.kl.place == "reward")
         return self.updates * self.epochs == 1 and not known
 
@@ -83,7 +83,6 @@ class PPOConfig:
             f"updates {self.updates} does not divide the {groups} groups of a batch "
             f"(batch_size {size} / group_size {group}). Use a divisor of {groups}.",
         )
-        yield self.reward.scale != 0, "reward.scale=0 takes all reward away. Use another number."
         yield (
             buffer <= sampling.max_new_tokens,
             f"reward.overlong_buffer={buffer} must be at most "
@@ -108,10 +107,6 @@ class PPOConfig:
             self.critic.path is None or self.advantage.type == "gae",
             f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae.",
         )
-        yield (
-            sampling.temperature > 0,
-            "collector.sampling.temperature must be above 0: greedy cannot explore.",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +127,10 @@ class TrainerConfig:
 
 class Trainer(ABC):
     """One rank's training loop."""
+
+    @abstractmethod
+    def __init__(self, config: ExperimentConfig) -> None:
+        """Make what the rank needs; RANK and WORLD_SIZE of the environment say which rank it is."""
 
     @abstractmethod
     def train(self) -> None:

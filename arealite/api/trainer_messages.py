@@ -1,6 +1,6 @@
-"""What trainer ranks, the launcher and the datapipe say to each other over ZeroMQ.
+"""Messages between trainer ranks, the launcher and the datapipe, over ZeroMQ.
 
-Every request may be sent again until it is answered; its step or id makes it idempotent.
+A request is sent again until it is answered; its step or id makes it idempotent.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Sent once a second while a request cannot be answered: who is waited for."""
+    """Sent once a second while a request cannot be answered; `detail` names what it waits for."""
 
     request: str
     detail: str

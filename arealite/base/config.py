@@ -48,7 +48,7 @@ def load(
 
     Args:
         is_saved: Another version may have written `files`: keys that `schema` does not have are
-            ignored.
+            ignored, and former values are read under their new names.
 
     Raises:
         UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type or
@@ -58,7 +58,7 @@ def load(
     node = OmegaConf.merge(_defaults(grown))  # a copy
     layers = [(str(file), read(file)) for file in files]
     for _, layer in layers if is_saved else []:
-        drop_unknown(layer, grown)
+        convert_saved(layer, grown)
     for source, layer in [*layers, ("command line", dotlist(overrides))]:
         try:
             node = OmegaConf.unsafe_merge(node, layer)
@@ -72,19 +72,21 @@ def load(
     return config
 
 
-def drop_unknown(layer: Any, schema: Any) -> None:
-    """Remove from `layer` each key that the config class `schema` does not have."""
+def convert_saved(layer: Any, schema: Any) -> None:
+    """Remove from `layer` what the config class `schema` does not have; rename former values."""
     if not (isinstance(layer, DictConfig) and dataclasses.is_dataclass(schema)):
         return
-    hints = _hints(schema)
+    hints, items = _hints(schema), {item.name: item for item in dataclasses.fields(schema)}
     for key in [*layer]:
         if key not in hints:
             del layer[key]
+        elif (new := _new_name(items[key], layer[key])) is not None:
+            layer[key] = new
         elif (inner := element(hints[key])) and isinstance(layer[key], DictConfig):
             for part in layer[key].values():
-                drop_unknown(part, inner)
+                convert_saved(part, inner)
         else:
-            drop_unknown(layer[key], hints[key])
+            convert_saved(layer[key], hints[key])
 
 
 @lru_cache(maxsize=4)
@@ -232,8 +234,8 @@ def keys(schema: type) -> Iterator[tuple[str, Any, str]]:
     for path, item, _ in leaves(schema):
         factory = item.default_factory
         default = item.default if factory is dataclasses.MISSING else factory()
-        about = (str(item.metadata.get("help", "")), range_of(item))
-        yield path, default, "; ".join(filter(None, about))
+        texts = (str(item.metadata.get("help", "")), range_of(item))
+        yield path, default, "; ".join(filter(None, texts))
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -252,6 +254,9 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     key = error.full_key or ""
     if isinstance(error, ConfigKeyError):
         return f"unknown key '{key}'.{_suggest(key, schema)}"
+    old: Any = getattr(error, "value", None)
+    if new := next((_new_name(f, old) for path, f, _ in leaves(schema) if path == key), None):
+        return f"{key}={old} is called {new} now. Write {key}={new}."
     what = str(error.msg or error).splitlines()[0]
     if "value 'None'" in what or "is not Optional" in what:
         return f"{key} has no value. Write {key}=VALUE, or leave it out."
@@ -262,6 +267,11 @@ def range_of(item: dataclasses.Field[Any]) -> str:
     """Return a field's range in words, as in "above 0 and at most 1"; "" where it has none."""
     bounds = item.metadata.get("bounds", {}).items()
     return " and ".join(f"{word} {at}" for word, at in bounds if at > -inf)
+
+
+def _new_name(item: dataclasses.Field[Any], value: object) -> str | None:
+    """Return the new name of a former value of an option; None for any other value."""
+    return item.metadata.get("renamed", {}).get(value) if isinstance(value, str) else None
 
 
 def _suggest(key: str, schema: type) -> str:

@@ -7,6 +7,8 @@ refused in milliseconds.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +36,10 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
 
 
+Shapes = Mapping[str, list[int]]
+"""The shape of each tensor by name."""
+
+
 def read_shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shape of every tensor in a Hugging Face folder, from the files' headers alone.
 
@@ -50,8 +56,42 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
-    """Check the files of the model folder that option `key` names, and return its config.json.
+def check_shapes(sent: Shapes, held: Shapes, *, where: str | Path, whole: bool = True) -> None:
+    """Check the names and shapes of tensors before they are sent to a server.
+
+    SGLang answers 200 to a tensor with a wrong shape or an unknown name, and then generates from
+    broken weights.
+
+    Args:
+        sent: Shapes of the trainer's tensors.
+        held: Shapes of the tensors to be replaced; {} if unknown.
+        where: The owner of `held`, for the error.
+        whole: Whether a tensor that is held but not sent is an error. The output head may be tied
+            to the embedding.
+
+    Raises:
+        RoleError: Names the first tensor that does not fit, and both shapes.
+    """
+    if not held:
+        return
+    for name, shape in sent.items():
+        if name not in held:
+            raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {where}")
+        if list(shape) != list(held[name]):
+            raise RoleError(
+                f"tensor '{name}' has shape {list(shape)} in the trainer, but {held[name]} in "
+                f"{where}"
+            )
+    for name in held.keys() - sent.keys() if whole else ():
+        if not name.endswith(("lm_head.weight", ".inv_freq")):
+            raise RoleError(f"tensor '{name}' {held[name]} of {where} is not in the trainer")
+
+
+def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Check the files of the model folder that option `key` names.
+
+    Returns:
+        Its config.json, and the shape of each tensor by name.
 
     Raises:
         UserError: a file is missing, broken or does not match config.json.
@@ -84,7 +124,12 @@ def read_model(path: str, key: str = "model.path") -> dict[str, Any]:
             f"{key}={path}: its tokenizer has token {top}, its model only {size} tokens. Use the "
             "tokenizer that the model was trained with."
         )
-    return config
+    return config, shapes
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the text model."""
+    return config.get("text_config") or config
 
 
 LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
@@ -93,7 +138,7 @@ LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_
 
 def check_logits(config: dict[str, Any], path: Path | str) -> None:
     """Raise UserError for a model whose logits are more than hidden · weightᵀ."""
-    text: dict[str, Any] = config.get("text_config") or config
+    text = text_part(config)
     for name in LOGIT_CHANGES:
         if (value := text.get(name)) not in (None, 0, 1):
             raise UserError(f"'{path}' changes its logits ({name}={value}): not supported.")
@@ -101,12 +146,42 @@ def check_logits(config: dict[str, Any], path: Path | str) -> None:
 
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
     """Raise UserError for a model with layers for which the embedded server has no cache."""
-    text: dict[str, Any] = config.get("text_config") or config
-    layers: list[str] = text.get("layer_types") or []
+    layers: list[str] = text_part(config).get("layer_types") or []
     if other := {*layers} - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"model.path={path}: has layers of {', '.join(sorted(other))}; the embedded server "
             "runs models with full and sliding attention only. Use SGLang for this one."
+        )
+
+
+RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
+"""Matches the tensors that transformers fuses or renames as it loads them."""
+
+
+def check_tensor_names(shapes: dict[str, list[int]], path: str) -> None:
+    """Raise UserError if the trainer renames tensors of the folder: servers know the old names."""
+    if renamed := next((name for name in shapes if RENAMED.search(name)), None):
+        raise UserError(
+            f"model.path={path}: the trainer holds '{renamed}' under another name, or fused with "
+            "others, and cannot publish it to servers. Use trainer.ppo.publisher.type=shared, or "
+            "save the model again with save_pretrained(folder, save_original_format=False)."
+        )
+
+
+def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> None:
+    """Raise UserError if the model at `path`, which option `key` sets, has other token ids.
+
+    Args:
+        path: None and "initial" name no other model.
+        model: config.json of the model that is trained.
+    """
+    if path is None or path == "initial":
+        return
+    theirs, ours = vocab_size(read_model(path, key)[0]), vocab_size(model)
+    if theirs != ours:
+        raise UserError(
+            f"{key}={path} has another vocabulary: {theirs} token ids, model.path has {ours}. "
+            "Give a model of the same family."
         )
 
 
@@ -134,8 +209,7 @@ def other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
 
 def vocab_size(config: dict[str, Any]) -> int | None:
     """Return how many token ids a config.json allows: its text part's, where it has one."""
-    text: dict[str, Any] = config.get("text_config") or {}
-    return text.get("vocab_size") or config.get("vocab_size")
+    return text_part(config).get("vocab_size") or config.get("vocab_size")
 
 
 def exact_length(config: dict[str, Any]) -> int | None:
@@ -148,3 +222,12 @@ def exact_length(config: dict[str, Any]) -> int | None:
         return None
     names = "original_max_position_embeddings", "max_position_embeddings"
     return next((each[name] for name in names for each in (rope, config) if each.get(name)), None)
+
+
+def eos_tokens(path: str) -> set[int]:
+    """Return the token ids with which the model in a folder itself ends a generation."""
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(path, name).get("eos_token_id")
+        if eos is not None:
+            return {eos} if isinstance(eos, int) else set(eos)
+    return set()

@@ -34,8 +34,6 @@ class RunPaths:
         """Exit code and error of the launcher that ended last; absent while one runs."""
         self.checkpoints = root / "checkpoints"
         """One folder a checkpoint: `step-000012`."""
-        self.critic = root / "critic"
-        """The critic's part of each checkpoint, under the same name."""
         self.export = root / "export"
         """The final model as a Hugging Face folder."""
         self.weights = root / "weights"

@@ -18,8 +18,8 @@ from arealite.system.ledger.audit import audit
 
 def main(argv: Sequence[str]) -> int:
     """Print the audit of a run folder (or of a ledger file)."""
-    about = "Balance a run's ledger: no sample lost, none repeated."
-    run: Path = run_parser("audit", about).parse_args(argv).run
+    description = "Balance a run's ledger: no sample lost, none repeated."
+    run: Path = run_parser("audit", description).parse_args(argv).run
     ledger = run if run.is_file() else RunPaths(run).ledger
     if not ledger.is_file():
         raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")

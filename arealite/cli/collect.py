@@ -16,12 +16,12 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.base.registry import unknown
-from arealite.cli import check, configs, sampling
+from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
 from arealite.system.data.row_files import SUFFIXES, Row, write_rows
 from arealite.system.data.samples import Samples
 
-ABOUT = """\
+DESCRIPTION = """\
 Sample a model on training tasks, and write its trajectories as rows of a file.
 
     arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
@@ -37,9 +37,9 @@ Key = tuple[int, int, str]
 
 def main(argv: Sequence[str]) -> int:
     """Collect; 1 where some samples failed for good, or no trajectory is within the bounds."""
-    config = configs.parse(CollectConfig, argv, command="arealite collect", about=ABOUT)
+    config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
     config = configs.at_home(config)
-    out = Path(check.required(config.out, "out")).expanduser()
+    out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
     if out.is_dir() or not out.parent.is_dir():
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             f"out={out}: its folder does not exist, or out itself is a folder. Name a file."
         )
     check_folder(out.parent.absolute(), "folder", "out")
-    check.check_data(config)
+    preflight.check_sources(config)
     with sampling.sampled(config, "train") as (tasks, samples, failed):
         kept = chosen(config, len(tasks), samples)
         tokenizer: Any = load_tokenizer(config.model.path)
@@ -82,8 +82,8 @@ def rows(
             if (row, member, header.seat) not in kept:
                 continue
             for number, segment in enumerate(decode_segments(payload)):
-                about = {"sample": member, "segment": number}
-                yield about | told(tasks[row], header) | columns(segment, decode)
+                number_of = {"sample": member, "segment": number}
+                yield number_of | told(tasks[row], header) | columns(segment, decode)
 
 
 def told(task: Task, header: TrajectoryHeader) -> Row:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, run_paths
+from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, name_dir, run_paths
 from arealite.api.engine import engines
 from arealite.api.engine_config import TrainEngineConfig
-from arealite.api.env import EnvConfig, envs
+from arealite.api.env import envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.launcher import LauncherConfig, launchers
 from arealite.api.llm import LLMClientConfig, clients
 from arealite.api.llm_server import LLMServerConfig, servers
@@ -29,7 +30,7 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
-from arealite.impl.launcher.processes import own_address
+from arealite.impl.launcher.processes import own_address, server_overrides
 
 C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
@@ -77,10 +78,12 @@ def load(
     return base_config.load(schema, files, overrides, parts(), is_saved=is_saved)
 
 
-def parse(schema: type[C], argv: Sequence[str], *, command: str, about: str) -> C:
+def parse(schema: type[C], argv: Sequence[str], *, command: str, description: str) -> C:
     """Return the config that a command line asks for."""
     default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
-    layers = options.parse(argv, command=command, about=about, schema=schema, default=default)
+    layers = options.parse(
+        argv, command=command, description=description, schema=schema, default=default
+    )
     return load(schema, layers.files, layers.overrides)
 
 
@@ -101,18 +104,26 @@ def check_derived() -> None:
                 )
 
 
-def check_names(config: Any) -> None:
-    """Check that every part that a config tree names is in its table.
+def check_names(config: ExperimentConfig) -> None:
+    """Check that the run's names can be folders, and that each `type` names a known part.
 
     Raises:
-        UserError: an unknown name.
+        UserError: one of them does not, or a logger cannot be used.
     """
+    name_dir(config)
     for _, node in base_config.nodes(config):
         for schema, table in TABLES.items():
             if isinstance(node, schema):
                 found = getattr(node, NAMED_IN.get(schema, "type"))
                 for name in found if schema in NAMED_IN else [found]:
                     table.check(name)
+    for name in config.logger.types:
+        loggers.get(name).check()
+
+
+def own_server(config: ExperimentConfig) -> ServerConfig:
+    """Return the config of the servers that are started with a run."""
+    return load(ServerConfig, CONFIG_DIR / "llm_server.yaml", server_overrides(config))
 
 
 def at_home(config: Root) -> Root:
@@ -120,6 +131,19 @@ def at_home(config: Root) -> Root:
     if config.cluster.host != "auto":
         return config
     return replace(config, cluster=replace(config.cluster, host=own_address()))
+
+
+def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list[ExperimentConfig]:
+    """Return the configs of a command line with `--then`, in the order of the stages.
+
+    Raises:
+        UserError: see load_stages.
+    """
+    default = CONFIG_DIR / "async_ppo.yaml"
+    layers = options.parse_stages(
+        argv, command=command, description=description, schema=ExperimentConfig, default=default
+    )
+    return load_stages(layers)
 
 
 def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:

@@ -56,5 +56,5 @@ def rows() -> Iterator[tuple[str, ...]]:
             continue
         told = ", ".join(found.seats) or "by config"
         is_own = getattr(found.rows, "__func__", None) is not getattr(Env.rows, "__func__", None)
-        about = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
-        yield name, told, "generated, or a file's" if is_own else "a file's", needs, about
+        summary = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
+        yield name, told, "generated, or a file's" if is_own else "a file's", needs, summary

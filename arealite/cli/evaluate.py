@@ -16,12 +16,12 @@ from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
-from arealite.cli import check, configs, sampling
+from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
 from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
 
-ABOUT = """\
+DESCRIPTION = """\
 Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
 
     arealite eval model.path=M dataset.eval=tasks.jsonl n=8 launcher.llm_servers=1
@@ -36,15 +36,15 @@ Score = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate; 1 where some samples failed for good."""
-    config = configs.parse(EvaluateConfig, argv, command="arealite eval", about=ABOUT)
+    config = configs.parse(EvaluateConfig, argv, command="arealite eval", description=DESCRIPTION)
     config = configs.at_home(config)
     wrong = [k for k in config.k if not 1 <= k <= config.n]
     if wrong:
         raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")
     if config.trainer.ppo.collector.envs:
-        check.check_data(config)
+        preflight.check_sources(config)
     else:
-        check.required(config.dataset.eval, "dataset.eval")
+        preflight.required(config.dataset.eval, "dataset.eval")
     out = Path(config.out).expanduser() if config.out else config.folder / "eval.json"
     if config.out and (out.is_dir() or not out.parent.is_dir()):
         why = "is a folder, name a file" if out.is_dir() else "its folder does not exist"
@@ -127,8 +127,8 @@ def show(result: Score) -> None:
         for what, mean in row["parts"].items():
             table.add_row("", what, f"{mean:.3f}", "")
         table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
-        about = f"{row['samples']} samples of {row['tasks']} tasks"
-        table.add_row("", "truncated", f"{row['truncated']:.3f}", about, end_section=True)
+        counts = f"{row['samples']} samples of {row['tasks']} tasks"
+        table.add_row("", "truncated", f"{row['truncated']:.3f}", counts, end_section=True)
     terminal = Terminal()
     terminal.width = terminal.width if terminal.is_terminal else 1000
     terminal.print(table, soft_wrap=False)

@@ -54,11 +54,11 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     whole = [f"trainer.{part}.engine.fsdp.shard_size=0" for part in ("ppo", "offline")]
     config = configs.load(ExperimentConfig, config_file, whole, is_saved=True)
     from arealite.api.trainer import trainers
-    from arealite.impl.trainer.parts import make_engine
+    from arealite.impl.trainer.components import make_engine
     from arealite.impl.trainer.world import World
 
     options = config.trainer.offline if config.trainer.is_offline else config.trainer.ppo
-    world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
+    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     try:
         head: Head = getattr(trainers.get(config.trainer.type), "head", "lm")
         training = Training(options.optimizer, options.lr, 1)  # its state is in the checkpoint
@@ -66,4 +66,4 @@ def write(config_file: Path, source: Path, out: Path) -> None:
         engine.load(source)
         engine.export(out)
     finally:
-        world.leave()
+        world.destroy()

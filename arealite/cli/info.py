@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         ServerConfig,
         argv,
         command="arealite info",
-        about="Show versions, devices, back ends, extras, sandboxes, and what installs the rest.",
+        description="Show versions, devices, back ends, extras and sandboxes; how to add the rest.",
     )
     parts = {
         "versions": versions(config.llm_server.sglang.python),

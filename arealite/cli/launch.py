@@ -25,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
     where, words = next(iter(argv), ""), [word for word in argv[1:] if word != "--print"]
     if where not in CLUSTERS:
         raise UserError(USAGE)
-    about = "Run an experiment on a cluster. --print only shows what would be submitted."
+    description = "Run an experiment on a cluster. --print only shows what would be submitted."
     command = f"arealite launch {where}"
-    config = configs.parse(ExperimentConfig, words, command=command, about=about)
+    config = configs.parse(ExperimentConfig, words, command=command, description=description)
     own = replace(config.launcher, type=where)
     host = "auto" if config.cluster.host == "127.0.0.1" else config.cluster.host
     config = replace(config, launcher=own, cluster=replace(config.cluster, host=host))

@@ -24,7 +24,7 @@ COMMANDS = {
     "serve": ("arealite.cli.serve", "host an environment for other processes: OpenEnv's format"),
     "envs": ("arealite.cli.envs", "list the environments, and what each needs"),
     "play": ("arealite.cli.play", "play an environment in this terminal: play ENV"),
-    "check": ("arealite.cli.checkup", "check a run without starting it; what it will need"),
+    "check": ("arealite.cli.preflight", "check a run without starting it; what it will need"),
     "launch": ("arealite.cli.launch", "check a run and start it on a cluster: launch slurm|ray"),
     "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
     "report": ("arealite.cli.report", "write a run's report: one HTML file to look at"),

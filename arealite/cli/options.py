@@ -33,12 +33,18 @@ class Layers:
 
 
 def parse(
-    argv: Sequence[str], *, command: str, about: str, schema: type, default: Path, more: str = ""
+    argv: Sequence[str],
+    *,
+    command: str,
+    description: str,
+    schema: type,
+    default: Path,
+    more: str = "",
 ) -> Layers:
     """Read a command line. `--help` prints every key of `schema` with its default."""
     parser = argparse.ArgumentParser(
         prog=command,
-        description=fold(about),
+        description=fold(description),
         epilog=fold(more + _keys(schema)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -63,15 +69,15 @@ def parse(
     return Layers([*(options.config or []), *files] or [default], overrides)
 
 
-def run_parser(command: str, about: str) -> argparse.ArgumentParser:
+def run_parser(command: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is a run folder."""
-    parser = argparse.ArgumentParser(prog=f"arealite {command}", description=about)
+    parser = argparse.ArgumentParser(prog=f"arealite {command}", description=description)
     parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
     return parser
 
 
 def parse_stages(
-    argv: Sequence[str], *, command: str, about: str, schema: type, default: Path
+    argv: Sequence[str], *, command: str, description: str, schema: type, default: Path
 ) -> list[Layers]:
     """Read a command line with `--then FILE`; one Layers a stage, with its own words only."""
     glued = [word.split("=", 1) if word.startswith("--then=") else [word] for word in argv]
@@ -79,7 +85,7 @@ def parse_stages(
     cuts = [i for i, word in enumerate(words) if word == "--then"]
     parts = [words[a:b] for a, b in pairwise([0, *cuts, len(words)])]
     lines = [parts[0], *(["--config", *part[1:]] for part in parts[1:])]
-    read = partial(parse, command=command, about=about, schema=schema, default=default)
+    read = partial(parse, command=command, description=description, schema=schema, default=default)
     return [read(line, more=f"{THEN}\n") for line in lines]
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from arealite.api.agent import Agent, AgentFactory, agents
 from arealite.api.agent_config import ScriptedConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import EnvFactory, envs
+from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.observation import Observation, ToolCall, observe
@@ -28,11 +28,12 @@ from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.main import first
 from arealite.impl.agent.calls import hermes
+from arealite.impl.env_client import make_env
 from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate
 
 COLLECTOR = "trainer.ppo.collector."
-ABOUT = """\
+DESCRIPTION = """\
 Play an environment in this terminal. You sit in its first seat, or in those of
 --seat; each line that you type is an answer, and the end of the input (Ctrl-D)
 ends the game. An option is one of the environment (opening_moves=2,
@@ -139,7 +140,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="arealite play",
-        description=fold(ABOUT),
+        description=fold(DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -177,7 +178,7 @@ async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
     """Play one episode, and tell its rewards."""
     collector = config.trainer.ppo.collector
     task = find_task(collector.env, options)
-    env = EnvFactory(config).make_env(collector.env)
+    env = make_env(config, collector.env)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
         await env.setup()
@@ -226,8 +227,8 @@ async def seat(
     stand_in = replace(collector.agent, type=options.opponent, scripted=scripted)
     players = dict[str, Player]()
     for name in names:
-        about = Seat(name, group_id="play", episode_id="play/0")
-        players[name] = player = Player(None, client=nothing, tokenizer=nothing, seat=about)
+        seat = Seat(name, group_id="play", episode_id="play/0")
+        players[name] = player = Player(None, client=nothing, tokenizer=nothing, seat=seat)
         player.lines = lines
         if name not in mine:
             who = collector.seats.get(name, stand_in)
@@ -237,7 +238,7 @@ async def seat(
                     f"seats.{name}.type=fixed_policy and its options, or scripted."
                 )
             await factory.share(who, stack)
-            player.other = factory.make_agent(who, about)
+            player.other = factory.make_agent(who, seat)
     return players
 
 

@@ -114,26 +114,22 @@ def load(file: Path) -> ExperimentConfig:
 
 
 async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
-    """Run a segment's processes to their end; return 0, or the first other exit code."""
-    from arealite.impl.launcher.processes import PARENT, rank_environments, threads
+    """Run a segment's processes to their end; return 0, or the exit code with the best reason."""
+    from arealite.impl.launcher.processes import rank_environments, spawn, threads
+    from arealite.impl.launcher.supervisor import Budget, Role
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
-    shared = os.environ | threads(load(segment.config).launcher.trainer_threads)
-    shared |= {PARENT: str(os.getpid())}
-    ranks = [
-        await asyncio.create_subprocess_exec(*command, env=shared | rank)
-        for rank in rank_environments(segment.ranks)
-    ]
+    shared = threads(load(segment.config).launcher.trainer_threads)
+    ranks = Role(("replay",), Budget(0), leads=True)
+    ranks.over.set()  # a rank may exit long before the others
     try:
-        for ended in asyncio.as_completed([rank.wait() for rank in ranks]):
-            if code := await ended:
-                return code if code > 0 else 1
-        return 0
+        for rank in rank_environments(segment.ranks):
+            child = await spawn("replay", command, log=None, environment=shared | rank)
+            ranks.children.append(child)
+        dead = await ranks.end()
+        return max(dead.code, 1) if dead else 0
     finally:
-        for rank in ranks:
-            if rank.returncode is None:
-                rank.kill()
-                await rank.wait()
+        await ranks.clear()
 
 
 def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -> int:

@@ -132,7 +132,7 @@ def step_of(name: str) -> int:
 
 def _go_back(paths: RunPaths, step: int) -> None:
     """Forget checkpoints after `step`; the trainer's start rolls the rest of the ledger back."""
-    every = [*paths.checkpoints.glob("step-*"), *paths.critic.glob("step-*")]
+    every = paths.checkpoints.glob("step-*")
     if newer := [path for path in every if step_of(path.name) > step]:
         aside = _aside(paths)
         for path in newer:

@@ -125,19 +125,19 @@ def trainer(config: ExperimentConfig, index: int) -> None:
     """Train as one rank."""
     from arealite.api.trainer import trainers
 
-    trainers.get(config.trainer.type)(config).train()  # type: ignore[call-arg]
+    trainers.get(config.trainer.type)(config).train()
 
 
-def companion(config: ExperimentConfig, index: int) -> None:
+def sidecar(config: ExperimentConfig, index: int) -> None:
     """Keep the roles beside torchrun's ranks."""
-    from arealite.impl.launcher.torchrun import Companion
+    from arealite.impl.launcher.torchrun import Sidecar
 
-    sys.exit(Companion(config).run())
+    sys.exit(Sidecar(config).run())
 
 
 ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {
     "datapipe": datapipe,
     "rollout": rollout,
     "trainer": trainer,
-    "companion": companion,
+    "sidecar": sidecar,
 }

@@ -20,13 +20,15 @@ from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import UserError
+from arealite.base.model_folder import read_model
 from arealite.base.places import check_name
-from arealite.cli import check
+from arealite.cli import configs, preflight
 from arealite.cli.role import with_externals
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
-from arealite.impl.rollout.sampling import Sampler
+from arealite.impl.rollout.sampler import Sampler
 from arealite.system.data.dataset import identity
+from arealite.system.data.prompts import check_prompts
 from arealite.system.data.samples import Samples
 from arealite.system.data.tasks import load_split
 from arealite.system.locks import held
@@ -130,17 +132,15 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     if not tasks:
         raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
     NameRegistry.of(config).check()
-    check.check_names(config)
+    configs.check_names(config)
     check_name("name", config.name)
-    model = check.check_model(config.model.path)
-    check.check_run_folder(config)
-    own = bool(config.launcher.llm_servers)
-    contexts = check.own_contexts(config, model) if own else check.check_servers(config, model)
+    model, _ = read_model(preflight.required(config.model.path, "model.path"))
+    preflight.check_run_folder(config)
+    found = [] if config.launcher.llm_servers else preflight.find_servers(config, model)
     ppo = config.trainer.ppo
     asked = replace(ppo, collector=replace(ppo.collector, sampling=drawn(config, split)))
-    check.check_prompts(
-        replace(config, trainer=replace(config.trainer, ppo=asked)), tasks, contexts
-    )
+    config = replace(config, trainer=replace(config.trainer, ppo=asked))
+    check_prompts(config, tasks, preflight.contexts(config, model, found))
 
 
 def drawn(config: SamplingRunConfig, split: str) -> SamplingConfig:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         ServerConfig,
         [word for word in argv if word not in (ROTATE, TOKEN)],
         command="arealite secret",
-        about="Print the path of a trial's secret, as in: arealite secret trial_name=a\n"
+        description="Print the path of a trial's secret, as in: arealite secret trial_name=a\n"
         "--token prints the token that its servers ask for: curl -H 'Authorization: Bearer TOKEN'\n"
         "--rotate makes a new secret; no process of the trial may run then.",
     )

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     layers = options.parse(
         argv,
         command="arealite serve",
-        about="Host an environment in OpenEnv's wire format: /ws, /reset, /step, /health, …",
+        description="Host an environment in OpenEnv's wire format: /ws, /reset, /step, /health, …",
         schema=EnvServerConfig,
         default=configs.CONFIG_DIR / "env_server.yaml",
     )

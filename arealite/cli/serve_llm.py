@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         ServerConfig,
         argv,
         command="launch_llm_server.py",
-        about="Start a language-model server that speaks SGLang's protocol.",
+        description="Start a language-model server that speaks SGLang's protocol.",
     )
     config = configs.at_home(config)
     if not die_with_parent():  # else it waits for the names to be back

@@ -11,7 +11,7 @@ from dataclasses import replace
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
 from arealite.base.errors import UserError
-from arealite.cli import configs, options
+from arealite.cli import configs
 from arealite.system.health import vitals
 from arealite.system.locks import held
 
@@ -25,26 +25,23 @@ def main(argv: Sequence[str]) -> int:
         if any(word.startswith("--then") for word in words):
             raise UserError("--resume is for one stage. Stages go on by themselves: leave it out.")
         words.append("resume=must")
-    layers = options.parse_stages(
+    stages = configs.parse_stages(
         words,
         command="train.py",
-        about="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
+        description="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
         "--resume is resume=must; --dry-run checks everything and starts nothing.",
-        schema=ExperimentConfig,
-        default=configs.CONFIG_DIR / "async_ppo.yaml",
     )
-    stages = configs.load_stages(layers)
     if "RANK" in os.environ and "--dry-run" not in argv:
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: without --then, a command for each.")
         return run_rank(stages[0], int(os.environ["RANK"]))
 
-    from arealite.cli.check import check, check_options
+    from arealite.cli.preflight import check_options, preflight
 
     for config in stages:
         check_options(config)
     if "--dry-run" in argv:
-        check(stages[0])
+        preflight(stages[0])
         print("all checks passed; nothing was started")
         return 0
     for number, config in enumerate(stages, start=1):
@@ -60,13 +57,13 @@ def run(config: ExperimentConfig) -> int:
     """Run one experiment to its end; return its exit code."""
     with prepared(config) as config:
         vitals.start("launcher-0", name_dir(config) / "vitals")
-        return launchers.get(config.launcher.type)(config).run()  # type: ignore[call-arg]
+        return launchers.get(config.launcher.type)(config).run()
 
 
 def run_rank(config: ExperimentConfig, rank: int) -> int:
     """Train as one rank. Of torchrun's ranks, the first brings up the run's other roles."""
     from arealite.cli import role
-    from arealite.cli.check import check_options
+    from arealite.cli.preflight import check_options
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return role.run("trainer", rank, config)
@@ -75,9 +72,9 @@ def run_rank(config: ExperimentConfig, rank: int) -> int:
     check_options(config)
     if rank:  # by the time the ranks meet, the first has settled what `resume` wants
         return role.run("trainer", rank, replace(config, resume="auto"))
-    from arealite.impl.launcher.torchrun import companion
+    from arealite.impl.launcher.torchrun import sidecar
 
-    with prepared(config) as config, companion(config):
+    with prepared(config) as config, sidecar(config):
         return role.run("trainer", rank, config)
 
 
@@ -86,7 +83,7 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     """Check an experiment, and hold its folder as `resume` wants it; yield its config from then
     on."""
     from arealite.cli import resume
-    from arealite.cli.check import check
+    from arealite.cli.preflight import preflight
 
     paths, fix = run_paths(config), "Stop it, or choose another trial_name."
     names = name_dir(config)
@@ -97,7 +94,7 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
             # `arealite why` finds the launcher by this lock until the config is checked.
             stack.enter_context(held(paths.root / ".lock", fix=fix))
         try:
-            check(config, has_servers=has_servers)
+            preflight(config, has_servers=has_servers)
         except BaseException:
             if new:
                 shutil.rmtree(paths.root, ignore_errors=True)

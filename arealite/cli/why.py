@@ -18,8 +18,8 @@ from arealite.system.locks import holder
 
 def main(argv: Sequence[str]) -> int:
     """Print one screen; 1 where somebody holds the run up."""
-    about = "Name who holds a run up: on this host, and on others."
-    paths = RunPaths(run_parser("why", about).parse_args(argv).run)
+    description = "Name who holds a run up: on this host, and on others."
+    paths = RunPaths(run_parser("why", description).parse_args(argv).run)
     launcher = holder(paths.root / ".lock")
     if not paths.config.exists() and not launcher:
         raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")

@@ -150,15 +150,15 @@ def test_rollouts_that_outrun_the_trainer_are_held_back_in_a_band(
     surplus_rate: float, num_groups: int
 ) -> None:
     """Each batch's time brings `surplus_rate` batches at full concurrency."""
-    scaler, eta, buffer, thrifts, surpluses = Autoscaler(utilisation=0.9, target=9), 4, 0.0, [], []
+    scaler, eta, buffer, dampings, surpluses = Autoscaler(utilisation=0.9, target=9), 4, 0.0, [], []
     for _ in range(200):
-        made = surplus_rate * scaler.thrift * num_groups
+        made = surplus_rate * scaler.damping * num_groups
         buffer = min(max(buffer, num_groups) - num_groups + made, (eta + 1) * num_groups)
         surplus = int(max(buffer - num_groups, 0))
         scaler.take_batch(surplus, allowed=eta * num_groups)
-        thrifts.append(scaler.thrift * surplus_rate)
+        dampings.append(scaler.damping * surplus_rate)
         surpluses.append(surplus / num_groups / eta)
-    late = thrifts[-60:]
+    late = dampings[-60:]
     assert 0.6 < min(late) <= max(late) < 1.6
     assert sum(surpluses[-60:]) / 60 < 0.75, "not stale"
     assert sum(s == 0 for s in surpluses[-60:]) < 30, "seldom empty"
@@ -168,7 +168,7 @@ def test_a_synchronous_trainer_is_never_held_back() -> None:
     scaler = Autoscaler(utilisation=0.9, target=9)
     for _ in range(10):
         scaler.take_batch(0, allowed=0)
-    assert scaler.thrift == 1.0
+    assert scaler.damping == 1.0
 
 
 def test_a_long_surplus_is_soon_forgotten() -> None:

@@ -85,7 +85,7 @@ class Simulation:
     num_groups=st.integers(1, 5),
 )
 def test_pace_bounds_every_age_and_never_deadlocks(seed: int, eta: int, num_groups: int) -> None:
-    run = Simulation(seed, policy="pace", eta=eta, num_groups=num_groups, steps=25)
+    run = Simulation(seed, policy="wait", eta=eta, num_groups=num_groups, steps=25)
     run.run()
     assert len(run.ages) == 25 * num_groups
     assert max(run.ages) <= eta
@@ -113,7 +113,7 @@ def test_mask_alone_outruns_the_bound() -> None:
 def test_the_first_condition_alone_would_deadlock() -> None:
     """b and c of start 0 would both be due in batch 2: d may not overtake them in batch 1."""
     b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
-    assert choose([b, c, d], 1, policy="pace", eta=2, num_groups=1) is None
+    assert choose([b, c, d], 1, policy="wait", eta=2, num_groups=1) is None
     assert choose([b, c, d], 1, policy="mask", eta=2, num_groups=1) == [d]
 
 
@@ -121,8 +121,8 @@ def test_zero_is_the_synchronous_trainer() -> None:
     assert [may_lease(n, 0, eta=0, num_groups=2) for n in range(4)] == [True, True, False, False]
     late = Candidate(0, 9, False)
     full = [Candidate(0, seq, True) for seq in range(2)]
-    assert choose([*full, late], 0, policy="pace", eta=0, num_groups=2) is None
-    assert choose(full, 0, policy="pace", eta=0, num_groups=2) == full
+    assert choose([*full, late], 0, policy="wait", eta=0, num_groups=2) is None
+    assert choose(full, 0, policy="wait", eta=0, num_groups=2) == full
 
 
 def test_no_lease_before_a_version_is_published() -> None:
@@ -131,7 +131,7 @@ def test_no_lease_before_a_version_is_published() -> None:
 
 def test_oldest_first_then_in_order() -> None:
     found = [Candidate(1, 0, True), Candidate(0, 5, True), Candidate(0, 2, True)]
-    chosen = choose(found, 1, policy="pace", eta=3, num_groups=2)
+    chosen = choose(found, 1, policy="wait", eta=3, num_groups=2)
     assert chosen is not None
     assert [c.seq for c in chosen] == [2, 5]
 
@@ -167,7 +167,7 @@ def test_blocks_names_somebody_exactly_when_pace_keeps_a_full_batch_back(
     if not fits(everyone, step, eta=eta, num_groups=num_groups):
         return  # admission and the steps before never leave such a set
     kwargs = {"eta": eta, "num_groups": num_groups}
-    is_kept_back = choose(found, step, policy="pace", **kwargs) is None
+    is_kept_back = choose(found, step, policy="wait", **kwargs) is None
     assert bool(blocks(found, step, **kwargs)) is is_kept_back
 
 

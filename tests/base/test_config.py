@@ -178,6 +178,16 @@ def test_save_then_load_gives_the_same_tree(tmp_path: Path):
     assert base_config.load(ExperimentConfig, [file], [], {}) == config
 
 
+def test_former_value_is_read_in_a_saved_config_only(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("trainer: {ppo: {staleness_policy: pace}}")
+    config = base_config.load(ExperimentConfig, [file], [], PARTS, is_saved=True)
+    assert config.trainer.ppo.staleness_policy == "wait"
+    key = "trainer.ppo.staleness_policy"
+    with pytest.raises(UserError, match=rf"{key}=pace is called wait now. Write {key}=wait\.$"):
+        base_config.load(ExperimentConfig, [file], [], PARTS)
+
+
 def test_unknown_keys_are_left_out_of_a_saved_config_only(tmp_path: Path):
     file = tmp_path / "config.yaml"
     seats = "seats: {a: {type: my_agent, gone: 1, my_agent: {count: 4, gone: 1}}}"

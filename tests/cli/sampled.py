@@ -15,6 +15,7 @@ from arealite.api.task import Task
 from arealite.base.errors import RewardTimeout
 from arealite.cli import sampling
 from arealite.cli.main import main
+from arealite.system.names.registry import Entry
 from tests.fakes.client import ScriptedClient, response
 from tests.impl.rollout import worlds
 from tests.models import tiny_model
@@ -81,5 +82,6 @@ class Command:
 
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a run be checked without looking for a server."""
-    monkeypatch.setattr(sampling.check, "check_servers", lambda config, model: [512])
+    server = Entry("llm_server", "a", {"context_length": 512}, age_s=0.0)
+    monkeypatch.setattr(sampling.preflight, "find_servers", lambda config, model: [server])
     monkeypatch.setattr(sampling.log, "setup", lambda *_: None)  # the captured stderr is closed

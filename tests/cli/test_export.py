@@ -14,7 +14,8 @@ from arealite.base import config as base_config
 from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli import main as cli
-from arealite.impl.trainer.parts import make_engine
+from arealite.impl.trainer import checkpoints
+from arealite.impl.trainer.components import make_engine
 from arealite.impl.trainer.world import World
 from tests.models import tiny_model
 
@@ -27,14 +28,15 @@ def make_run(folder: Path, *overrides: str, head: str = "lm") -> RunPaths:
     words = [f"model.path={tiny_model(folder / 'model')}", *overrides]
     config = configs.load(ExperimentConfig, empty, words)
     options = config.trainer.offline if config.trainer.is_offline else config.trainer.ppo
-    world = World.join(threads=1, seed=1)
+    world = World.init(threads=1, seed=1)
     training = Training(options.optimizer, options.lr, 10)
     engine = make_engine(config, training=training, head=head)  # type: ignore[arg-type]
     for step in (2, 4):
         for parameter in engine.module.parameters():
             parameter.data.fill_(float(step))
-        engine.save(paths.checkpoints / f"step-{step:06d}", {"step": step})
-    world.leave()
+        path = paths.checkpoints / f"step-{step:06d}"
+        checkpoints.save(path, {".": engine}, {"step": step}, world)
+    world.destroy()
     part = "offline" if config.trainer.is_offline else "ppo"
     many = f"trainer.{part}.engine.fsdp.shard_size=8"  # as eight ranks had it
     base_config.save(configs.load(ExperimentConfig, empty, [*words, many]), paths.config)

@@ -27,7 +27,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def parse(*argv: str | Path) -> list[options.Layers]:
-    about = {"command": "train.py", "about": "", "schema": ExperimentConfig}
+    about = {"command": "train.py", "description": "", "schema": ExperimentConfig}
     return options.parse_stages([str(word) for word in argv], **about, default=Path("default.yaml"))
 
 

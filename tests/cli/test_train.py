@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli import main as cli
 from tests.models import tiny_model
@@ -72,13 +73,13 @@ CHECKS = """
 import sys, time
 from pathlib import Path
 from arealite.base.errors import UserError
-from arealite.cli import check, main
+from arealite.cli import main, preflight
 def gated(config, **_):
     Path(sys.argv[1], "checking").touch()
     while not Path(sys.argv[1], "go").exists():
         time.sleep(0.01)
     raise UserError("so it is refused")
-check.check = gated
+preflight.preflight = gated
 sys.exit(main.main(["train", *sys.argv[2:]]))
 """
 

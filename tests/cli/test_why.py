@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
+from arealite.api.trial import ClusterConfig
 from arealite.base.config import save
 from arealite.cli import why as why_module
 from arealite.cli.main import main
@@ -23,23 +24,20 @@ from tests.system.health.living import HOLDS_THE_INTERPRETER, IDLE, WAITS, livin
 from tests.waiting import until
 
 EPISODES = """
-from arealite.system.health.waits import Limit, Limits
-async def generate(limits, number):
-    with Limit(limits, time.monotonic() + 300, what=f"generation g{number}/0", owner="llm client",
-               on="llm_server-a"):
+from arealite.system.health.waits import Wait
+async def generate(number):
+    with Wait(f"generation g{number}/0", owner="llm client", on="llm_server-a", seconds=300):
         await asyncio.Event().wait()
 async def main():
     vitals.watch(asyncio.get_running_loop())
-    limits = Limits()
-    await asyncio.gather(*(generate(limits, number) for number in range(256)))
+    await asyncio.gather(*(generate(number) for number in range(256)))
 asyncio.run(main())
 """
 
 HANGS = """
-from arealite.system.health.waits import Limit, Limits
-async def environment(limits):
-    with Limit(limits, time.monotonic() + 600, what="episode g7/0 (train-3)", owner="collector",
-               on="environment mine"):
+from arealite.system.health.waits import Wait
+async def environment():
+    with Wait("episode g7/0 (train-3)", owner="collector", on="environment mine", seconds=600):
         await asyncio.Event().wait()
 def others(number):
     exec(f"async def other{number}(): await asyncio.Event().wait()", globals())
@@ -47,7 +45,7 @@ def others(number):
 async def main():
     vitals.watch(asyncio.get_running_loop())
     tasks = [asyncio.create_task(each) for number in range(4) for each in others(number)]
-    tasks.append(asyncio.create_task(environment(Limits()), name="episode g7/0"))
+    tasks.append(asyncio.create_task(environment(), name="episode g7/0"))
     await asyncio.gather(*tasks)
 asyncio.run(main())
 """

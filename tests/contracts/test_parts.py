@@ -12,14 +12,15 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, agents
 from arealite.api.engine import TrainEngine, engines
 from arealite.api.engine_config import TrainEngineConfig
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients
 from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.api.publisher_config import PublisherConfig
-from arealite.api.reward import MathVerifyConfig, Reward, RewardConfig, RewardFactory, rewards
+from arealite.api.reward import MathVerifyConfig, Reward, RewardConfig, make_reward, rewards
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
 from tests.fakes.foreign import ADAPTERS, installed
@@ -69,7 +70,7 @@ def test_the_default_of_a_kind_is_in_its_table(_table: Any, _base: type, config:
 @pytest.mark.parametrize("name", built_in(rewards))
 async def test_a_reward_scores_right_and_wrong(name: str):
     patient = MathVerifyConfig(timeout_s=60.0)
-    reward = RewardFactory(args=None).make_reward(RewardConfig(type=name, math_verify=patient))
+    reward = make_reward(RewardConfig(type=name, math_verify=patient))
     await reward.setup()
     try:
         assert await reward.score("42", "42") > await reward.score("41", "42")

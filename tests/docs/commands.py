@@ -130,7 +130,7 @@ def check_config(name: str, words: list[str], command: Command) -> None:
     kept = [w for w in kept if not any(f".{name}." in w or f"={name}" in w for name in own)]
     schema, default = SCHEMAS[name]
     for stage in options.parse_stages(
-        kept, command=name, about="", schema=schema, default=ROOT / "config" / default
+        kept, command=name, description="", schema=schema, default=ROOT / "config" / default
     ):
         files = [file if file.is_absolute() else ROOT / file for file in stage.files]
         missing = {file.name for file in files if not file.is_file()}

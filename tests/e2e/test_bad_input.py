@@ -32,7 +32,8 @@ def refused(site: Site, run_root: Path, capsys: pytest.CaptureFixture[str], *wor
     [
         ("trainer.ppo.lrr=1", "Did you mean 'trainer.ppo.lr'?"),
         ("trainer.ppo.lr=fast", "could not be converted to Float"),
-        ("trainer.ppo.staleness_policy=pase", "expected one of ['pace', 'mask', 'drop']"),
+        ("trainer.ppo.staleness_policy=wate", "expected one of ['wait', 'mask', 'drop']"),
+        ("trainer.ppo.staleness_policy=pace", "is called wait now"),
         ("model.path=/nowhere", "no Hugging Face model folder"),
         ("dataset.train=/nowhere.jsonl", "/nowhere.jsonl"),
         ("trainer.ppo.collector.group_size=6", "group_size 6 does not divide batch_size 16"),

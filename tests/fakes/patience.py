@@ -3,58 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from time import monotonic
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from arealite.system.health.waits import deadline
-
-
-@dataclass(eq=False)
-class Wait:
-    """One that goes on."""
-
-    on: str
-    seconds: float | None
-    timer: asyncio.Timeout
-    loop: asyncio.AbstractEventLoop
+from arealite.system.health.waits import Wait, table
 
 
 class Patience:
-    """Stands for `deadline` in a module."""
+    """Ends the waits of a module before their deadlines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
         self.ended: list[float | None] = []
         """How long each wait that was ended would have lasted."""
-        self._waits: list[Wait] = []
-        monkeypatch.setattr(module, "deadline", self._deadline)
+        self._waits: list[tuple[asyncio.AbstractEventLoop, Wait]] = []
+        monkeypatch.setattr(module, "Wait", self._make)
 
-    @asynccontextmanager
-    async def _deadline(
-        self, what: str, *, on: str, seconds: float | None, **limits: Any
-    ) -> AsyncIterator[asyncio.Timeout]:
-        async with deadline(what, on=on, seconds=seconds, **limits) as timer:
-            wait = Wait(on, seconds, timer, asyncio.get_running_loop())
-            self._waits.append(wait)
-            try:
-                yield timer
-            finally:
-                self._waits.remove(wait)
+    def _make(self, what: str, **limits: Any) -> Wait:
+        wait = Wait(what, **limits)
+        self._waits.append((asyncio.get_running_loop(), wait))
+        return wait
 
-    def end(self, on: str) -> None:
+    def end(self, on: str, *, what: str = "") -> None:
         """Let the deadline be now of what began last to wait for `on`; from any thread."""
-        wait = [each for each in self._waits if each.on == on][-1]
-        wait.loop.call_soon_threadsafe(self._end, wait)
+        loop, wait = [
+            (loop, wait)
+            for loop, wait in self._waits
+            if wait in table and wait.on == on and what in wait.what and wait.seconds is not None
+        ][-1]
+        loop.call_soon_threadsafe(self._end, wait)
 
     def _end(self, wait: Wait) -> None:
-        if wait in self._waits:
+        if wait in table:
             self.ended.append(wait.seconds)
-            wait.timer.reschedule(wait.loop.time())
+            wait.expire()
 
 
 class Clock:

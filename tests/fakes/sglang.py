@@ -116,6 +116,11 @@ class FakeSGLang:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def is_up(self) -> bool:
+        """Whether it listens."""
+        return self._runner is not None
+
+    @property
     def running(self) -> int:
         """Generations not yet answered."""
         return len(self._jobs)

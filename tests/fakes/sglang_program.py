@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ClusterConfig, ModelConfig, ServerConfig
+from arealite.api.config import ModelConfig, ServerConfig
 from arealite.api.llm_server import LLMServerConfig, SGLangServerConfig
+from arealite.api.trial import ClusterConfig
 
 OPTIONS = {field.name for field in dataclasses.fields(SGLangServerConfig)}
 

@@ -27,7 +27,7 @@ from arealite.cli.configs import CONFIG_DIR, load
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
 from arealite.impl.server.weights import load_model
-from arealite.impl.trainer.parts import Parts, make_engines
+from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.world import World
 
@@ -190,11 +190,11 @@ def learn(
     words += [f"seed={seed}", f"trainer.ppo.max_staleness={staleness}", *overrides]
     config = load(ExperimentConfig, CONFIG_DIR / "algo" / f"{preset}.yaml", words)
     check_constraints(config.trainer.ppo, "trainer.ppo.")
-    world = World.join(threads=1, seed=seed)
+    world = World.init(threads=1, seed=seed)
     sampler = Sampler(kit / "model", seed=seed, staleness=staleness)
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
     connect: Any = lambda: task  # noqa: E731
-    parts = Parts(world, connect=connect, publisher=sampler, **make_engines(config))
+    parts = TrainerComponents(world, connect=connect, publisher=sampler, **load_ppo_engines(config))
     with contextlib.redirect_stdout(None):
         PPOTrainer(config, parts).train()
     return before, accuracy(kit, sampler)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from arealite.cli.configs import CONFIG_DIR
-from arealite.impl.trainer.batch import Owned
+from arealite.impl.trainer.batch import LocalTrajectory
 from tests.learning.loop import learn
 from tools.demo_task import make_kit
 
@@ -47,12 +47,12 @@ def test_it_learns(kit: Path, tmp_path: Path, preset: str) -> None:
 def test_it_unlearns_with_its_advantages_turned_round(
     kit: Path, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lay = Owned.lay
+    scatter = LocalTrajectory.scatter
 
-    def turned(self: Owned, name: str, values_N: np.ndarray) -> None:
-        lay(self, name, -values_N if name == "advantages" else values_N)
+    def turned(self: LocalTrajectory, name: str, values_N: np.ndarray) -> None:
+        scatter(self, name, -values_N if name == "advantages" else values_N)
 
-    monkeypatch.setattr(Owned, "lay", turned)
+    monkeypatch.setattr(LocalTrajectory, "scatter", turned)
     before, after = learn(kit, tmp_path, preset, *OPTIONS.get(preset, []))
     print(f"{preset}, turned round: {before:.3f} -> {after:.3f}")
     assert after < before

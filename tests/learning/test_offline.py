@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from arealite.api.config import (
-    ClusterConfig,
     DatasetConfig,
     ExperimentConfig,
     LoggerConfig,
@@ -22,6 +21,7 @@ from arealite.api.config import (
 from arealite.api.engine_config import OptimizerConfig
 from arealite.api.offline import OfflineConfig
 from arealite.api.trainer import TrainerConfig, trainers
+from arealite.api.trial import ClusterConfig
 from tests.system.data.test_dataset import jsonl
 from tools.demo_task import SHAPE, answer, draw, held_out, question
 from tools.make_tiny_model import make_tiny_model

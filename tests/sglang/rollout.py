@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
+from arealite.api.config import ExperimentConfig, ModelConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, LLMResponse, SamplingConfig
 from arealite.api.llm import SGLangClientConfig as Options
+from arealite.api.trial import ClusterConfig
 from arealite.impl.client import wire
 from arealite.impl.client.routing import Server
 from arealite.impl.client.sglang import SGLangClient
@@ -30,6 +32,8 @@ from tests.waiting import until
 
 TOKENS = 160
 EOS = 2
+SILENT_S = 5.0
+"""The name of a server that is silent for so long is removed."""
 EXACT = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
 """Every generation has one length, so a lost token shows."""
 
@@ -61,6 +65,7 @@ class Rollout:
             config, link=self.link, client=self.client, tokenizer=small.tokenizer()
         )
         self.answers: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.following: dict[str, asyncio.Task[None]] = {}
         self._leased = 0
         decode = wire.decode_answer
 
@@ -72,11 +77,26 @@ class Rollout:
         monkeypatch.setattr(wire, "decode_answer", remember)
 
     def add(self, server: SharedServer, **fields: Any) -> None:
-        """Register a server, as whoever started it would."""
+        """Register a server and keep its name fresh, as its supervisor would."""
         assert server.real is not None
         entry = {"address": server.address, "pid": server.real.process.pid, "vocab_size": 64}
         entry |= {"context_length": 506, "type": "sglang"} | fields
-        self.names.put("llm_server", server.address.rpartition(":")[2], entry)
+        if task := self.following.pop(server.address, None):
+            task.cancel()
+        self.following[server.address] = asyncio.create_task(self._follow(server, entry))
+
+    async def _follow(self, server: SharedServer, entry: dict[str, Any]) -> None:
+        name, heard = server.address.rpartition(":")[2], time.monotonic()
+        while True:
+            try:
+                answer = await asyncio.to_thread(server.get, "/model_info", seconds=1.0)
+                heard = time.monotonic()
+                value = entry | {"version": answer[1]["weight_version"]}
+                await asyncio.to_thread(self.names.put, "llm_server", name, value)
+            except OSError:
+                if time.monotonic() - heard > SILENT_S:
+                    await asyncio.to_thread(self.names.remove, "llm_server", name)
+            await asyncio.sleep(0.1)
 
     def start(self, groups: int, *, members: int = 4, version: int = 0) -> None:
         """Lease episodes of one generation each."""
@@ -137,8 +157,10 @@ async def rollout(
         await eventually(ready, "a server in traffic")
         yield made
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        tasks = [task, *made.following.values()]
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
 
 
 async def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:

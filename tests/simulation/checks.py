@@ -141,9 +141,9 @@ class Checks:
         self.expect(report.ok, f"the audit: {report.lost} {report.repeated} {report.groups}")
         age, eta = report.max_staleness, self.sim.loosest_eta
         self.expect(age <= eta, f"the audit: age {age} trained, η is {eta}")
-        if self.sim.scenario.policy == "pace":
+        if self.sim.scenario.policy == "wait":
             stale = {r for r in report.filtered_by_reason if r == "stale"}
-            self.expect(not stale or self.sim.changed, "pace discards")
+            self.expect(not stale or self.sim.changed, "wait discards")
 
     def _check_acknowledged(self, db: sqlite3.Connection) -> None:
         kept = {row[0] for row in db.execute("SELECT trajectory_id FROM trajectories")}

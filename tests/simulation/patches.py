@@ -18,7 +18,6 @@ import arealite.system.datapipe.datapipe
 import arealite.system.datapipe.eval_scheduler
 import arealite.system.links.worker_link
 from arealite.system.datapipe import trainer_request_handler
-from arealite.system.health.waits import Limit
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.links import wire
 from tests.simulation.links import async_link
@@ -109,7 +108,6 @@ def patched(sim: Simulation) -> Generator[None, None, None]:
             undo.set(link, "uuid", SimpleNamespace(uuid4=sim.uuid4))
         tickets = random.Random(f"tickets {sim.scenario.seed}")
         undo.set(trainer_request_handler, "secrets", SimpleNamespace(randbelow=tickets.randrange))
-        undo.set(Limit, "__hash__", lambda limit: hash(limit._task))
         undo.set(link, "POLL_MS", 1000)
         if hasattr(arealite.impl.rollout.worker, "LAG_PERIOD_S"):
             undo.set(arealite.impl.rollout.worker, "LAG_PERIOD_S", 20.0)

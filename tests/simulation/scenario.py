@@ -9,7 +9,7 @@ from pathlib import Path
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.datapipe import CurriculumConfig, DatapipeConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
 
 FAULTS = {
@@ -88,7 +88,7 @@ class Scenario:
         num_groups, group_size = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2, 3))
         return cls(
             seed=seed,
-            policy=rng.choice(("pace", "pace", "mask", "drop")),
+            policy=rng.choice(("wait", "wait", "mask", "drop")),
             eta=rng.choice((0, 1, 2, 2, 4)),
             num_groups=num_groups,
             group_size=group_size,
@@ -169,7 +169,7 @@ class Scenario:
         """Return what a person launches instead, after a stop or a crash."""
         return replace(
             self,
-            policy=rng.choice((self.policy, "pace", "mask", "drop")),
+            policy=rng.choice((self.policy, "wait", "mask", "drop")),
             eta=rng.choice((self.eta, self.eta, 0, 1, 2, 4)),
             num_groups=rng.choice((self.num_groups, 1, 2, 3)),
         )

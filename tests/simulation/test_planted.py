@@ -80,12 +80,12 @@ PLANTS: dict[str, tuple[Plant, dict[str, Any]]] = {
     ),
     "anything fits": (
         anything_fits,
-        {"policy": "pace", "eta": 1, "num_groups": 1, "updates": 1, "tail_share": 0.2,
+        {"policy": "wait", "eta": 1, "num_groups": 1, "updates": 1, "tail_share": 0.2,
          "concurrency": 8, "episode_timeout_s": 30.0, "fault_s": 20.0},
     ),
     "leases never expire": (
         leases_never_expire,
-        {**KILLS, "weights": {"kill launcher": 1.0}, "workers": 3, "policy": "pace"},
+        {**KILLS, "weights": {"kill launcher": 1.0}, "workers": 3, "policy": "wait"},
     ),
 }  # fmt: skip
 """By name: what is planted, and into which scenarios, to find it sooner."""

@@ -84,7 +84,9 @@ def test_unit_starts_a_command_line_that_is_accepted() -> None:
     python, script, *words = unit()["Service"]["ExecStart"].split()
     assert python.endswith("/.venv/bin/python") and (FOLDER.parent / script).is_file()
     default = configs.CONFIG_DIR / "async_ppo.yaml"
-    layers = options.parse(words, command="x", about="", schema=ExperimentConfig, default=default)
+    layers = options.parse(
+        words, command="x", description="", schema=ExperimentConfig, default=default
+    )
     config = configs.load(ExperimentConfig, layers.files, layers.overrides)
     assert (config.trial_name, config.launcher.llm_servers) == ("unattended", 1)
 

@@ -1,4 +1,4 @@
-"""Pace trains what was offered, however heavy the tail of lengths; drop prefers the short."""
+"""The policy wait trains what was offered, whatever the tail of lengths; drop prefers the short."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def play(folder: Path, policy: str, eta: int) -> Trial:
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_pace_trains_what_was_offered(tmp_path: Path, eta: int) -> None:
-    trial = play(tmp_path, "pace", eta)
+    trial = play(tmp_path, "wait", eta)
     store = trial.store
     assert not [reason for reason in store.counts if reason.startswith("filtered")]
     trained = [sample.group_id for sample in trial.samples]
@@ -59,7 +59,7 @@ def test_mask_takes_loss_from_the_long_ones(tmp_path: Path, eta: int) -> None:
 
 def test_zero_is_the_same_under_all_policies(tmp_path: Path) -> None:
     rows = []
-    for policy in ("pace", "mask", "drop"):
+    for policy in ("wait", "mask", "drop"):
         folder = tmp_path / policy
         folder.mkdir()
         rows.append(row(play(folder, policy, 0))[1:-1])

@@ -20,7 +20,7 @@ from playwright.async_api import TimeoutError as LoadTimeout  # pyright: ignore[
 from arealite.api.browser_config import BrowserConfig
 from arealite.base.errors import DeadlineError, EpisodeError
 from arealite.impl.browser.actions import BadAction, Command, destination, origin
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 __all__ = ["Error", "Page", "View", "async_playwright"]
 
@@ -196,16 +196,16 @@ class Page:
 
     async def close(self) -> None:
         """Close the tab and its context; one that does not answer goes with the browser."""
-        with suppress(Error, DeadlineError, RuntimeError):
-            async with deadline("the end of a page", owner="browser", on="chromium", seconds=5.0):
-                await self.tab.context.close()
+        wait = Wait("the end of a page", owner="browser", on="chromium", seconds=5.0)
+        with suppress(Error, DeadlineError, RuntimeError), wait:
+            await self.tab.context.close()
 
     @asynccontextmanager
     async def asking(self, what: str) -> AsyncGenerator[None, None]:
         """Bound the body's time, and name what the death of page or browser does to it."""
         seconds = self.config.timeout_s
         try:
-            async with deadline(what, owner="browser", on="chromium", seconds=seconds):
+            with Wait(what, owner="browser", on="chromium", seconds=seconds):
                 yield
         except DeadlineError as error:
             raise PageTimeout(f"{what} did not come within {seconds} s") from error

@@ -19,7 +19,7 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.extras import ours
 from arealite.impl.browser.actions import origin
-from arealite.system.health.waits import deadline, waiting
+from arealite.system.health.waits import Wait
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser as Chromium  # pyright: ignore[reportMissingImports]
@@ -89,7 +89,7 @@ class Browser:
         Raises:
             BrowserCrash: the browser died, and does not start again.
         """
-        with waiting("a free page", owner="browser", on="other episodes"):
+        with Wait("a free page", owner="browser", on="other episodes"):
             await self._slots.acquire()
         try:
             page = await self._take(storage_state)
@@ -120,7 +120,7 @@ class Browser:
             chromium = self._chromium
             try:
                 chromium = await self._running()
-                async with deadline("a new page", owner="browser", on="chromium", seconds=START_S):
+                with Wait("a new page", owner="browser", on="chromium", seconds=START_S):
                     return await self._new_page(chromium, storage_state)
             except self._errors as error:
                 why = self._pages.first_line(error)
@@ -147,7 +147,7 @@ class Browser:
                 return self._chromium
             await self._stop()
             what = "the browser's start"
-            async with deadline(what, owner="browser", on="chromium", seconds=START_S):
+            with Wait(what, owner="browser", on="chromium", seconds=START_S):
                 playwright = await self._pages.async_playwright().start()
                 self._playwright = playwright
                 rules = [f"MAP {site} {site}" for site in sorted(self.allowed)]
@@ -175,7 +175,7 @@ class Browser:
             if end:
                 with suppress(*self._errors):
                     what = "the browser's end"
-                    async with deadline(what, owner="browser", on="chromium", seconds=STOP_S):
+                    with Wait(what, owner="browser", on="chromium", seconds=STOP_S):
                         await end()
 
 

@@ -5,12 +5,13 @@ Pure bookkeeping without I/O: the directory keeps the servers' state up to date,
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 from yarl import URL
 
-from arealite.system.health.waits import Limit
+from arealite.system.health.waits import Wait
 
 STICKY_GROUPS = 8192
 """Groups whose server is remembered; far more than are in flight."""
@@ -23,32 +24,35 @@ class Server:
     id: str
     address: str
     version: int = 0
-    """Newest policy version it has confirmed."""
+    """Newest policy version that its name or an answer of it says."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Of every request: the token that the server asks for."""
     vocab_size: int | None = None
     """None where nobody told: prompts are then not checked."""
     context_length: int | None = None
     alive: bool = False
-    """It answered when last asked, and its name is fresh."""
-    heard: float = field(default_factory=time.monotonic)
-    """When it last answered a question."""
-    misses: int = 0
-    """Questions in a row that it left unanswered."""
+    """Its name is fresh, and no request has failed at it since its name was renewed."""
+    doubted: float = -math.inf
+    """When a request last failed at it, or found older weights than its name says. Its entry counts
+    again when it is renewed after that."""
     in_flight: int = 0
     served: int = 0
-    limits: set[Limit] = field(default_factory=set)
+    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])
     """One a request in flight, so that a lost server can be left at once."""
 
     def __post_init__(self) -> None:
         self.generate_url = URL(f"{self.address}/generate")
         self.name = f"llm_server-{self.id}"
 
+    def doubt(self) -> None:
+        """Ignore its entry until it is renewed."""
+        self.doubted = time.monotonic()
+
     def lose(self) -> None:
         """Take it out of traffic and interrupt what waits for it."""
         self.alive = False
-        for limit in self.limits:
-            limit.expire()
+        for wait in self.waits:
+            wait.expire()
 
 
 class Router:

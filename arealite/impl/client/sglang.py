@@ -1,7 +1,7 @@
-"""The client of servers that speak SGLang's native HTTP protocol, embedded ones included.
+"""The client of servers with SGLang's native HTTP protocol, embedded servers included.
 
-Its promise: a generation comes back whole, whatever happens to servers and weights meanwhile, and
-every token with its logprob and policy version as the server told them.
+A generation is always returned whole, even if servers fail or weights change meanwhile. Every token
+has the logprob and the policy version that the server returned.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import msgspec
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
-from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
-from arealite.base.model_folder import read_json, vocab_size
+from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
+from arealite.base.model_folder import eos_tokens, read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.waits import Limit, Limits, deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
 MAX_SERVER_ERRORS = 8
-"""Answers of one request that are errors of the server (5xx, nonsense) before it has failed."""
+"""Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
 KEEPALIVE_S = 4.0
-"""Below the 5 s after which SGLang closes an idle connection."""
+"""Less than the 5 s after which SGLang closes an idle connection."""
 TRY_AGAIN = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
-"""How long a server that starts with the run may load its model; one that ends meanwhile is told by
-who watches it."""
+"""How long a server that the run starts may load its model; its supervisor reports a failure."""
 COUNTERS = (
     "requests",
     "interruptions",
@@ -49,7 +48,7 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class Generation:
-    """One request on its way: what has been sampled so far, and what went wrong."""
+    """The state of one request: what has been sampled so far, and the failed attempts."""
 
     request: LLMRequest
     deadline: float
@@ -59,7 +58,7 @@ class Generation:
     interruptions: int = 0
     sent: int = 0
     failures: int = 0
-    """Attempts in a row that brought no token."""
+    """Consecutive attempts without a new token."""
     errors: int = 0
     failed_at: Server | None = None
 
@@ -71,7 +70,7 @@ class Generation:
             self.interruptions = begun.interruptions + 1
 
     def response(self, stop_reason: str = "") -> LLMResponse:
-        """Return what has been sampled, to be kept while the generation goes on."""
+        """Return a copy of what has been sampled so far."""
         tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
         return LLMResponse(*tokens, stop_reason, self.interruptions)
 
@@ -85,14 +84,12 @@ class SGLangClient(LLMClient):
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
-        self._limits = Limits()
         self._directory = Directory(
             self._router,
             NameRegistry.of(args),
             refresh_s=self.config.refresh_s,
-            timeout_s=self.config.connect_timeout_s,
         )
-        self._stats = dict.fromkeys(COUNTERS, 0.0)
+        self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -102,24 +99,23 @@ class SGLangClient(LLMClient):
             DeadlineError: no server came.
         """
         self._session = self._open_session(limit=self.config.max_connections)
-        # Apart, so that questions and aborts get through when generations hold every connection;
-        # limited by host, so that a silent one keeps no other waiting.
+        # A second session, so that aborts get through when generations use every connection. It is
+        # limited by host, so that a silent server delays no other.
         self._control = self._open_session(limit=0, limit_per_host=16)
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
-        self._directory.vocab_size = vocab_size(
-            await asyncio.to_thread(read_json, self._model_path)
-        )
-        await self._directory.start(self._control)
+        model_config = await asyncio.to_thread(read_json, self._model_path)
+        self._directory.vocab_size = vocab_size(model_config)
+        await self._directory.start()
         what = (
             f"an llm server in {self._directory.registry.root} (start one with "
             "arealite/launch_llm_server.py, under the same experiment and trial names)"
         )
-        async with deadline(what, owner="llm client", seconds=self._server_wait_s):
+        with Wait(what, owner="llm client", seconds=self._server_wait_s):
             while not any(server.alive for server in self._router.servers.values()):
                 await self._directory.changed()
 
     async def close(self) -> None:
-        """Send the aborts that are due, then close connections."""
+        """Wait for pending aborts, then close connections."""
         await asyncio.gather(*self._aborts)
         await self._directory.close()
         await self._session.close()
@@ -146,7 +142,7 @@ class SGLangClient(LLMClient):
             server = self._router.pick(
                 request.group_id, request.min_version, avoid=generation.failed_at
             ) or await self._wait_for_server(generation)
-            check(request, server)
+            wire.check_request(request, server.vocab_size, server.context_length)
             acknowledged = server.version
             answer = await self._attempt(generation, server)
             if answer is None:
@@ -164,33 +160,41 @@ class SGLangClient(LLMClient):
     # ------------------------------------------------------------ one attempt
 
     async def _attempt(self, generation: Generation, server: Server) -> wire.Answer | None:
-        """Send the request, or what is left of it; None where it has to be tried again."""
+        """Send the request, or the rest of it; return None where another attempt is needed."""
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is another one's prefix
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
         body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
-        limit = self._limit(generation, server.name)
-        server.limits.add(limit)
+        wait = self._wait(generation, server.name)
+        server.waits[wait] = None
         server.in_flight += 1
         server.served += 1
         try:
-            with limit:
+            with wait:
                 url, headers = server.generate_url, server.headers
                 response = await self._session.post(url, data=body, headers=headers)
                 outcome = response.status, await response.read()
         except asyncio.CancelledError:
             self._abort(server, rid)
             raise
-        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+        except (aiohttp.ClientError, OSError, DeadlineError) as error:
             outcome = error
         finally:
             server.in_flight -= 1
-            server.limits.discard(limit)
+            del server.waits[wait]
         if isinstance(outcome, Exception):
-            if limit.expired:
+            if wait.expired:
                 self._abort(server, rid)
-            await self._fail_over(generation, server, outcome)
+            if asyncio.get_running_loop().time() >= generation.deadline:
+                raise ServerUnavailable(
+                    f"{request.request_id}: {server.address} did not finish before the deadline "
+                    f"({len(generation.output_ids)} tokens from before)"
+                ) from outcome
+            server.alive = False
+            server.doubt()
+            self._directory.want()
+            await self._retry(generation, server, "failovers", str(outcome))
             return None
         status, raw = outcome
         if status == 200:
@@ -202,12 +206,14 @@ class SGLangClient(LLMClient):
             message = wire.error_message(status, raw)
             if 400 <= status < 500 and status not in TRY_AGAIN:
                 raise GenerationRefused(f"{server.address}: {message}")
-        await self._server_error(generation, server, message)
+        generation.errors += 1
+        await self._retry(generation, server, "server_errors", message)
         return None
 
-    def _limit(self, generation: Generation, on: str) -> Limit:
+    def _wait(self, generation: Generation, on: str) -> Wait:
         what = f"generation {generation.request.request_id}"
-        return Limit(self._limits, generation.deadline, what=what, owner="llm client", on=on)
+        seconds = generation.deadline - asyncio.get_running_loop().time()
+        return Wait(what, owner="llm client", on=on, seconds=seconds)
 
     def _take(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
@@ -220,7 +226,8 @@ class SGLangClient(LLMClient):
         # Without spans: what was acknowledged before sending, or less if it restarted since then.
         versions = wire.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
-            server.version = newest  # it restarted with old weights since it was last asked
+            server.version = newest  # it restarted with old weights after its name was renewed
+            server.doubt()
             self._stats["stale_answers"] += 1
             self._directory.want()
             return None
@@ -255,33 +262,21 @@ class SGLangClient(LLMClient):
 
     # ------------------------------------------------------------ when it fails
 
-    async def _fail_over(self, generation: Generation, server: Server, error: Exception) -> None:
-        """Leave a server that cannot be reached or was lost; raise at the deadline."""
-        if asyncio.get_running_loop().time() >= generation.deadline:
-            raise ServerUnavailable(
-                f"{generation.request.request_id}: {server.address} did not finish before the "
-                f"deadline ({len(generation.output_ids)} tokens from before)"
-            ) from error
-        server.alive = False  # until it answers the next question
-        self._directory.want()
-        self._stats["failovers"] += 1
-        generation.failed_at = server
-        logger.debug("failover", request=generation.request.request_id, error=str(error))
-        await self._back_off(generation)
+    async def _retry(self, generation: Generation, server: Server, counter: str, why: str) -> None:
+        """Count a failure of the server, and wait before the next attempt, at another one if any.
 
-    async def _server_error(self, generation: Generation, server: Server, message: str) -> None:
-        """Count an answer that is the server's fault, and try again elsewhere or later."""
-        generation.errors += 1
+        Raises:
+            ServerUnavailable: the request has met MAX_SERVER_ERRORS errors of servers.
+        """
         generation.failed_at = server
-        self._stats["server_errors"] += 1
+        self._stats[counter] += 1
         if generation.errors >= MAX_SERVER_ERRORS:
-            raise ServerUnavailable(
-                f"{server.address}: {message} ({generation.errors} errors in all)"
-            )
+            raise ServerUnavailable(f"{server.address}: {why} ({generation.errors} errors in all)")
+        logger.debug(counter, request=generation.request.request_id, error=why)
         await self._back_off(generation)
 
     async def _back_off(self, generation: Generation) -> None:
-        """Wait before the second attempt in vain, longer before later ones; never too late."""
+        """Wait before an attempt, the longer the more failed in a row; not past the deadline."""
         generation.failures += 1
         if generation.failures > 1:
             left = generation.deadline - asyncio.get_running_loop().time()
@@ -294,34 +289,34 @@ class SGLangClient(LLMClient):
         self._stats["server_waits"] += 1
         self._directory.want()
         try:
-            with self._limit(generation, "llm_server"):
+            with self._wait(generation, "llm_server"):
                 while True:
                     await self._directory.changed()
-                    server = self._router.pick(request.group_id, request.min_version)
-                    if server is not None:
+                    if server := self._router.pick(request.group_id, request.min_version):
                         return server
-        except TimeoutError as error:
+        except DeadlineError as error:
             why = self._router.why_none(request.min_version)
             raise ServerUnavailable(f"{request.request_id}: {why}") from error
         finally:
             self._stats["server_wait_s"] += time.perf_counter() - begin
 
     def _abort(self, server: Server, rid: str) -> None:
-        """Tell the server to stop: it may not notice for seconds that nobody listens."""
-        task = asyncio.create_task(self._send_abort(server, rid), name=f"abort of {rid}")
+        """Tell the server to stop: it may take seconds to notice a closed connection."""
+
+        async def send() -> None:
+            url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
+            try:
+                async with (
+                    asyncio.timeout(self.config.connect_timeout_s),
+                    self._control.post(url, data=body, headers=server.headers) as response,
+                ):
+                    await response.read()
+            except (aiohttp.ClientError, OSError) as error:
+                logger.debug("abort failed", rid=rid, error=str(error))
+
+        task = asyncio.create_task(send(), name=f"abort of {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-    async def _send_abort(self, server: Server, rid: str) -> None:
-        url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
-        try:
-            async with (
-                asyncio.timeout(self.config.connect_timeout_s),
-                self._control.post(url, data=body, headers=server.headers) as response,
-            ):
-                await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            logger.debug("abort failed", rid=rid, error=str(error))
 
     def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -333,35 +328,3 @@ class SGLangClient(LLMClient):
             headers={"Content-Type": "application/json"},
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
-
-
-def check(request: LLMRequest, server: Server) -> None:
-    """Refuse what is known to kill or confuse a server, before it is sent.
-
-    Raises:
-        GenerationRefused: the prompt is empty, or a token id lies outside the vocabulary.
-        ContextOverflow: prompt + budget exceed the server's context.
-    """
-    ids = request.input_ids
-    if not ids:
-        raise GenerationRefused(f"{request.request_id}: the prompt is empty")
-    vocab, context = server.vocab_size, server.context_length
-    if vocab and (max(ids) >= vocab or min(ids) < 0):
-        raise GenerationRefused(
-            f"{request.request_id}: token ids span {min(ids)} … {max(ids)}, the model has {vocab}; "
-            "the tokenizer does not belong to the model."
-        )
-    if context and len(ids) + request.sampling.max_new_tokens > context:
-        raise ContextOverflow(
-            f"{request.request_id}: {len(ids)} prompt tokens + {request.sampling.max_new_tokens} "
-            f"new ones exceed the context of {context}; lower sampling.max_new_tokens."
-        )
-
-
-def eos_tokens(path: str) -> set[int]:
-    """Return the token ids with which the model in a folder itself ends a generation."""
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(path, name).get("eos_token_id")
-        if eos is not None:
-            return {eos} if isinstance(eos, int) else set(eos)
-    return set()

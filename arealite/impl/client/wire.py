@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.llm import SamplingConfig
-from arealite.base.errors import InvariantError
+from arealite.api.llm import LLMRequest, SamplingConfig
+from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
 
 
 class Body(msgspec.Struct):
@@ -65,15 +65,34 @@ class Answer(msgspec.Struct):
     """Left encoded: it is looked at only where stop strings are given."""
 
 
-class ModelInfo(msgspec.Struct):
-    """The part of /model_info that the client needs."""
-
-    weight_version: str | int | None = None
-
-
 encode_body = msgspec.json.Encoder().encode
 decode_answer = msgspec.json.Decoder(Answer).decode
-decode_model_info = msgspec.json.Decoder(ModelInfo).decode
+
+
+def check_request(request: LLMRequest, vocab: int | None, context: int | None) -> None:
+    """Refuse requests that could crash a server, or that it would answer wrongly.
+
+    Args:
+        vocab: token ids that the server's model has; None: not checked.
+        context: tokens of prompt and answer that the server allows; None: not checked.
+
+    Raises:
+        GenerationRefused: the prompt is empty, or a token id lies outside the vocabulary.
+        ContextOverflow: prompt + budget exceed the server's context.
+    """
+    ids = request.input_ids
+    if not ids:
+        raise GenerationRefused(f"{request.request_id}: the prompt is empty")
+    if vocab and (max(ids) >= vocab or min(ids) < 0):
+        raise GenerationRefused(
+            f"{request.request_id}: token ids span {min(ids)} … {max(ids)}, the model has {vocab}; "
+            "the tokenizer does not belong to the model."
+        )
+    if context and len(ids) + request.sampling.max_new_tokens > context:
+        raise ContextOverflow(
+            f"{request.request_id}: {len(ids)} prompt tokens + {request.sampling.max_new_tokens} "
+            f"new ones exceed the context of {context}; lower sampling.max_new_tokens."
+        )
 
 
 def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:

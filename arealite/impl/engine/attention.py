@@ -1,7 +1,7 @@
 """Causal attention over rows packed end to end, as an attention function of transformers.
 
-Here under a name of its own: transformers builds masks only for the attention functions it knows
-masks for, so packed rows never meet a dense [tokens × tokens] mask.
+The function has its own name, because transformers builds masks only for attention functions that
+it knows. So packed rows never need a dense [tokens × tokens] mask.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ KNOWN = inspect.signature(varlen_attn).parameters
 
 
 def choose(layout: str, module: Any, *, device: torch.device, dtype: torch.dtype) -> str:
-    """Return `packed` or `padded` for `layout`, and let `module` attend so.
+    """Return `packed` or `padded` for `layout`, and set the attention of `module` accordingly.
 
-    auto packs where that is fast, in 16 bits on CUDA, and where the model can.
+    auto is packed in 16 bits on CUDA, where packing is fast, if the model supports it.
 
     Raises:
-        UserError: packed is asked of a model in which tokens meet outside of attention.
+        UserError: packed is wanted, but tokens of the model depend on each other outside attention.
     """
     config = module.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -58,7 +58,7 @@ def attend(
     """Attend within each row of [1, heads, N, D]; return [1, N, heads, D].
 
     `cu_seq_lens_q` (int32: where rows begin, and N) and `max_length_q` come from the decoder's
-    caller; without them this is transformers' SDPA, for those who share the model.
+    caller. Without them this is transformers' SDPA, for an embedded server that shares the model.
     """
     starts = options.get("cu_seq_lens_q")
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)

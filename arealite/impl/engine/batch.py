@@ -1,8 +1,7 @@
-"""Turn ragged training rows into one micro-batch of tensors, and results into rows.
+"""Turns ragged training rows into one micro-batch of tensors, and results into rows.
 
-Here apart from the engine, because off-by-one errors live here: the token at t is predicted by the
-hidden state at t − 1. Shape letters: B = rows (1 where they are packed), T = tokens of a row, W =
-input width, N = loss tokens, row after row.
+The token at t is predicted by the hidden state at t − 1. Shape letters: B = rows (1 where they are
+packed), T = tokens of a row, W = input width, N = loss tokens, row after row.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class MicroBatch:
     input_ids_BW: torch.Tensor
     """int64, right-padded with 0 or packed end to end; the last token of a row is no input."""
     attention: dict[str, Any]
-    """Of packed rows: what the decoder must know of them besides."""
+    """Further arguments of the decoder for packed rows; {} for padded ones."""
     index_N: torch.Tensor
     """int64: which of the flattened [B · W] hidden states predicts each loss token."""
     targets_N: torch.Tensor
@@ -36,10 +35,10 @@ class MicroBatch:
 
 
 def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -> MicroBatch:
-    """Build the micro-batch of `rows`; of no rows, one of a single token without loss.
+    """Build the micro-batch of `rows`; without rows, one of a single token without loss.
 
     Raises:
-        UserError: a row with temperature 0, under which no token has a logprob to train.
+        UserError: a row has temperature 0, at which tokens have no logprobs.
     """
     rows = rows or [Sequence(np.zeros(2, np.int32), np.zeros(2, bool), 1.0)]
     if any(row.temperature <= 0 for row in rows):
@@ -86,7 +85,7 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
 
 
 def scatter(values_N: torch.Tensor, rows: Seq[Sequence]) -> list[np.ndarray]:
-    """Lay values of loss tokens back into float32 [T] a row, 0 elsewhere."""
+    """Return the values of the loss tokens by row, float32 [T] each, 0 elsewhere."""
     mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
     flat = np.zeros(len(mask), np.float32)
     flat[mask] = values_N.float().cpu().numpy()

@@ -1,7 +1,7 @@
-"""Checkpoint folders that are whole or not there at all.
+"""Checkpoint folders that are complete or absent.
 
-Here apart from what is in them: a folder is written under a temporary name, described, synced and
-renamed, so that a kill at any moment leaves the older ones good, and a broken one is refused.
+A folder is written under a temporary name, described by a manifest, synced and renamed. So a kill
+at any moment leaves the older checkpoints good, and an incomplete one is refused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import arealite
 from arealite.base.errors import UserError
 from arealite.base.log import get
 
@@ -34,9 +36,9 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path, facts: dict[str, Any]) -> None:
-    """Describe, sync and rename the temporary folder of `path`; `facts` go into the manifest.
+    """Write the manifest, with `facts`, into the temporary folder of `path`; sync and rename it.
 
-    A checkpoint already at `path` is replaced; `list_good` brings it back if we die in between.
+    A checkpoint already at `path` is replaced; `list_good` restores it after a crash in between.
     """
     temp = temporary(path)
     (temp / MANIFEST).unlink(missing_ok=True)
@@ -51,6 +53,12 @@ def commit(path: Path, facts: dict[str, Any]) -> None:
     os.rename(temp, path)
     _sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a manifest notes."""
+    noted = {name: version(name) for name in ("torch", "transformers")}
+    return noted | {"arealite": arealite.__version__}
 
 
 def manifest(path: Path) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""A number that changes with any bit of any tensor, at the speed of memory.
+"""A number that changes with any bit of any tensor, computed at the speed of memory.
 
-Here so that every step can be compared with its replay, although no step's weights are kept.
+With it every step can be compared with its replay, although the weights are not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 CHUNK = 1 << 18
-"""Elements looked at in one go; two int64 of each exist at a time."""
+"""Elements summed at a time; each takes two int64 in memory."""
 GOLDEN, MIXER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 """Odd 64-bit constants of splitmix64, as signed numbers."""
 

@@ -1,6 +1,6 @@
 """Write the files of a Hugging Face folder, a gigabyte of weights at a time.
 
-Here for exports and for versions published to servers alike, so that they hold the same files.
+Exports and published versions are both written by these functions, so they hold the same files.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from arealite.api.engine import Head
 from arealite.impl.weights.buckets import split
 
 FILE_BYTES = 1 << 30
@@ -21,10 +23,22 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy config, tokenizer and all else but the weights of the Hugging Face folder `source`."""
+    """Copy all files of the Hugging Face folder `source` but the weights."""
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, folder / path.name)
+
+
+def write_config(folder: Path, module: Any, *, dtype: str, head: Head) -> None:
+    """Set the dtype and the head of `module` in the copied config.json of `folder`."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    if head == "value":
+        config["architectures"] = [type(module).__name__]
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_weights(

@@ -1,8 +1,8 @@
-"""Read a Hugging Face folder into a sharded model.
+"""Reads a Hugging Face folder into a sharded model.
 
-Here so that no rank ever holds more than one full parameter beside its shards (models whose files
-name parameters differently than their modules, such as some mixtures of experts, are read whole,
-one copy a rank).
+A rank holds at most one full parameter beside its shards. The exception are models whose files name
+parameters differently than their modules do, such as some mixtures of experts: every rank reads
+such a model whole.
 """
 
 from __future__ import annotations

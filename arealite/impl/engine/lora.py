@@ -1,7 +1,7 @@
-"""Low-rank adapters by peft: put into a model, merged into its weights, and written as a folder.
+"""Low-rank adapters of peft: added to a model, merged into its weights, written as a folder.
 
-Here so that all others see one model with the names of the Hugging Face folder: servers and exports
-know nothing of adapters, and peft is imported only where one is asked for.
+Servers and exports get merged weights under the names of the Hugging Face folder. peft is imported
+only where adapters are configured.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def held_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Return what a parameter of no file begins with.
+    """Return the initial value of a parameter that no file has.
 
-    Matrices A as in peft, uniform in ±1/√inputs; the rest 0, so that nothing is added at first.
+    Matrices A are uniform in ±1/√inputs, as in peft. The others are 0: adapters add 0 at first.
     """
     if ".lora_A." not in name:
         return torch.zeros(shape)
@@ -102,7 +102,7 @@ def merged(module: Any, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, t
 
 
 def write(module: Any, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
-    """Write what is trained as an adapter of `base` for peft; without `folder` only take part."""
+    """Write the trained parameters as an adapter of `base` for peft; None: only gather them."""
     tensors = {
         f"base_model.model.{name.replace(f'.{NAME}.', '.')}": full(param.detach()).cpu()
         for name, param in module.named_parameters()
@@ -117,7 +117,7 @@ def write(module: Any, full: Full, config: Any, folder: Path | None, *, base: Pa
 
 @contextmanager
 def switched_off(module: Any) -> Iterator[None]:
-    """Make `module` compute what it did before it had adapters."""
+    """Disable the adapters of `module` within the context."""
     layers = [layer for layer in module.modules() if hasattr(layer, "lora_A")]
     scaling = [layer.scaling[NAME] for layer in layers]
     for layer in layers:

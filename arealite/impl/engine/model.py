@@ -1,7 +1,7 @@
-"""A Hugging Face model behind FSDP2, whose forward pass ends in numbers of the loss tokens.
+"""A Hugging Face model under FSDP2 whose forward pass returns logprobs or values of loss tokens.
 
-Here as one module, because FSDP2 gathers the head's weight only inside the root's forward: so base
-model and head both run inside one root.
+The base model and the head run inside one root module, because FSDP2 gathers the head's weight only
+inside the root's forward.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,7 +32,7 @@ from arealite.impl.engine.batch import MicroBatch
 class LogprobModel(nn.Module):
     """A causal language model as the root: its head sees the loss tokens only."""
 
-    def __init__(self, module: Any, *, logits_chunk: int) -> None:
+    def __init__(self, module: Any, *, logits_chunk: int = 2**25) -> None:
         super().__init__()
         self.module = module
         vocabulary = module.get_output_embeddings().weight.shape[0]
@@ -79,7 +80,7 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def recompute(module: Any) -> None:
-    """Keep only the inputs of each layer for the backward pass, where there is to be one."""
+    """Enable gradient checkpointing: the backward pass computes each layer again."""
     for layer in layers_of(module):
         layer.forward = partial(_recomputed, layer.forward)
 
@@ -88,6 +89,21 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
     return checkpoint(forward, *args, use_reentrant=False, **options)
+
+
+def make_mesh(device: torch.device, shard_size: int) -> DeviceMesh:
+    """Return the mesh of all ranks, or of copies × the shards of one copy."""
+    size = dist.get_world_size()
+    shard_size = shard_size or size
+    if size % shard_size:
+        raise UserError(
+            f"engine.fsdp.shard_size {shard_size} does not divide the {size} trainer ranks. "
+            f"Use a divisor of {size}, or 0 to share one copy among all."
+        )
+    if shard_size == size:
+        return init_device_mesh(device.type, (size,))
+    names = ("copies", "shards")
+    return init_device_mesh(device.type, (size // shard_size, shard_size), mesh_dim_names=names)
 
 
 def shard(

@@ -1,6 +1,6 @@
-"""AdamW or SGD over what is trained, with a global-norm clip that refuses non-finite gradients.
+"""AdamW or SGD, with a clip by the global norm that skips updates with non-finite gradients.
 
-Here so that every rank decides alike: the norm is reduced over all ranks before anyone looks at it.
+The norm is reduced over all ranks first, so every rank takes the same decision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Optimizer:
         params = self._named.values()
         mesh = getattr(next(iter(params)), "device_mesh", None)
         self._copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
-        # Weight decay is not left to torch, whose SGD would put it into the momentum.
+        # Weight decay is applied here: torch's SGD would add it to the momentum.
         self._matrices = [p for p in params if p.ndim > 1]
         if config.type == "sgd":
             self._torch: Any = torch.optim.SGD(
@@ -43,7 +43,7 @@ class Optimizer:
             )
             moments = ["step", "exp_avg", "exp_avg_sq"]
         for param in params:
-            # Made now and not at the first step: a checkpoint always finds the same tensors.
+            # Created here, not at the first step, so that every checkpoint has the same tensors.
             self._torch.state[param] = {
                 key: torch.zeros((), dtype=torch.float32, device=param.device)
                 if key == "step"
@@ -54,7 +54,7 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
 
-        A norm that is not finite leaves parameters, moments and schedule as they are.
+        If the norm is not finite, parameters, moments and schedule do not change.
 
         Raises:
             InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
@@ -91,7 +91,7 @@ class Optimizer:
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
     def state(self) -> dict[str, Any]:
-        """Return the live moments and step counts by `<parameter>.<key>`, to be loaded in place."""
+        """Return moments and step counts by `<parameter>.<key>`; loading writes into them."""
         return {
             f"{name}.{key}": tensor
             for name, param in self._named.items()
@@ -108,7 +108,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _global_norm(shards: list[torch.Tensor], *, copies: int) -> float:
-    """Return the norm of what lies on all ranks `copies` times."""
+    """Return the norm of the shards of all ranks, which hold `copies` copies of each."""
     square = torch.stack([shard.float().square().sum() for shard in shards])
     square = square.sum(dtype=torch.float64) / copies
     if dist.get_world_size() > 1:

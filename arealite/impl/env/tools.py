@@ -19,7 +19,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, ToolCall
-from arealite.api.reward import RewardFactory
+from arealite.api.reward import make_reward
 from arealite.api.task import Task
 from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig
 from arealite.base.errors import EpisodeError, UserError
@@ -52,7 +52,7 @@ class ToolsEnv(Env):
 
     def __init__(self, args: Any, config: ToolsEnvConfig) -> None:
         super().__init__(args, config)
-        self.scorer = RewardFactory(args).make_reward(config.reward)
+        self.scorer = make_reward(config.reward)
         self.box = Toolbox(config)
         self.resumable = self.box.deterministic
 

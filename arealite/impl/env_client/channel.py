@@ -18,9 +18,9 @@ from yarl import URL
 
 from arealite.api.env_server import Refusal
 from arealite.api.runtime import EnvServersConfig
-from arealite.base.errors import EpisodeError
+from arealite.base.errors import DeadlineError, EpisodeError
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, frame
-from arealite.system.health.waits import Limit, Limits, is_cancelled
+from arealite.system.health.waits import Wait, is_cancelled
 
 CLOSE_S = 1.0
 """A server that is told good-bye has this long to say it, too."""
@@ -110,7 +110,6 @@ class Channel(Generic[T]):
         socket: aiohttp.ClientWebSocketResponse,
         *,
         config: EnvServersConfig,
-        limits: Limits,
         decode: Callable[[msgspec.Raw], T],
     ) -> None:
         self.server = server
@@ -118,7 +117,6 @@ class Channel(Generic[T]):
         """What the server says next: done before it is asked, the session is broken."""
         self._socket = socket
         self._config = config
-        self._limits = limits
         self._decode = decode
         server.channels.add(self)
 
@@ -133,15 +131,13 @@ class Channel(Generic[T]):
         self.check()
         text = frame(kind, data, self._config.max_message_kb * 1024)
         seconds, name = self._config.answer_s, self.server.name
-        when = asyncio.get_running_loop().time() + seconds
-        limit = Limit(self._limits, when, what=f"the answer to {kind}", owner="episode", on=name)
         try:
-            with limit:
+            with Wait(f"the answer to {kind}", owner="episode", on=name, seconds=seconds):
                 await self._socket.send_str(text)
                 message = await self.pending
-        except TimeoutError as error:
+        except DeadlineError as error:
             raise EnvStepTimeout(f"{name}: no answer to {kind} in answer_s={seconds}") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise EnvServerLost(f"{name}: {type(error).__name__}: {error}") from error
         except asyncio.CancelledError:
             if not is_cancelled():
@@ -168,9 +164,9 @@ class Channel(Generic[T]):
         self.server.channels.discard(self)
         self.pending.cancel()
         await asyncio.gather(self.pending, return_exceptions=True)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._socket.close()
+        wait = Wait("its good-bye", owner="episode", on=self.server.name, seconds=CLOSE_S)
+        with suppress(DeadlineError), wait:
+            await self._socket.close()
 
     def _read(self, message: WSMessage) -> T:
         if message.type not in SPOKEN:

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Server
 from arealite.impl.env_client.servers import Servers, parse
 from arealite.impl.env_server.wire import SERVING
-from arealite.impl.launcher.processes import PARENT, how_ended
+from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -44,7 +43,7 @@ RETIRE_S = 600.0
 class Running:
     """A child that listens."""
 
-    process: asyncio.subprocess.Process
+    process: Child
     server: Server
     exit: asyncio.Task[int]
 
@@ -104,30 +103,25 @@ class Children:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
             config.write(self._yaml)
             config.flush()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name),
-                env=os.environ | {PARENT: str(os.getpid())},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
+            words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
+            child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
             try:
-                address = await self._address(process)
+                address = await self._address(child.process)
             except BaseException:
-                await _kill(process)
+                await end_all([child], grace_s=TERMINATE_S)
                 raise
         server = self._servers.add(parse(address), most=self.runtime.recycle_episodes)
         server.alive = True  # it has just told that it listens
         self._servers.changed.set()
-        logger.info("environment process ready", name=self.name, server=address, child=process.pid)
-        exit_ = asyncio.create_task(process.wait())
-        child = Running(process, server, exit_)
-        self._running.add(child)
-        return child
+        logger.info("environment process ready", name=self.name, server=address, child=child.pid)
+        exit_ = asyncio.create_task(child.process.wait())
+        running = Running(child, server, exit_)
+        self._running.add(running)
+        return running
 
-    async def _address(self, process: asyncio.subprocess.Process) -> str:
+    async def _address(self, process: Process) -> str:
         assert process.stdout is not None
-        async with deadline("its port", owner="collector", on=self.name, seconds=START_S):
+        with Wait("its port", owner="collector", on=self.name, seconds=START_S):
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
@@ -182,27 +176,14 @@ class Children:
         """Let a child finish what it has, and end it."""
         child.server.retired = True
         try:
-            async with asyncio.timeout(seconds):
+            with Wait("its last episodes", owner="collector", on=self.name, seconds=seconds):
                 await self._servers.until(lambda: child.exit.done() or not child.server.load)
-        except TimeoutError:
+        except DeadlineError:
             logger.warning("environment process ended early", name=self.name, seconds=seconds)
         await self._remove(child)
 
     async def _remove(self, child: Running) -> None:
         if child.server in self._servers.known:
             self._servers.remove(child.server)
-        await _kill(child.process)
-        await child.exit
+        await end_all([child.process], grace_s=TERMINATE_S)
         self._running.discard(child)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Ask a process to end, then kill it and what it has started."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError, TimeoutError):
-            os.kill(process.pid, signal.SIGTERM)
-            async with asyncio.timeout(TERMINATE_S):
-                await process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -16,7 +16,8 @@ import aiohttp
 import msgspec
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.env_server import Given, Reply, Step, Wait
 from arealite.api.episode import Action
 from arealite.api.observation import Observation
@@ -25,7 +26,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
 from arealite.impl.env_client.servers import Servers
-from arealite.system.health.waits import deadline
+from arealite.system.health import waits
 
 TOKEN = "AREALITE_ENV_TOKEN"
 """Environment variable with the token of this worker's own environment processes."""
@@ -78,7 +79,7 @@ class RemoteEnv(Env):
                 await children.start()
             try:
                 what, on = "an environment server", "environment servers"
-                async with deadline(what, owner="collector", on=on, seconds=runtime.wait_s):
+                with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
                     await self.servers.until(self._found)
             except DeadlineError as error:
                 where = ", ".join(runtime.addresses) or "its own processes"

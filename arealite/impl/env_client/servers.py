@@ -21,7 +21,7 @@ from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server, T
-from arealite.system.health.waits import Limits, deadline
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -45,7 +45,6 @@ class Servers(Generic[T]):
         self.verdict: ArealiteError | None = None
         """Why there will be no server any more; raised instead of waiting for one."""
         self.changed = asyncio.Event()
-        self._limits = Limits()
         self._watching = dict[Server, asyncio.Task[None]]()
         self._session: aiohttp.ClientSession
         self._headers = dict[str, str]()
@@ -150,7 +149,7 @@ class Servers(Generic[T]):
         what, on = "an environment server with room", "environment servers"
         seconds = max(0.0, end - time.monotonic())
         try:
-            async with deadline(what, owner="episode", on=on, seconds=seconds):
+            with Wait(what, owner="episode", on=on, seconds=seconds):
                 await self.until(lambda: self.verdict or self._pick())
         except DeadlineError as error:
             kind = EnvServerFull if any(server.alive for server in self.known) else EnvServerLost
@@ -170,11 +169,11 @@ class Servers(Generic[T]):
         server.load += 1
         server.begun += 1
         try:
-            async with asyncio.timeout(CONNECT_S):
+            with Wait("a session", owner="episode", on=server.name, seconds=CONNECT_S):
                 socket = await self._session.ws_connect(
                     server.url / "ws", max_msg_size=self.config.max_message_kb * 1024
                 )
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, DeadlineError) as error:
             if server.alive:  # of the episodes that come at the same time, the first tells
                 why = str(error) or repr(error)
                 logger.warning("environment server refuses", server=server.name, error=why)
@@ -184,7 +183,7 @@ class Servers(Generic[T]):
         except BaseException:
             server.load -= 1
             raise
-        return Channel(server, socket, config=self.config, limits=self._limits, decode=self._decode)
+        return Channel(server, socket, config=self.config, decode=self._decode)
 
     async def _watch(self, server: Server) -> None:
         server.heard = time.monotonic()

@@ -18,19 +18,19 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 import arealite
-from arealite.api.env import EnvFactory
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.api.task import Task
 from arealite.base import log
-from arealite.base.errors import UserError
+from arealite.base.errors import DeadlineError, UserError
 from arealite.base.places import check_address
+from arealite.impl.env_client import make_env
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
 from arealite.system.data.tasks import GENERATED, generate
-from arealite.system.health.waits import END_S, Limit, Limits
+from arealite.system.health.waits import END_S, Wait
 
 logger = log.get(__name__)
 decode, decode_batch = decoder(Message), decoder(list[Message])
@@ -54,7 +54,7 @@ class EnvServer:
         """
         self.config = config
         self.options = config.server
-        self.env = EnvFactory(config).make_env(config.env)
+        self.env = make_env(config, config.env)
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
@@ -62,7 +62,6 @@ class EnvServer:
         path = config.tasks
         self._tasks = [] if path == GENERATED else load_tasks(str(Path(path)), "train")
         self._seeds = count(config.seed)
-        self._limits = Limits()
         self._max_bytes = self.options.max_message_kb * 1024
         self._token = os.environ.get(self.options.token_env, "")
         if self.options.token_env and not self._token:
@@ -141,7 +140,7 @@ class EnvServer:
         except Refused as refused:
             await socket.send_str(frame("error", refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
-        except TimeoutError:  # it does not read what it is told
+        except DeadlineError:  # it does not read what it is told
             if request.transport is not None:
                 request.transport.abort()
         finally:
@@ -151,12 +150,12 @@ class EnvServer:
 
     async def _converse(self, socket: web.WebSocketResponse, own: dict[str, Session]) -> None:
         """Answer messages to the sessions of a socket, which are `own`, by name."""
-        loop, idle_s = asyncio.get_running_loop(), self.options.idle_s
+        peer = {"owner": "env server", "on": "its peer", "seconds": self.options.idle_s}
         while True:
             try:
-                with Limit(self._limits, loop.time() + idle_s):
+                with Wait("a message", **peer):
                     received = await socket.receive()
-            except TimeoutError:
+            except DeadlineError:
                 await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"idle for too long")
                 return
             if received.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
@@ -176,7 +175,7 @@ class EnvServer:
                 for session in own.values():  # what cannot be told ends the episode
                     await session.end()
                 text = frame("error", refusal(error), self._max_bytes)
-            with Limit(self._limits, loop.time() + idle_s):
+            with Wait("an answer to be read", **peer):
                 await socket.send_str(text)
 
     async def _only(self, message: Message, own: dict[str, Session]) -> tuple[str, Any]:

@@ -25,6 +25,7 @@ from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused
 from arealite.impl.rollout.collector import cause
+from arealite.system.health import waits
 from arealite.system.health.waits import END_S, is_cancelled
 
 logger = log.get(__name__)
@@ -161,12 +162,13 @@ class Session:
             self._waits.pop(key, None)
 
     async def _play(self, task: Task, seats: dict[str, RemoteSeat]) -> None:
-        limit = asyncio.timeout(self._episode_s)
+        on, seconds = "environment", self._episode_s
+        wait = waits.Wait("an episode", owner="env server", on=on, seconds=seconds)
         try:
-            async with limit:
+            with wait:
                 await self.env.run(task, **seats)
         except (Exception, asyncio.CancelledError) as raised:
-            if limit.expired():
+            if wait.expired:
                 self._failure = EpisodeTimeout(f"longer than server.episode_s={self._episode_s}")
             elif isinstance(raised, asyncio.CancelledError) and is_cancelled():
                 raise  # the episode is cancelled, and not something that it waited for

@@ -1,8 +1,7 @@
-"""The local launcher: every role of a run as a child process of this one, brought back when it
-dies, until the run ends.
+"""The local launcher: supervises every role of a run as a child process, until the run ends.
 
-A run ends in one of three ways: the trainer finishes, a role cannot be brought back, or a person
-stops it. In each, no child survives.
+A run ends when the trainer finishes, when the restart budget of a role is spent, or when a person
+stops it. No child survives any of the three.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import (
+    TERMINATE_GRACE_S,
     Child,
     end_all,
     rank_environments,
@@ -29,7 +29,15 @@ from arealite.impl.launcher.processes import (
     threads,
 )
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import ROLE, STOPPING, Budget, Died, HealthMonitor, Role
+from arealite.impl.launcher.supervisor import (
+    ROLE,
+    STOPPING,
+    Budget,
+    Died,
+    HealthMonitor,
+    Role,
+    Supervisor,
+)
 from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.explain import explain
@@ -42,16 +50,17 @@ TOLD = ("dead", "crashing")
 STOPPED = 130
 
 
-class LocalLauncher(Launcher):
-    """Starts, watches, brings back and ends the roles of one experiment on this machine."""
+class LocalLauncher(Launcher, Supervisor):
+    """Starts, restarts and ends the roles of one experiment on this machine."""
 
     stop = signal.SIGTERM
     """Asks a child to end."""
     is_remote = False
-    """Whether roles run on other hosts, so that a finding's process is not the child's own."""
+    """Whether roles run on other hosts, so that a finding's process is not the child itself."""
 
     def __init__(self, config: ExperimentConfig) -> None:
-        super().__init__(config)
+        Launcher.__init__(self, config)
+        Supervisor.__init__(self, lambda text: self.progress.say(text))
         self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
@@ -59,6 +68,9 @@ class LocalLauncher(Launcher):
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         if not config.trainer.is_offline:  # a run that is given again may have nothing to train
             self.progress.newest = max(self.paths.starts, default=0)
+        self.trained, self.over = asyncio.Event(), asyncio.Event()
+        """Set when ranks may exit (the last step is trained), and when other roles may (it is
+        evaluated); both when a person stops the run."""
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
@@ -66,9 +78,6 @@ class LocalLauncher(Launcher):
         servers = [self._role(f"llm_server-{i}") for i in range(self.options.llm_servers)]
         others = [] if config.trainer.is_offline else [*servers, self.datapipe, *rollouts]
         self.roles = [*others, self.trainer]
-        self.trained, self.over = asyncio.Event(), asyncio.Event()
-        """Set when ranks may leave, and when others may: the last step is trained, and evaluated;
-        or a person stops the run."""
         self._stops, self._end = 0, ""
         """How often a person asked the run to stop, and the error that ended it."""
         self._names = NameRegistry.of(config)
@@ -76,12 +85,8 @@ class LocalLauncher(Launcher):
         """Ranks of this host, which take its first GPUs."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
-        return Role(names, Budget(self.options.max_restarts, names[0]), leads)
-
-    @property
-    def children(self) -> list[Child]:
-        """The processes started last, of all roles."""
-        return [child for role in self.roles for child in role.children]
+        over = self.trained if leads else self.over
+        return Role(names, Budget(self.options.max_restarts, names[0]), leads, over)
 
     def run(self) -> int:
         """Run to the end; 0 finished, 130 stopped by a person, else the dead child's code."""
@@ -97,57 +102,51 @@ class LocalLauncher(Launcher):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
-            monitor = asyncio.ensure_future(self._monitor().run())
+            options = self.options
+            monitor = HealthMonitor(self.vitals, self, options.silent_s, options.blocked_s)
+            monitoring = asyncio.ensure_future(monitor.run())
             try:
-                code = await self._watch()
+                code = await self._keep_all()
             finally:
-                monitor.cancel()
-                await self._end_all()
+                monitoring.cancel()
+                grace_s = 0.0 if self._stops > 1 else TERMINATE_GRACE_S
+                await end_all(self.children, self.stop, grace_s=grace_s)
                 await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
 
-    def _monitor(self) -> HealthMonitor:
-        """Return the monitor of all roles; it does not report deaths of this launcher's roles."""
+    def is_shown(self, finding: Finding) -> bool:
+        """Return whether to report a finding: not the deaths of own roles, which are reported."""
+        is_own = any(finding.blocker in role.names for role in self.roles)
+        return finding.cause != "starting" and not (is_own and finding.cause in TOLD)
 
-        def is_ours(name: str) -> bool:
-            return any(name in role.names for role in self.roles)
-
-        return HealthMonitor(
-            self.vitals,
-            self.culprit,
-            self.progress.say,
-            self.options.silent_s,
-            self.options.blocked_s,
-            lambda f: f.cause != "starting" and not (f.cause in TOLD and is_ours(f.culprit)),
-        )
-
-    def culprit(self, finding: Finding) -> Child | None:
+    def child_of(self, finding: Finding) -> Child | None:
         """Return the child that a finding is about, unless it is about a predecessor."""
-        up = [child for child in self.children if child.running]
-        if self.is_remote:
-            begun = time.monotonic() - self.options.silent_s
-            found = [c for c in up if c.name == finding.culprit and c.started < begun]
-        else:
-            found = [c for c in up if c.process.pid == finding.pid]
-        return next(iter(found), None)
+        if not self.is_remote:
+            return super().child_of(finding)
+        begun = time.monotonic() - self.options.silent_s
+        named = [c for c in self.children if c.running and c.name == finding.blocker]
+        return next((child for child in named if child.started < begun), None)
 
     # ------------------------------------------------------------ starting
 
     def command(self, role: str, index: int) -> list[str]:
-        """Return the command line of one role; another launcher puts its own words before."""
+        """Return the command line of one role; other launchers add their own words before it."""
         arealite = [sys.executable, "-m", "arealite.cli.main"]
         if role == "llm_server":
             return [*arealite, "serve-llm", *server_overrides(self.config)]
         return [*arealite, "role", role, str(index), str(self.paths.root)]
 
-    async def _start(self, role: Role) -> None:
+    async def start(self, role: Role) -> None:
         """Start all processes of a role."""
+        if role.children:
+            await asyncio.to_thread(clear, self.config)
         shared, role.children = threads(self.options.trainer_threads), []
         count = len(role.names)
         own = [dict[str, str]()] * count
         if role is self.trainer:
-            own = await self.rank_environments()
+            address, local = await self.rank_places()
+            own = rank_environments(count, address=address, local=local)
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
             (self.vitals / f"{name}.json").unlink(missing_ok=True)  # of a predecessor
@@ -165,41 +164,16 @@ class LocalLauncher(Launcher):
             environment |= {ROLE: name}
         return await spawn(name, command, log=log, environment=environment)
 
-    async def rank_environments(self) -> list[dict[str, str]]:
-        """Return what each rank has to know to find the others."""
-        return rank_environments(self.options.trainer_ranks)
-
-    async def clear(self, role: Role) -> None:
-        """Kill what is left of a role, and see it gone."""
-        await role.clear()
+    async def rank_places(self) -> tuple[str, Sequence[int]]:
+        """Return the host of the first rank, and each rank's number on its host, as
+        `rank_environments` takes them."""
+        return "", ()
 
     # ------------------------------------------------------------ watching
 
-    async def _keep(self, role: Role) -> None:
-        """Start a role, and again when it dies, until it has ended as planned.
-
-        Raises:
-            Died: it may not be started again.
-        """
-        again = ""
-        while not role.leaving:
-            if not again:
-                role.budget.expect("start")
-            await self._start(role)
-            if role.leaving:  # it was asked to end meanwhile, and has not heard
-                await self.clear(role)
-                break
-            if again:
-                self.progress.say(again)
-            dead = await role.end(self.trained if role.leads else self.over)
-            await self.clear(role)
-            if role.leaving or dead is None or (pause := self._judge(role, dead)) is None:
-                break
-            await asyncio.sleep(pause)
-            self._check_stopping(role, dead)
-            await asyncio.to_thread(clear, self.config)
-            again = f"{dead.death}; started again ({role.budget.deaths} of {role.budget.limit})"
-        role.budget.forget()
+    async def keep(self, role: Role) -> None:
+        """Start a role, and again when it dies, until it has ended as planned."""
+        await super().keep(role)
         if role.leaving:  # its end is not that of the run
             self.roles.remove(role)
             return
@@ -208,42 +182,39 @@ class LocalLauncher(Launcher):
             self.over.set()
             self._terminate("llm_server")
         if role is self.datapipe:
-            self._terminate("rollout")  # one that came too late was not let go
+            self._terminate("rollout")  # a late worker had no message that the run ends
 
-    def _judge(self, role: Role, dead: Child) -> float | None:
-        """Return the pause before a role is started again, None if it is no longer needed.
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        """Return whether a role that died is to be started again.
 
         Raises:
-            Died: it may not be started again.
+            Died: another start would fail the same way, or the run is being stopped.
         """
+        if role.leaving:
+            return False
         if dead.code in STOPPING:
             raise Died(dead.obituary, dead.code)
-        if self.trainer.ended or self.datapipe.ended:  # the trainer's last word has been heard
+        if self.trainer.ended or self.datapipe.ended:  # all steps are trained
             if dead.code != -self.stop:
-                self.progress.say(f"{dead.death}; no longer needed")
-            return None
-        self._check_stopping(role, dead)
-        self.progress.poll()
-        budget, lived_s = role.budget, time.monotonic() - dead.started
-        pause = budget.spend(dead.obituary, mark=self.progress.newest, lived_s=lived_s)
-        budget.wait.detail = dead.death
-        if pause is not None:
-            return pause
-        text = budget.first
-        if budget.limit:
-            text = f"{dead.death}, {budget.deaths} times without a further trained step; "
-            text += f"launcher.max_restarts={budget.limit}. The first: {budget.first}"
-        raise Died(text, max(dead.code, 1))
-
-    def _check_stopping(self, role: Role, dead: Child) -> None:
-        """A trainer that dies while it is stopped is not started again."""
+                self.say(f"{dead.death}; no longer needed")
+            return False
         if self._stops and role is self.trainer:
             code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
             raise Died(f"{dead.death} while the run was being stopped", code)
+        return True
+
+    def mark(self) -> float:
+        """Return the number of trained steps."""
+        self.progress.poll()
+        return self.progress.newest
+
+    def is_up(self, role: Role) -> bool:
+        """Return whether all processes of a role have vitals; a server's parent reports for it."""
+        names = [name for name in role.names if "server" not in name]
+        return all((self.vitals / f"{name}.json").exists() for name in names)
 
     async def _rescale(self) -> list[Role]:
-        """Return a worker to be kept besides, where the datapipe asks for one; let go of those that
-        are too many."""
+        """End workers that the datapipe no longer wants; return a new one where it wants more."""
         options = self.options
         if options.max_workers <= options.rollout_workers or self.over.is_set():
             return []
@@ -257,7 +228,7 @@ class LocalLauncher(Launcher):
         for name, role in there.items():
             if int(name.rpartition("-")[2]) >= count and not role.leaving:
                 role.leaving = True
-                self.progress.say(f"{name} is not needed now")
+                self.say(f"{name} is not needed now")
                 for child in role.children:
                     child.send(self.stop)
         if len(there) >= count:
@@ -265,19 +236,19 @@ class LocalLauncher(Launcher):
         names = (f"rollout-{number}" for number in range(count))
         added = self._role(next(name for name in names if name not in there))
         self.roles.append(added)
-        self.progress.say(f"{added.names[0]} is started: the others are full")
+        self.say(f"{added.names[0]} is started: the others are full")
         return [added]
 
-    async def _watch(self) -> int:
+    async def _keep_all(self) -> int:
         """Keep every role until all have ended or one may not be started again; return the exit
         code."""
-        self._keeping = {asyncio.ensure_future(self._keep(role)) for role in self.roles}
+        self._keeping = {asyncio.ensure_future(self.keep(role)) for role in self.roles}
         try:
             await self._until_ended()
         except ArealiteError as error:
             if error.exit_code not in (UserError.exit_code, STOPPED):
                 await self._explain()
-            self.progress.say(f"error: {error}")
+            self.say(f"error: {error}")
             self._end = str(error)
             return error.exit_code
         finally:
@@ -288,18 +259,15 @@ class LocalLauncher(Launcher):
 
     async def _until_ended(self) -> None:
         """Wait for the roles' ends, which after the first of them may not take too long."""
-        loop, deadline, keeping = asyncio.get_running_loop(), None, {*self._keeping}
-        while keeping and self._stops < 2:
-            done, keeping = await asyncio.wait(
-                keeping, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
-            )
+        loop, deadline = asyncio.get_running_loop(), None
+        while self._keeping and self._stops < 2:
+            first = asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait(self._keeping, timeout=REFRESH_S, return_when=first)
             for task in done:
+                self._keeping.remove(task)
                 task.result()
-            added = {asyncio.ensure_future(self._keep(role)) for role in await self._rescale()}
-            self._keeping |= added
-            keeping |= added
+            self._keeping |= {asyncio.ensure_future(self.keep(r)) for r in await self._rescale()}
             self.progress.poll()
-            self._note_living()
             if self.progress.trained:
                 self.trained.set()
             if self.progress.finished:
@@ -307,25 +275,17 @@ class LocalLauncher(Launcher):
             # After its last step the trainer lets the others go, so any of them may end first.
             if deadline is None and (self._stops or any(role.ended for role in self.roles)):
                 deadline = loop.time() + self.options.drain_timeout_s
-            if deadline is not None and loop.time() > deadline and keeping:
+            if deadline is not None and loop.time() > deadline and self._keeping:
                 names = ", ".join(child.name for child in self.children if child.running)
                 seconds = self.options.drain_timeout_s
                 raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
 
-    def _note_living(self) -> None:
-        """Mark a role as up when all its processes run and have vitals; a server's parent reports
-        the server."""
-        for role in self.roles:
-            files = [self.vitals / f"{n}.json" for n in role.names if "server" not in n]
-            if all(c.running for c in role.children) and all(file.exists() for file in files):
-                role.budget.forget(self.progress.newest)
-
     async def _explain(self) -> None:
-        """Show who waits for whom, while there is somebody to ask."""
+        """Show the waits of all roles, before they are ended."""
         with suppress(Exception):  # whatever fails here must not hide why the run ends
             if findings := await asyncio.to_thread(examine, self.vitals):
                 logs = self.paths.logs
-                self.progress.say(explain(self.vitals, findings, logs=logs))
+                self.say(explain(self.vitals, findings, logs=logs))
 
     # ------------------------------------------------------------ ending
 
@@ -334,19 +294,13 @@ class LocalLauncher(Launcher):
         self.trained.set()
         self.over.set()
         if self._stops == 1:
-            self.progress.say("stopping after this step, with a checkpoint (again: stop now)")
+            self.say("stopping after this step, with a checkpoint (again: stop now)")
             self._terminate("trainer")
 
     def _terminate(self, role: str) -> None:
         for child in self.children:
             if child.name.startswith(role) and child.running:
                 child.send(self.stop)
-
-    async def _end_all(self) -> None:
-        """Ask what still runs to exit, wait a little, then kill it."""
-        await end_all(self.children, self.stop, at_once=self._stops > 1)
-        for role in self.roles:
-            await role.clear()
 
     def _close(self, code: int) -> int:
         """Print the ledger's balance, write `end.txt`, and return the exit code.
@@ -359,21 +313,21 @@ class LocalLauncher(Launcher):
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger, new_only=True)
-                progress.say(report.table())
+                self.say(report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
                 # A ledger out of balance also fails a run that a person stopped.
                 code = 0 if lack and code == STOPPED else code
             except UserError as error:  # the run ended before there was a ledger to hold against
-                progress.say(f"no audit: {error}")
+                self.say(f"no audit: {error}")
                 lack = "the ledger cannot be audited"
         if not lack and trained < progress.total and self.trainer in self.roles:
             lack = f"the trainer exited after {trained} of {progress.total} steps, not asked to"
         elif not lack and progress.is_unevaluated:
             lack = "every sample of the last evaluation failed"
         if lack and not code:
-            progress.say(f"error: {lack}")
+            self.say(f"error: {lack}")
             self._end, code = lack, 1
         with suppress(OSError):
             self.paths.end.write_text(f"exit code {code}. {self._end}\n")
-        self.progress.say(f"run folder: {self.paths.root}")
+        self.say(f"run folder: {self.paths.root}")
         return code

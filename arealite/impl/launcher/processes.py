@@ -1,8 +1,4 @@
-"""The processes of a run on this machine: each leads a session, has a log, and dies with its
-parent.
-
-Apart from what they are for, because the server's parent and a replay start processes, too.
-"""
+"""Processes of this machine: each leads a session, has a log, and dies with its parent."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
@@ -26,11 +23,18 @@ from arealite.base.signals import heed_only_stop
 from arealite.impl.launcher.last_words import ERROR, last_words
 
 PARENT = "AREALITE_PARENT"
-"""Environment variable that tells a process who brings it back: a process id."""
+"""Environment variable with the id of the parent process that restarts this one."""
 PR_SET_PDEATHSIG = 1
+GUARD = """
+exec 3<&0 </dev/null
+(trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &
+exec "$@" 3<&-
+"""
+"""Run by sh in a child's process group: when our end of the pipe closes, however we died, the whole
+group is killed, grandchildren included, which a death signal from the kernel would miss."""
 TERMINATE_GRACE_S = 5.0
 """From the request to exit to SIGKILL."""
-TAIL_LINES = 15
+TAIL_LINES = 25
 TAIL_BYTES = 1 << 16
 
 
@@ -39,12 +43,18 @@ class Child:
     """One process with a log."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: Process
     log: Path | None
-    """None: it writes where its parent does."""
+    """None: it writes to the output of its parent."""
     log_begin: int
-    """Where in its log this process began to write."""
+    """Offset in the log at which this process began."""
     started: float = field(default_factory=time.monotonic)
+    reason: str = ""
+    """Why its supervisor killed it."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def running(self) -> bool:
@@ -52,40 +62,47 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code; of a death by signal, the signal's number below zero, also where another
-        tells of it, as srun does; 130 is ours."""
+        """Its exit code; after a death by signal, minus the number of the signal.
+
+        srun reports such a death as 128 plus the number; 130 is an exit code of ours.
+        """
         code = self.process.returncode or 0
         return 128 - code if code > 130 else code
 
     def send(self, number: int) -> None:
-        """Send it a signal, past subprocess: that looks first whether it has ended, and takes its
-        exit code away from asyncio."""
+        """Send it a signal.
+
+        Not by subprocess, which polls the process first and takes its exit code from asyncio.
+        """
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and what it has started, at once."""
+        """Kill it and its children."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def death(self) -> str:
         """One line: the child's name, how it died, and the reason in its output, if any."""
-        words = last_words(self._output(), self.code) if self.code else ""
-        why = f": {words.removeprefix(ERROR)}" if words else ""
-        return f"{self.name} died ({how_ended(self.code)}{why})"
+        return self._death(last_words(self._output(), self.code) if self.code else "")
+
+    def _death(self, words: str) -> str:
+        why = self.reason or words.removeprefix(ERROR)
+        return f"{self.name} died ({how_ended(self.code)}{f': {why}' if why else ''})"
 
     @property
     def obituary(self) -> str:
-        """The child's name, how it died, and its last lines; only the reason after a deliberately
-        raised error."""
+        """The child's name, how it died, and its last lines, if it has a log; only the reason after
+        a deliberately raised error."""
+        if self.log is None:
+            return self.death
         words = last_words(output := self._output(), self.code)
         lines = [words] if words.startswith(ERROR) else output.splitlines()[-TAIL_LINES:]
         if words not in " ".join("\n".join(lines).split()):
             lines = [words, "...", *lines]
         tail = "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
-        head = f"{self.name} died ({how_ended(self.code)}). Its last lines ({self.log})"
-        return f"{head}:\n{tail}"
+        return f"{self._death('')}. Its last lines ({self.log}):\n{tail}"
 
     def _output(self) -> str:
         if self.log is None:
@@ -96,49 +113,86 @@ class Child:
 
 
 async def spawn(
-    name: str, command: Sequence[str], *, log: Path | None, environment: Mapping[str, str]
+    name: str,
+    command: Sequence[str],
+    *,
+    log: Path | None,
+    environment: Mapping[str, str],
+    stdout: int | None = None,
+    is_guarded: bool = False,
 ) -> Child:
     """Start a process that appends to `log`, or writes where this one does.
+
+    A caller that is cancelled meanwhile leaves no process.
+
+    Args:
+        name: The process, in reports of its end.
+        command: Its command line.
+        log: The file, in a folder that exists.
+        environment: Variables besides those of this process.
+        stdout: PIPE if the caller reads what it prints.
+        is_guarded: Whether processes that it starts die with this process, too.
 
     Raises:
         UserError: the log cannot be written, or this machine can hold no more processes.
     """
+    words = ["/bin/sh", "-c", GUARD, "sh", *command] if is_guarded else command
     try:
         with log.open("ab") if log else nullcontext() as output:
             begin = output.tell() if output else 0
-            process = await asyncio.create_subprocess_exec(
-                *command,
+            creating = asyncio.create_subprocess_exec(
+                *words,
                 env=os.environ | environment | {PARENT: str(os.getpid())},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
+                # A guard's pipe stays open as long as the process object exists.
+                stdin=asyncio.subprocess.PIPE if is_guarded else asyncio.subprocess.DEVNULL,
+                stdout=stdout or output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches the parent only, which drains the others
             )
+            return Child(name, await _started(asyncio.ensure_future(creating)), log, begin)
     except OSError as error:
         raise UserError(f"{name} cannot be started: {error}") from error
-    return Child(name, process, log, begin)
+
+
+async def _started(
+    creating: asyncio.Task[asyncio.subprocess.Process],
+) -> asyncio.subprocess.Process:
+    """Await a process that is being created; kill it if the caller is cancelled meanwhile."""
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        await asyncio.wait((creating,))
+        if not creating.exception():
+            os.killpg(creating.result().pid, signal.SIGKILL)
+            await creating.result().wait()
+        raise
 
 
 async def end_all(
-    children: Sequence[Child], number: int = signal.SIGTERM, *, at_once: bool = False
+    children: Sequence[Child],
+    number: int = signal.SIGTERM,
+    *,
+    grace_s: float = TERMINATE_GRACE_S,
 ) -> None:
-    """Send children a signal, wait a little unless `at_once`, then kill them and what they
-    started."""
+    """Send children a signal, wait up to `grace_s`, then kill them and what they started."""
     running = [child for child in children if child.running]
     for child in running:
         child.send(number)
     if ends := [asyncio.ensure_future(child.process.wait()) for child in running]:
-        await asyncio.wait(ends, timeout=0.0 if at_once else TERMINATE_GRACE_S)
+        await asyncio.wait(ends, timeout=grace_s)
     for child in children:
         child.kill()
+    await asyncio.gather(*(child.process.wait() for child in children))
 
 
 def die_with_parent() -> bool:
-    """Ask the kernel to kill this process when the one that brings it back dies, so that no orphan
-    is left; False: nobody does.
+    """Ask the kernel to kill this process when its supervisor dies.
+
+    Returns:
+        Whether the process has a supervisor.
 
     Raises:
-        UserError: it is dead already.
+        UserError: the supervisor is dead already.
     """
     heed_only_stop()
     parent = os.environ.pop(PARENT, None)
@@ -147,12 +201,12 @@ def die_with_parent() -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        raise UserError("who started this process died before it began.")
+        raise UserError("the supervisor of this process died before the process began.")
     return True
 
 
 def how_ended(code: int) -> str:
-    """Say how a process ended, from the code that its parent got."""
+    """Describe the end of a process with an exit code as in `Child.code`."""
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"killed by {known.get(-code, f'signal {-code}')}"
@@ -167,14 +221,17 @@ def free_port() -> int:
 
 
 def own_address() -> str:
-    """Return the IP address under which other hosts reach this one: its name's, or that of the
-    interface with the way out where the name is a loopback's; loopback without a network."""
+    """Return the IP address under which other hosts reach this one.
+
+    The address of the host's name, or that of the default route where the name is a loopback
+    address; 127.0.0.1 without a network.
+    """
     own = "127.0.0.1"
     with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
     if own.startswith("127."):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a way
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a route
             own = str(probe.getsockname()[0])
     return own
 
@@ -208,8 +265,22 @@ def counts(config: ExperimentConfig) -> dict[str, int]:
     return workers | {"trainer": options.trainer_ranks}
 
 
+def needed_paths(config: ExperimentConfig) -> list[Path]:
+    """Return what a role on another host reads, besides the run's folders."""
+    return [Path(sys.executable), Path.cwd(), Path(config.model.path).expanduser().absolute()]
+
+
+def not_shared(path: object, here: str, host: str) -> UserError:
+    """Return the error of a path that another host lacks."""
+    return UserError(
+        f"{path} is not shared between {here} and {host}. The folder you start in, "
+        "cluster.run_root, cluster.name_root, model.path and Python must be on a file system that "
+        "every node mounts."
+    )
+
+
 def threads(count: int) -> dict[str, str]:
-    """Keep maths libraries from taking every core for each process."""
+    """Return the environment that limits maths libraries to `count` threads a process."""
     return {"OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -227,7 +298,7 @@ def server_gpus(
 
 
 def server_overrides(config: ExperimentConfig) -> list[str]:
-    """Return the words that make serve-llm serve this experiment."""
+    """Return the command-line arguments with which serve-llm serves this experiment."""
     given = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,

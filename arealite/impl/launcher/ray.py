@@ -1,7 +1,7 @@
-"""The Ray launcher: the local one, whose roles run beside actors of a placement group.
+"""The Ray launcher: starts every role as the child of an actor in a placement group.
 
-An actor a process: it starts a role as its child, waits for it, and passes signals on. A child dies
-with its actor, and all actors with the supervisor, whose job they are.
+The actor waits for its child and passes signals on. A child dies with its actor, and all actors die
+with the launcher's job.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from arealite.api.config import ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import ours
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, Child, counts, rank_environments
-from arealite.system.health.waits import deadline
+from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths, not_shared
+from arealite.system.health.waits import Wait
 
 LOST = -signal.SIGKILL
 """The exit code of a role whose actor, or node, is gone."""
@@ -46,8 +46,8 @@ class Host:
     def start(
         self, command: Sequence[str], folder: str, log: str, environment: dict[str, str]
     ) -> tuple[int, int]:
-        """Start the role's process in the supervisor's folder, its words to a file of the run;
-        return its id, and where in the file it begins."""
+        """Start the role's process in the launcher's folder; return its id and its offset in the
+        log."""
         own = os.environ | environment | {PARENT: str(os.getpid())}
         with Path(log).open("ab") as output:
             begin = output.tell()
@@ -102,7 +102,7 @@ class RayChild(Child):
 
 
 class RayLauncher(LocalLauncher):
-    """Starts, watches, brings back and ends the roles of one experiment on a Ray cluster."""
+    """Starts, restarts and ends the roles of one experiment on a Ray cluster."""
 
     is_remote = True
 
@@ -129,11 +129,7 @@ class RayLauncher(LocalLauncher):
             return await super().spawn(name, command, log, environment)
         actor, address, missing = await self._place(name)
         if missing:
-            raise UserError(
-                f"{missing[0]} is not shared with {address}. The folder you start in, "
-                "cluster.run_root, cluster.name_root and model.path must be on a file system that "
-                "every node mounts."
-            )
+            raise not_shared(missing[0], socket.gethostname(), address)
         try:
             pid, begin = await actor.start.remote(command, str(Path.cwd()), str(log), environment)
         except library().exceptions.RayActorError:  # lost meanwhile: Ray finds another node
@@ -150,7 +146,7 @@ class RayLauncher(LocalLauncher):
         """
         lost = library().exceptions.RayActorError
         seconds = self.options.ray.start_s
-        async with deadline(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
+        with Wait(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
             while True:
                 actor = self._actor(name)
                 with suppress(lost):  # on a node whose loss Ray has not noticed yet
@@ -160,9 +156,7 @@ class RayLauncher(LocalLauncher):
         needs, number = self.bundles[name], [*self.bundles].index(name)
         strategies = import_module("ray.util.scheduling_strategies")
         place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
-        model = Path(self.config.model.path).expanduser().absolute()
-        needed = (self.paths.root, name_dir(self.config), model, Path.cwd())
-        folders = [str(folder) for folder in needed]
+        needed = (self.paths.root, self.vitals.parent, *needed_paths(self.config))
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         # Two at a time: a signal must reach a child that is being waited for.
         made = (
@@ -170,18 +164,16 @@ class RayLauncher(LocalLauncher):
             .remote(Host)
             .options(**options, scheduling_strategy=place, max_concurrency=2, name=None)
         )
-        return made.remote(folders)
+        return made.remote([str(path) for path in needed])
 
-    async def rank_environments(self) -> list[dict[str, str]]:
-        """Return the ranks' environment variables, with the host of the first rank."""
+    async def rank_places(self) -> tuple[str, Sequence[int]]:
         scout, address, _ = await self._place("trainer-0")
         del scout  # makes room for the rank
-        count = self.options.trainer_ranks
-        return rank_environments(count, address=address, local=[0] * count)
+        return address, [0] * self.options.trainer_ranks
 
 
 def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
-    """Return what each process takes of the cluster, by name; the datapipe is not among them."""
+    """Return the resources of each process by its name, without the datapipe, which stays here."""
     ray = config.launcher.ray
     cpus = {"llm_server": ray.cpus, "rollout": ray.cpus, "trainer": ray.trainer_cpus}
     gpus = {"llm_server": ray.server_gpus, "trainer": ray.trainer_gpus}

@@ -1,7 +1,6 @@
-"""The Slurm launcher: the local one on the first node of a job, whose roles are steps of the job,
-each placed by its number on the nodes of its part.
+"""The Slurm launcher: runs on the first node of a job and starts every role as a step of the job.
 
-What a role has is what its part was given: a step is told its node, and shares that node's CPUs.
+A role's number determines its node among the nodes of its part. Steps share the CPUs of a node.
 """
 
 from __future__ import annotations
@@ -10,20 +9,19 @@ import asyncio
 import os
 import secrets
 import signal
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir
-from arealite.base.errors import DeadlineError, UserError
+from arealite.base.errors import UserError
 from arealite.base.signals import OWN_STOP
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, counts, rank_environments
+from arealite.impl.launcher.processes import PARENT, counts, needed_paths, not_shared
 from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 PROBE = """\
 echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
@@ -32,7 +30,7 @@ for file in "$@"; do
     echo "$SLURMD_NODENAME lacks $file"
 done
 """
-"""What each node runs first: a folder on a network may show a new file seconds later."""
+"""Run on each node first; a network file system may show a new file seconds later."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +69,16 @@ class Nodes:
 
 
 class SlurmLauncher(LocalLauncher):
-    """Starts, watches, brings back and ends the roles of one experiment as steps of this job."""
+    """Starts, restarts and ends the roles of one experiment as steps of this job."""
 
     stop = signal.SIGUSR2
-    """scancel sends SIGTERM to everyone; the supervisor is to ask them one after the other."""
+    """scancel sends SIGTERM to every process, but roles have to end in an order."""
     is_remote = True
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         names = list(parts(config))
         self.nodes = {part: Nodes.of(number, len(names) == 1) for number, part in enumerate(names)}
-        model = Path(config.model.path).expanduser().absolute()
-        self.needed = [Path(sys.executable), Path.cwd(), model]
-        """What a role needs besides the run's folders."""
         self.devices = dict[tuple[str, str], list[str]]()
         """The GPUs that each part has on each of its hosts, by job and host."""
 
@@ -121,15 +116,12 @@ class SlurmLauncher(LocalLauncher):
         begin = cut + number * each
         return {"trainer": gpus[:cut], "llm_server": gpus[begin : begin + each]}.get(role, [])
 
-    async def rank_environments(self) -> list[dict[str, str]]:
-        """Return the ranks' environment variables, with the host of the first rank."""
-        count = self.options.trainer_ranks
-        places = [self.place("trainer", rank) for rank in range(count)]
-        local = [number for _, _, number in places]
-        return rank_environments(count, address=places[0][1], local=local)
+    async def rank_places(self) -> tuple[str, Sequence[int]]:
+        places = [self.place("trainer", rank) for rank in range(self.options.trainer_ranks)]
+        return places[0][1], [number for _, _, number in places]
 
     async def clear(self, role: Role) -> None:
-        """Kill what is left of a role: its steps do not end with who waits for them."""
+        """Kill what is left of a role; a step may outlive its srun."""
         await super().clear(role)
         jobs = ",".join(nodes.job for nodes in self.nodes.values())
         listed = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
@@ -150,7 +142,7 @@ class SlurmLauncher(LocalLauncher):
             folder / f".seen-{secrets.token_hex(4)}": folder
             for folder in (self.paths.root, name_dir(self.config))
         }
-        files = [*marks, *self.needed]
+        files = [*marks, *needed_paths(self.config)]
         for mark in marks:
             mark.touch()
         try:
@@ -159,16 +151,11 @@ class SlurmLauncher(LocalLauncher):
         finally:
             for mark in marks:
                 mark.unlink(missing_ok=True)
-        head = self.nodes["head"].hosts[0]
         for nodes, line in [(nodes, line) for nodes, lines in answers for line in lines]:
             host, _, rest = line.partition(" ")
             if rest.startswith("lacks "):
                 path = Path(rest.removeprefix("lacks "))
-                raise UserError(
-                    f"{marks.get(path, path)} is not shared between {head} and {host}. The folder "
-                    "you start in, cluster.run_root, cluster.name_root, model.path and Python must "
-                    "be on a file system that every node mounts."
-                )
+                raise not_shared(marks.get(path, path), self.nodes["head"].hosts[0], host)
             self.devices[nodes.job, host] = [] if rest == "-" else rest.split(",")
         asked_for = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
         if silent := [host for job, host in asked_for if (job, host) not in self.devices]:
@@ -182,16 +169,7 @@ class SlurmLauncher(LocalLauncher):
         """Return what the nodes of a part print in time."""
         size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
-        process = await asyncio.create_subprocess_exec(
-            *step, "sh", "-c", PROBE, "probe", *files, stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        lines = list[str]()
-        try:
-            async with deadline("nodes", owner="launcher-0", on="Slurm", seconds=start_s):
-                async for line in process.stdout:
-                    lines.append(line.decode().strip())
-        except DeadlineError:
-            process.kill()
-        await process.wait()
-        return lines
+        words = [*step, "sh", "-c", PROBE, "probe", *files]
+        with Wait("nodes", owner="launcher-0", on="Slurm"):
+            printed = await asyncio.to_thread(output, words, start_s, stderr=None)
+        return [line.strip() for line in printed.splitlines()]

@@ -10,8 +10,8 @@ import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
@@ -93,10 +93,13 @@ def check_partitions(config: ExperimentConfig) -> None:
             )
 
 
-def output(words: Sequence[str]) -> str:
-    """Return what a command of Slurm prints, whatever its end; "" if it does not come in time."""
-    with suppress(subprocess.TimeoutExpired):
+def output(
+    words: Sequence[str | Path], seconds: float = ANSWER_S, *, stderr: int | None = DEVNULL
+) -> str:
+    """Return what a command of Slurm prints within some seconds, whatever its exit code."""
+    try:
         return subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=ANSWER_S
+            words, stdout=PIPE, stderr=stderr, text=True, check=False, timeout=seconds
         ).stdout
-    return ""
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode()

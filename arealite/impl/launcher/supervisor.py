@@ -1,4 +1,7 @@
-"""Restart policy, restart budgets and the health monitor, for launchers and the server's parent."""
+"""Restart policy, restart budgets and the health monitor of everything that keeps processes alive.
+
+Launchers, the parent of an embedded server and the wrapper of an SGLang server are supervisors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +24,15 @@ from arealite.system.health.diagnosis import Finding, examine
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
-"""Exit codes after which a second attempt would fail the same way, or do harm."""
+"""Exit codes after which a restart would fail the same way, or do harm."""
 EARLY_S = 5.0
 """Grace period after an unexpected clean exit."""
 LAST_WORDS_S = 1.0
-"""When one rank fails, the others may be about to end with a better reason."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
+"""Time for other ranks to exit with a better reason, after one rank failed."""
+PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
+"""Before the restarts of a role that dies again and again; the last one holds for all others."""
 STEADY_S = 10.0
-"""A role that lived this long is started again without a pause."""
+"""A role that lived this long is restarted without a pause."""
 EXAMINE_S = 1.0
 """How often the vitals of all roles are examined."""
 QUIET_S = 10.0
@@ -35,13 +40,13 @@ QUIET_S = 10.0
 FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 
 Trouble = tuple[str, str, int]
-"""A role, a cause and a process id: a successor's trouble is another one."""
+"""A role, a cause and a process id; the next process of a role has another id."""
 
 logger = log.get(__name__)
 
 
 class Died(RoleError):
-    """A role is not started again; the message is for a person."""
+    """A role is not started again; the message tells the user why."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -50,47 +55,58 @@ class Died(RoleError):
 
 @dataclass
 class Budget:
-    """How often a role may die without getting anywhere, and how long it pauses after a death."""
+    """How often a role may die without progress, and the pauses before its restarts."""
 
     limit: int
     role: str = ""
     """The role that `arealite why` shows as starting or crashing; "": `why` shows no starts."""
+    pauses_s: Sequence[float] = field(default_factory=lambda: PAUSES_S)
+    """Before the first restart, the second, and so on; the last one holds for all others."""
+    steady_s: float = STEADY_S
+    """A role that lived this long is restarted without a pause."""
     deaths: int = 0
     first: str = ""
-    """What was said of the first of these deaths."""
+    """Description of the first of these deaths."""
     _mark: float = 0.0
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
-    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", waits.KEEPER, ""))
+    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.KEEPER))
     """The published wait for the role to be up."""
 
     def expect(self, what: str, why: str = "") -> None:
-        """Publish that the role is not up: `what` is happening, and `why` it died last."""
+        """Publish that the role is not up.
+
+        Args:
+            what: The present attempt, for example "restart 1 of 5".
+            why: Reason of the last death; "": there was none.
+        """
         waits.table.discard(self.wait)
-        self.wait = waits.Wait(what, waits.KEEPER, self.role, detail=why.partition("\n")[0])
+        detail = why.partition("\n")[0]
+        self.wait = waits.Wait(what, owner=waits.KEEPER, on=self.role, detail=detail)
         if self.role:
             waits.table.add(self.wait)
 
-    def forget(self, mark: float = math.inf) -> None:
-        """Publish that the role is up; after a second death, only if `mark` shows progress."""
-        if self.deaths < 2 or mark > self._mark:
+    def forget(self, mark: float = math.inf) -> bool:
+        """Publish that the role is up, and return True; after a second death, only if `mark` shows
+        progress."""
+        if is_up := self.deaths < 2 or mark > self._mark:
             waits.table.discard(self.wait)
+        return is_up
 
     def spend(self, said: str, *, mark: float, lived_s: float) -> float | None:
         """Count a death; return the seconds to pause before the next start, None: no more starts.
 
-        `mark` tells how far the work has come: where it has grown since the last death, the count
-        begins anew.
+        The count begins anew if `mark`, a measure of progress, has grown since the last death.
         """
         if mark > self._mark or not self.deaths:
             self.deaths, self.first, self._mark, self._hasty = 0, said, mark, 0
         self.deaths += 1
         self.expect(f"restart {self.deaths} of {self.limit}", said)
-        self._hasty = 0 if lived_s > STEADY_S else self._hasty + 1
+        self._hasty = 0 if lived_s > self.steady_s else self._hasty + 1
         if self.deaths > self.limit:
             self.expect(f"given up after {self.deaths} deaths", said)
             return None
-        return min(FIRST_PAUSE_S * 2 ** (self._hasty - 2), LONGEST_PAUSE_S) * (self._hasty > 1)
+        return self.pauses_s[min(self._hasty, len(self.pauses_s)) - 1] if self._hasty else 0.0
 
 
 @dataclass
@@ -101,27 +117,28 @@ class Role:
     budget: Budget
     leads: bool = False
     """Its end is the end of the run."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its processes may exit."""
+    grace_s: float = field(default_factory=lambda: EARLY_S)
+    """Between the exit of a process and `over`; a process that exits earlier has died."""
     children: list[Child] = field(default_factory=list[Child])
-    """As they were started last."""
+    """The processes started last."""
     ended: bool = False
-    """Its work is done, or nobody needs it any longer."""
+    """Its work is done or no longer needed."""
     leaving: bool = False
     """It was asked to end before the run does."""
 
-    async def end(self, over: asyncio.Event) -> Child | None:
-        """Wait until one of its processes died, and return that; None: all ended as planned.
-
-        Who leaves before the run is `over`, while others stay, has died.
-        """
+    async def end(self) -> Child | None:
+        """Wait until one of its processes died, and return that; None: all ended as planned."""
         exits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
         left: list[Child] = []
         try:
             while exits:
-                limit = EARLY_S if left and not over.is_set() else None
+                limit = self.grace_s if left and not self.over.is_set() else None
                 done, _ = await asyncio.wait(
                     exits, timeout=limit, return_when=asyncio.FIRST_COMPLETED
                 )
-                if not done and not over.is_set():
+                if not done and not self.over.is_set():
                     return left[0]
                 if len(exits) > 1 and any(exits[task].code > 0 for task in done):
                     done, _ = await asyncio.wait(exits, timeout=LAST_WORDS_S)
@@ -133,15 +150,116 @@ class Role:
                 task.cancel()
         if not (self.leads or self.leaving):
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), EARLY_S)
-        return None if self.leads or over.is_set() else left[0]
+                await asyncio.wait_for(self.over.wait(), self.grace_s)
+        return None if self.leads or self.over.is_set() else left[0]
 
     async def clear(self) -> None:
-        """Kill what is left of its processes, their own children included, and see them gone."""
+        """Kill its processes and their children, and wait for their ends."""
         for child in self.children:
             child.kill()
         for child in self.children:
             await child.process.wait()
+
+
+class Supervisor(ABC):
+    """Starts roles, and starts them again when they die, within their budgets."""
+
+    option = "launcher.max_restarts"
+    """The option that limits deaths without a `milestone` in between."""
+    milestone = "a further trained step"
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say = say
+        """Tells the user of a restart."""
+        self.roles = list[Role]()
+
+    @property
+    def children(self) -> list[Child]:
+        """The processes started last, of all roles."""
+        return [child for role in self.roles for child in role.children]
+
+    @abstractmethod
+    async def start(self, role: Role) -> None:
+        """Start all processes of a role, as its `children`."""
+
+    @abstractmethod
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        """Return whether a role that died is to be started again.
+
+        Raises:
+            ArealiteError: another start would fail the same way.
+        """
+
+    @abstractmethod
+    def mark(self) -> float:
+        """Return a number that grows with each `milestone`."""
+
+    def is_up(self, role: Role) -> bool:
+        """Return whether a role has started its work; called in a thread."""
+        return False
+
+    async def end(self, role: Role) -> Child | None:
+        """Wait until a process of a role died, and return that; None: all ended as planned."""
+        marking = asyncio.ensure_future(self._mark_up(role))
+        try:
+            return await role.end()
+        finally:
+            marking.cancel()
+
+    async def _mark_up(self, role: Role) -> None:
+        """Publish that a role is up, once it is. Waits for: its files. Unblocks: no process."""
+        while not (await asyncio.to_thread(self.is_up, role) and role.budget.forget(self.mark())):  # noqa: ASYNC110  (files have no event)
+            await asyncio.sleep(EXAMINE_S)
+
+    async def clear(self, role: Role) -> None:
+        """Kill what is left of a role, and wait for its end."""
+        await role.clear()
+
+    async def pause(self, role: Role, dead: Child, seconds: float) -> None:
+        """Wait before a role is started again."""
+        await asyncio.sleep(seconds)
+
+    async def keep(self, role: Role) -> None:
+        """Start a role, and again when it dies, until it ends as planned or is asked to leave.
+
+        Raises:
+            Died: its budget is spent.
+        """
+        budget, again = role.budget, ""
+        budget.expect("start")
+        while not role.leaving:
+            await self.start(role)
+            if role.leaving:  # it was asked to end before it could receive a signal
+                await self.clear(role)
+                break
+            if again:
+                self.say(again)
+            dead = await self.end(role)
+            await self.clear(role)
+            if dead is None or not self.is_needed(role, dead):
+                break
+            lived_s = time.monotonic() - dead.started
+            pause = budget.spend(dead.obituary, mark=self.mark(), lived_s=lived_s)
+            budget.wait.detail = dead.death
+            if pause is None:
+                text = budget.first
+                if budget.limit:
+                    text = f"{dead.death}, {budget.deaths} times without {self.milestone}; "
+                    text += f"{self.option}={budget.limit}. The first: {budget.first}"
+                raise Died(text, max(dead.code, 1))
+            await self.pause(role, dead, pause)
+            if not self.is_needed(role, dead):
+                break
+            again = f"{dead.death}; started again ({budget.deaths} of {budget.limit})"
+        budget.forget()
+
+    def child_of(self, finding: Finding) -> Child | None:
+        """Return the running child that a finding is about; None: it is about another process."""
+        return next((c for c in self.children if c.running and c.pid == finding.pid), None)
+
+    def is_shown(self, finding: Finding) -> bool:
+        """Return whether the health monitor reports a finding."""
+        return False
 
 
 @dataclass
@@ -153,13 +271,11 @@ class HealthMonitor:
 
     folder: Path
     """Where the roles write their vitals."""
-    child: Callable[[Finding], Child | None]
-    """Returns the child that a finding is about; other processes are never killed."""
-    say: Callable[[str], None]
+    supervisor: Supervisor
+    """Parent of the children; other processes are never killed."""
     silent_s: float = 8.0
     blocked_s: float = 60.0
     """How long a child may be silent or stopped (`silent_s`), and blocked."""
-    is_shown: Callable[[Finding], bool] = lambda finding: True
     _seen: dict[Trouble, float] = field(default_factory=dict["Trouble", float])
     """When each trouble was last found."""
 
@@ -182,8 +298,8 @@ class HealthMonitor:
 
     def _tell(self, finding: Finding) -> None:
         key, now = trouble(finding), time.monotonic()
-        if now - self._seen.get(key, -math.inf) > QUIET_S and self.is_shown(finding):
-            self.say(describe(finding))
+        if now - self._seen.get(key, -math.inf) > QUIET_S and self.supervisor.is_shown(finding):
+            self.supervisor.say(describe(finding))
         self._seen[key] = now
 
     def _heal(self, finding: Finding) -> None:
@@ -191,23 +307,23 @@ class HealthMonitor:
         limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
         limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)
-        if is_due and (child := self.child(finding)):
-            self.say(f"{finding.culprit} is killed after {finding.since_s:.0f} s")
+        if is_due and (child := self.supervisor.child_of(finding)):
+            self.supervisor.say(f"{finding.blocker} is killed after {finding.since_s:.0f} s")
             child.kill()
 
 
 def trouble(finding: Finding) -> Trouble:
     """Return what distinguishes a finding from others."""
-    return finding.culprit, finding.cause, finding.pid
+    return finding.blocker, finding.cause, finding.pid
 
 
 def describe(finding: Finding) -> str:
     """Return one line: the blocking role, the cause, the place, and the roles that wait."""
-    text = f"{finding.culprit} is {finding.cause}: {finding.detail}"
+    text = f"{finding.blocker} is {finding.cause}: {finding.detail}"
     if frames := list(FRAME.finditer(finding.stack)):
         file, line, function = frames[-1].groups()
         text += f" (at {file}:{line} in {function})"
-    if finding.victims:
-        first, *others = finding.victims
+    if finding.waiters:
+        first, *others = finding.waiters
         text += f"; waiting: {first}" + (f" and {len(others)} more" if others else "")
     return text

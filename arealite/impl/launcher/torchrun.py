@@ -1,7 +1,7 @@
-"""Runs whose ranks torchrun starts: rank 0 keeps the other roles, in a process of its own.
+"""Runs whose ranks torchrun starts: a sidecar process of rank 0 keeps the other roles.
 
-Of its own, because rank 0's event loop would stand still while it trains. It dies with rank 0, so
-that a restart by torchrun begins with new ones.
+Rank 0 has no event loop while it trains. The sidecar dies with rank 0, so that a restart by
+torchrun begins with a new one.
 """
 
 from __future__ import annotations
@@ -20,28 +20,24 @@ from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, how_ended
 
 OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
-"""What torchrun tells ranks: a server with ranks of its own must not take it for itself."""
+"""Prefixes of torchrun's variables; a server with ranks of its own must not read them."""
 
 
-class Companion(LocalLauncher):
-    """Datapipe, workers and servers beside ranks of others; all may end when its standard input
-    does."""
+class Sidecar(LocalLauncher):
+    """Keeps datapipe, workers and servers beside ranks that torchrun started; they may end when the
+    standard input of this process does."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         self.roles.remove(self.trainer)
         self.local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
 
-    async def _watch(self) -> int:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(sys.stdin.fileno(), self._let_go)
-        try:
-            return await super()._watch()
-        finally:
-            loop.remove_reader(sys.stdin.fileno())
+    async def _keep_all(self) -> int:
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._end_of_training)
+        return await super()._keep_all()
 
-    def _let_go(self) -> None:
-        """The trainer has told the datapipe its last word."""
+    def _end_of_training(self) -> None:
+        """Let the other roles end: the trainer has sent its last message to the datapipe."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self.trainer.ended = True
         self.over.set()
@@ -49,17 +45,17 @@ class Companion(LocalLauncher):
 
 
 @contextmanager
-def companion(config: ExperimentConfig) -> Generator[None]:
-    """Keep the other roles of a run for the body's time, and end them well after it.
+def sidecar(config: ExperimentConfig) -> Generator[None]:
+    """Run the sidecar for the time of the body, and wait for its end.
 
     Raises:
-        RoleError: they ended badly, or the books do not balance.
+        RoleError: a role failed, or the ledger is out of balance.
     """
     root = str(run_paths(config).root)
-    command = [sys.executable, "-m", "arealite.cli.main", "role", "companion", "0", root]
+    command = [sys.executable, "-m", "arealite.cli.main", "role", "sidecar", "0", root]
     own = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
     environment = own | {PARENT: str(os.getpid())}
-    # A session of its own: who stops the ranks lets the trainer finish its step with a datapipe.
+    # A session of its own: after Ctrl-C, the trainer finishes its step, which needs a datapipe.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, env=environment, start_new_session=True
     ) as process:

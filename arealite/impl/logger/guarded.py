@@ -16,7 +16,7 @@ from pathlib import Path
 
 from arealite.api.logger import MetricLogger
 from arealite.base import log
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import Wait
 
 Call = Callable[[MetricLogger], None]
 
@@ -51,7 +51,7 @@ class GuardedLogger(MetricLogger):
         """Wait for what was logged to be written, for CLOSE_S at most."""
         self._give(None)
         what = f"the last lines of {self.name}"
-        with waiting(what, owner="trainer", on=f"logger {self.name}", seconds=CLOSE_S):
+        with Wait(what, owner="trainer", on=f"logger {self.name}", seconds=CLOSE_S):
             self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self._leave_out(f"it did not close within {CLOSE_S:g} s")

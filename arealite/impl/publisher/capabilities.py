@@ -1,7 +1,6 @@
-"""What a server can do, read from its own description instead of its version number.
+"""Reads a server's capabilities from its own description, not from its version number.
 
-Versions differ in pause modes, weight-update sessions and routes; everything that depends on them
-asks here, and nothing else knows a version.
+Versions differ in pause modes, weight-update sessions and routes. No other code knows a version.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Of one incarnation of a server."""
+    """Capabilities of one incarnation of a server."""
 
     version: str
-    """Of the server's program; told in logs."""
+    """Version of the server's program, for logs."""
     pause_modes: frozenset[str]
     spans: bool
-    """It tells the version of every token; else an answer must be of one version."""
+    """It reports the version of every token; else an answer must have one version."""
     sessions: bool
-    """Weights come between begin_weight_update and end_weight_update."""
+    """Weights are sent between begin_weight_update and end_weight_update."""
     buckets: bool
     """It takes a broadcast of many tensors as one."""
     relabel: bool
@@ -59,5 +58,5 @@ class Capabilities:
         )
 
     def pause_mode(self, wanted: str) -> str:
-        """Return how to pause: by aborting where that keeps each answer honest."""
+        """Return `wanted`, or abort if the server cannot split an answer into versions."""
         return wanted if self.spans and wanted in self.pause_modes else "abort"

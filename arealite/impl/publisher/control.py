@@ -1,15 +1,12 @@
-"""Speaks SGLang's protocol with one server: pause, change its weights, continue, confirm.
+"""Controls one server through SGLang's protocol: pause, update weights, continue, confirm.
 
-Apart from the publishers, because every trap of the protocol is here and nothing of the run is.
+This module contains every special case of the protocol and nothing about the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from asyncio import Timeout
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,206 +15,215 @@ import aiohttp
 import msgspec
 
 from arealite.api.llm_server import UNTRUSTED
+from arealite.api.publisher import PublishReport
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.base.model_folder import read_shapes
+from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
-from arealite.impl.publisher.shapes import Shapes, check_shapes
-from arealite.system.health.waits import PAUSER, Wait, deadline, table, waiting
+from arealite.system.health.waits import PAUSER, Wait, table
 
 logger = log.get(__name__)
 
 CONTINUE_S = 5.0
-"""For the continue call: time of its own, so that also a load that ran out of it is continued."""
+"""Limit of a continue request and of short questions. It does not count towards `timeout_s`: a
+server whose update timed out is still continued."""
 
 
 class Refused(RoleError):
-    """A server answered, but not 200: it lives."""
+    """A live server answered with a status other than 200."""
 
 
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
-"""What a server may do to us; each quarantines it."""
-
-
-@dataclass(frozen=True)
-class PushTimes:
-    """Seconds one server took."""
-
-    pause_s: float
-    load_s: float
-    continue_s: float
-    stall_s: float
+"""Errors of one server; each quarantines the server."""
 
 
 @dataclass(eq=False)
-class Server:
-    """One incarnation of a server, and which version it holds as far as this publisher knows."""
+class ServerControl:
+    """One incarnation of a server: its state, as this publisher knows it, and its routes."""
 
     id: str
     address: str
     session: aiohttp.ClientSession
     folder: str = ""
-    """Where its model came from, if it says so."""
+    """The folder of its model; "" if the name entry has none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Of every request: the token that the server asks for."""
+    """Sent with every request: the bearer token."""
     held: int | None = None
-    """Version this publisher saw it confirm last; None before the first and after a failure."""
-    times: PushTimes = PushTimes(0.0, 0.0, 0.0, 0.0)
-    """What the newest version cost, whoever asked for it."""
+    """The version that it confirmed last; None before the first one and after a failure."""
+    listed: str = ""
+    """The version in its name entry."""
+    report: PublishReport = field(default_factory=lambda: PublishReport(-1))
+    """Times of its last update."""
     error: str | None = None
-    """Why it is quarantined; None while it is in traffic."""
+    """Why it is quarantined; None if it is not."""
+    failures: int = 0
+    """Failed updates since the last confirmed one."""
+    retry_at: float = 0.0
+    """Monotonic time before which no process group includes it."""
     broken: bool = False
-    """Only a part of a version has come: it must not generate under a version's name."""
+    """It holds a part of a version: it must not generate under a version's name."""
     is_open: bool = False
-    """In a weight-update session."""
+    """A weight-update session is open."""
+    is_paused: bool = False
+    """This publisher paused it, and has not continued it since."""
+    flush: bool = True
+    """Whether the update during this pause flushes the cache."""
     foreign_pause: Wait | None = None
     """The pause by another client, as a wait in vitals; None: none was seen when last asked."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     known: Capabilities | None = None
     _greeted: bool = False
+    _pause_began: float = 0.0
+    _pause_ended: float = 0.0
 
     @property
     def role(self) -> str:
-        """Its name in vitals."""
+        """The server's name in vitals."""
         return f"llm_server-{self.id}"
 
     @property
     def can(self) -> Capabilities:
-        """What it can do; after `connect`."""
+        """What the server can do; known after `connect`."""
         assert self.known is not None, "connect first"
         return self.known
 
     # ------------------------------------------------------------ before the first update
 
     async def connect(self, shapes: Shapes) -> Capabilities:
-        """Free it from what a dead publisher left, learn what it can do, compare its model.
+        """Continue the server, read its capabilities, and compare its model with `shapes`.
+
+        A publisher that crashed may have left the server paused.
 
         Raises:
-            RoleError: it holds another model than `shapes`.
+            RoleError: The server's model has other tensors.
         """
         if self.known is not None:
             return self.known
         if Path(self.folder).is_absolute():
             held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
             check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
-        async with self.bounded("an answer to a greeting", CONTINUE_S):
+        with self.bounded("an answer to a greeting", CONTINUE_S):
             await self.demand("/continue_generation", {})  # so that it can generate
-        spec, info = await self._get("/openapi.json"), await self._get("/server_info")
-        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-        status, text = await self.post("/generate", body)
-        meta = msgspec.json.decode(text)["meta_info"] if status == 200 else {}
-        self.known = Capabilities.read(spec, info, meta)
+        one_token = {"max_new_tokens": 1, "temperature": 0.0}
+        generate = {"input_ids": [1], "sampling_params": one_token}
+        bodies = {"/openapi.json": None, "/server_info": None, "/generate": generate}
+        answers = [await self.ask(path, body) for path, body in bodies.items()]
+        spec, info, output = [
+            msgspec.json.decode(text) if status == 200 else {} for status, text in answers
+        ]
+        self.known = Capabilities.read(spec, info, output.get("meta_info", {}))
         logger.info("server probed", server=self.id, **msgspec.to_builtins(self.known))
         return self.known
 
     # ------------------------------------------------------------ one update
 
-    async def bring(
-        self,
-        version: int,
-        load: Callable[[Server, bool], Awaitable[None]],
-        *,
-        mode: str,
-        seconds: float,
-    ) -> None:
-        """Pause, await `load(self, flush)`, continue and confirm; the caller holds `lock`.
-
-        Raises:
-            RoleError: it refused, confirmed another version, or took longer than `seconds`.
-            aiohttp.ClientError, OSError: it could not be reached.
-        """
-        begin = paused = time.perf_counter()
-        try:
-            async with self.bounded(f"version {version}", seconds):
-                flush = await self.pause(mode)
-                paused = time.perf_counter()
-                await load(self, flush)
-        finally:
-            loaded = time.perf_counter()
-            await self.resume()
-        await self.confirm(version, (begin, paused, loaded, time.perf_counter()))
-
-    async def confirm(self, version: int, moments: tuple[float, float, float, float]) -> None:
-        """Ask whether it holds `version` now; note when it began, paused, loaded and continued."""
-        begin, paused, loaded, continued = moments
-        confirmed = await self.version()
-        if confirmed != str(version):
-            raise RoleError(f"{self.address} holds version {confirmed}, not {version}")
-        self.held, self.error = version, None
-        self.times = PushTimes(
-            paused - begin, loaded - paused, continued - loaded, continued - paused
-        )
-
-    async def pause(self, mode: str) -> bool:
-        """Pause in `mode`, or by aborting; return whether an update can flush the cache."""
+    async def pause(self, mode: str) -> None:
+        """Pause in `mode`, or by aborting if the server does not support `mode`."""
+        self._pause_began, self.is_paused = time.perf_counter(), True
         known = self.can.pause_mode(mode)
-        status, text = await self.post("/pause_generation", {"mode": known})
+        status, text = await self.ask("/pause_generation", {"mode": known})
         if status != 200 and known != "abort":
             logger.warning("pause refused", server=self.id, mode=mode, status=status)
             known = "abort"
-            status, text = await self.post("/pause_generation", {"mode": known})
+            status, text = await self.ask("/pause_generation", {"mode": known})
         self._check("/pause_generation", status, text)
         if self.can.sessions and not self._greeted:
-            await self.post("/end_weight_update", {})  # of a dead publisher; waits while not paused
-        self._greeted = True
-        return known != "in_place"
+            # Close the session of a crashed publisher. This call blocks unless paused.
+            await self.ask("/end_weight_update", {})
+        self._greeted, self.flush = True, known != "in_place"
+        self._pause_ended = time.perf_counter()
+
+    async def finish(self, version: int) -> None:
+        """Continue the server, which holds all weights of `version` now, and confirm the version.
+
+        Raises:
+            RoleError: The server reports another version.
+        """
+        await self.end()
+        loaded = time.perf_counter()
+        await self.resume()
+        continued = time.perf_counter()
+        confirmed = await self.version()
+        if confirmed != str(version):
+            raise RoleError(f"{self.address} holds version {confirmed}, not {version}")
+        self.held, self.error, self.failures = version, None, 0
+        self.report = PublishReport(
+            version,
+            pause_s=self._pause_ended - self._pause_began,
+            load_s=loaded - self._pause_ended,
+            continue_s=continued - loaded,
+            stall_s=continued - self._pause_ended,
+        )
 
     async def begin(self) -> None:
-        """Open a weight-update session, where there are any; from here on it is broken."""
+        """Open a weight-update session if the server has sessions; mark the server as broken."""
         if self.can.sessions and not self.is_open:
-            status, _ = await self.post("/begin_weight_update", {})
-            if status != 200:  # one is open whose end was not heard
-                await self.post("/end_weight_update", {})
+            status, _ = await self.ask("/begin_weight_update", {})
+            if status != 200:  # one is open: the answer of its end was lost
+                await self.ask("/end_weight_update", {})
                 await self.demand("/begin_weight_update", {})
             self.is_open = True
         self.broken = True
 
     async def end(self) -> None:
-        """Close the session: the weights are whole."""
+        """Close the session: the weights are complete."""
         if self.is_open:
             self.is_open = False
             await self.demand("/end_weight_update", {})
         self.broken = False
 
-    async def update(
-        self, path: str, body: dict[str, Any], *, version: int | None, flush: bool
-    ) -> None:
-        """Send new weights, or a part of them; `version` comes with the last part."""
+    async def update(self, path: str, body: dict[str, Any], *, version: int | None) -> None:
+        """Post new weights or a part of them.
+
+        Args:
+            path: The route.
+            body: Describes the weights.
+            version: Their version, with the last part; None with every other part.
+        """
         label = None if version is None else str(version)
+        flush = self.flush and version is not None
         body = body | {"weight_version": label, "flush_cache": flush, "abort_all_requests": False}
-        status, text = await self.post(path, body)
+        status, text = await self.ask(path, body)
         if status == 400 and "not flushed" in text:
             # The weights are new, version and prefix cache old.
             await self._flush()
             if self.can.relabel and version is not None:
                 await self.relabel(str(version), abort=False)
                 return
-            status, text = await self.post(path, body)
+            status, text = await self.ask(path, body)
         self._check(path, status, text)
 
     async def resume(self) -> None:
-        """Continue; a broken server loses its version first, and stays paused if it cannot."""
-        async with self.bounded("a continue", CONTINUE_S):
+        """Continue the server. A broken one is labelled `UNTRUSTED` first; without a route for
+        labels it stays paused."""
+        with self.bounded("a continue", CONTINUE_S):
             if self.broken:
                 if not self.can.relabel:
                     return
                 if self.is_open:
                     self.is_open = False
-                    await self.post("/end_weight_update", {})
+                    await self.ask("/end_weight_update", {})
                 await self.relabel(UNTRUSTED, abort=True)
             await self.demand("/continue_generation", {})
+            self.is_paused = False
 
     async def relabel(self, version: str, *, abort: bool) -> None:
-        """Change its version, not its weights."""
+        """Change the server's version, not its weights."""
         body = {"new_version": version, "abort_all_requests": abort}
         await self.demand("/update_weight_version", body)
 
     # ------------------------------------------------------------ questions
 
+    async def holds(self, version: int, *, ask: bool) -> bool:
+        """Return whether it confirmed a version; `ask`: and its name or its answer says so now."""
+        if self.held != version or not ask:
+            return self.held == version
+        return self.listed == str(version) or await self.version() == str(version)
+
     async def version(self) -> str | None:
-        """Ask which version it holds; None where the server does not say."""
-        async with self.bounded("model info", CONTINUE_S):
-            return (await self._get("/model_info", needed=True)).get("weight_version")
+        """Return the version that the server reports; None if it reports none."""
+        with self.bounded("model info", CONTINUE_S):
+            return msgspec.json.decode(await self.demand("/model_info")).get("weight_version")
 
     async def end_foreign_pause(self, *, resume: bool) -> None:
         """Look for a pause by another client. Continue the server, or show the pause in vitals.
@@ -228,18 +234,17 @@ class Server:
         Args:
             resume: Whether to continue the server.
         """
-        get = self.session.get(url := self.address + "/ready", headers=self.headers)
-        async with self.bounded(url, CONTINUE_S), get as response:
-            status = response.status
+        with self.bounded("readiness", CONTINUE_S):
+            status, _ = await self.ask("/ready")
         if status != 503:
             self.forget_pause()
         elif self.foreign_pause is None:
             why = "by a client that is not this trial's publisher"
             why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
-            self.foreign_pause = Wait("its continuation", PAUSER, self.role, detail=why)
+            self.foreign_pause = Wait("its continuation", owner=PAUSER, on=self.role, detail=why)
             logger.warning("server is paused " + why, server=self.id, continued=resume)
         if resume and status != 200:
-            async with self.bounded("a continue", CONTINUE_S):
+            with self.bounded("a continue", CONTINUE_S):
                 await self.demand("/continue_generation", {})
         elif self.foreign_pause is not None:
             table.add(self.foreign_pause)
@@ -252,39 +257,37 @@ class Server:
 
     # ------------------------------------------------------------ inside
 
-    def bounded(self, what: str, seconds: float) -> AbstractAsyncContextManager[Timeout]:
-        """Bound a wait for this server; see `deadline`."""
-        return deadline(what, owner="publisher", on=self.role, seconds=seconds)
+    def bounded(self, what: str, seconds: float) -> Wait:
+        """Limit the time of a wait for this server; see `Wait`."""
+        return Wait(what, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
-        """Empty the cache while paused; requests in its way are retracted, then aborted."""
+        """Empty the cache while paused: retract running requests, or else abort them."""
         for mode in ("retract", "abort"):
             await self.demand("/pause_generation", {"mode": mode})
-            status, _ = await self.post("/flush_cache", {})
+            status, _ = await self.ask("/flush_cache", {})
             if status == 200:
                 return
         raise RoleError(f"{self.address} holds new weights and an old cache, and does not flush it")
 
-    async def demand(self, path: str, body: dict[str, Any]) -> None:
-        """Post; Refused: it did not answer 200."""
-        self._check(path, *await self.post(path, body))
+    async def demand(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """Send a request that must succeed; return the text of the answer.
 
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        """Return status and text of the answer."""
+        Raises:
+            Refused: The status is not 200.
+        """
+        return self._check(path, *await self.ask(path, body))
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+        """POST `body`, or GET without one; return status and text of the answer."""
         prompt = "weights" not in path and path != "/generate"
-        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
-            url, headers = self.address + path, self.headers
-            async with self.session.post(url, json=body, headers=headers) as response:
+        with Wait(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
+            method, url = "GET" if body is None else "POST", self.address + path
+            request = self.session.request(method, url, json=body, headers=self.headers)
+            async with request as response:
                 return response.status, await response.text()
 
-    async def _get(self, path: str, *, needed: bool = False) -> dict[str, Any]:
-        with waiting(f"an answer of {path}", owner="publisher", on=self.role, prompt=True):
-            response = await self.session.get(self.address + path, headers=self.headers)
-        async with response:
-            if needed:
-                response.raise_for_status()
-            return msgspec.json.decode(await response.read()) if response.status == 200 else {}
-
-    def _check(self, path: str, status: int, text: str) -> None:
+    def _check(self, path: str, status: int, text: str) -> str:
         if status != 200:
             raise Refused(f"{self.address}{path} answered {status}: {text[:300]}")
+        return text

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from safetensors import SafetensorError
+
 from arealite.api.publisher import PublishReport
+from arealite.base.errors import RoleError
 from arealite.base.names import TMPFS
-from arealite.impl.publisher.control import Server
+from arealite.impl.engine.hf_folder import copy_small_files, write_weights
+from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.impl.publisher.staging import Staging
+from arealite.system.locks import lock_folder, remove_unheld
 from arealite.system.names.registry import Entry
 
 if TYPE_CHECKING:
@@ -21,46 +29,38 @@ if TYPE_CHECKING:
 
 
 class DiskPublisher(ServersPublisher):
-    """Weights on tmpfs or a shared folder."""
+    """`stage` writes a version; servers load it at `push`, or when they appear."""
 
-    _staging: Staging | None = None
-    _folder = Path()
-    """Of the newest version."""
+    _sender: DiskSender | None = None
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         begin = time.perf_counter()
-        if self._staging is None:
-            self._staging = Staging(self.parent(), self.model_path)
-        size = self.config.bucket_mb << 20
-        self._folder = self._staging.write(version, self.noted(weights), size)
+        if self._sender is None:
+            self._sender = DiskSender(self.parent(), self.model_path)
+        self._sender.write(version, self.checked(weights), self.config.bucket_mb << 20)
         self.newest = version
         self.stage_s = time.perf_counter() - begin
         return False
 
     def push(self, version: int) -> PublishReport:
         report = super().push(version)
-        assert self._staging is not None, "a version is staged before it is pushed"
-        self._staging.keep_only(version)
+        assert self._sender is not None, "a version is staged before it is pushed"
+        self._sender.keep_only(version)
         return report
 
     def close(self) -> None:
         super().close()
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
-    async def bring(self, server: Server, version: int) -> None:
-        body: dict[str, Any] = {"model_path": str(self._folder), "load_format": "auto"}
-
-        async def load(server: Server, flush: bool) -> None:
-            path = "/update_weights_from_disk"
-            await server.update(path, body, version=version, flush=flush)
-
-        mode, seconds = self.config.pause_mode, self.config.timeout_s
-        await server.bring(version, load, mode=mode, seconds=seconds)
+    async def update_server(self, server: ServerControl, version: int) -> None:
+        assert self._sender is not None, "a version is staged before it is newest"
+        async with self.updating([server], version) as on_all:
+            await on_all(partial(self._sender.send, version))
 
     def parent(self) -> Path:
-        """Return where versions are staged."""
+        """Return the folder in which versions are staged."""
         if self.config.disk.dir is not None:
             return Path(self.config.disk.dir).expanduser().absolute()
         entries = self.registry.list("llm_server")
@@ -68,8 +68,67 @@ class DiskPublisher(ServersPublisher):
         return TMPFS if shared else self.paths.weights
 
 
+class DiskSender:
+    """Writes versions as Hugging Face folders, and tells servers to load them.
+
+    The folders are in one folder, which is locked while this process lives. It holds at most two
+    versions.
+    """
+
+    def __init__(self, parent: Path, model_path: Path) -> None:
+        """Make `<parent>/arealite-<uid>-<pid>-…` (0700), and remove folders of dead processes."""
+        self.model_path, self.newest = model_path, Path()
+        prefix = f"arealite-{os.getuid()}-"
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_unheld(parent.glob(f"{prefix}*"))
+        new = Path(tempfile.mkdtemp(dir=parent, prefix=".arealite-"))
+        self._lock = lock_folder(new)  # before it has the name that `remove_unheld` looks for
+        self.folder = new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}")
+
+    def write(
+        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], file_bytes: int
+    ) -> None:
+        """Write `weights` as version `version`, in files of `file_bytes`, one in memory at a time.
+
+        Raises:
+            RoleError: The disk is full or not writable. Incomplete files are removed.
+        """
+        final = self.folder / f"v{version}"
+        temporary = self.folder / f".v{version}.tmp"
+        try:
+            temporary.mkdir()
+            write_weights(temporary, weights, file_bytes)
+            copy_small_files(self.model_path, temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            self.newest = temporary.rename(final)
+        except (OSError, SafetensorError) as error:
+            raise RoleError(
+                f"weights of version {version} could not be staged in {self.folder}: {error}. "
+                "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere. No server "
+                "was paused."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    async def send(self, version: int, server: ServerControl) -> None:
+        """Have a server load the newest folder, which is `version`."""
+        body = {"model_path": str(self.newest), "load_format": "auto"}
+        await server.update("/update_weights_from_disk", body, version=version)
+
+    def keep_only(self, version: int) -> None:
+        """Remove every staged version but one."""
+        for path in self.folder.glob("v*"):
+            if path.name != f"v{version}":
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
 def _is_here(entry: Entry) -> bool:
-    """Say whether a server shares this host's tmpfs: only own addresses can be bound."""
+    """Return whether a server shares this host's tmpfs: only own addresses can be bound."""
     host = urlsplit(str(entry.value["address"])).hostname
     family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,7 @@
-"""The base of publishers that bring weights to servers: it watches, quarantines and heals servers.
+"""Updates servers to published versions: finds, pauses, confirms, quarantines and heals them.
 
-A thread of its own runs the event loop, so that late and restarted servers are healed while the
-trainer computes.
+The base of the publishers `disk` and `distributed`, which only move the weights. An event loop in
+a thread of its own updates servers that appear late or restart while the trainer computes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import asyncio
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
-from dataclasses import fields
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,24 +25,32 @@ from arealite.api.engine import TrainEngine
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import read_shapes
-from arealite.impl.publisher.control import CONTINUE_S, FAILURES, PushTimes, Server
-from arealite.impl.publisher.shapes import Shapes, check_shapes
-from arealite.system.health.vitals import watch as watch_loop
+from arealite.base.model_folder import Shapes, check_shapes, read_shapes
+from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, ServerControl
+from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
 WATCH_S = 1.0
-"""How often registered servers are compared with the newest version."""
+"""Seconds between two comparisons of the registered servers with the newest version."""
 RETRY_S = 0.25
 """Pause between attempts while no server has taken a version (the only one may be restarting)."""
+GRACE_S = 1.0
+"""After the first failure in a step of an update, the other servers have this long to finish."""
 
 T = TypeVar("T")
+Action = Callable[[ServerControl], Awaitable[None]]
+OnAll = Callable[[Action], Coroutine[Any, Any, None]]
+"""Runs an action for all servers of an update at the same time."""
+
+
+class PartialUpdate(Exception):
+    """A server failed during an update and is quarantined. The others may hold a part of it."""
 
 
 class ServersPublisher(WeightPublisher):
-    """Servers get traffic by the version they confirmed; a subclass is one way to bring weights."""
+    """Keeps every registered server at the newest version; a subclass moves the weights."""
 
     def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
         """Start watching the servers of the trial."""
@@ -53,28 +62,26 @@ class ServersPublisher(WeightPublisher):
         self.shapes: Shapes = {}
         """Of the tensors that are sent; {} before the first version."""
         self.num_bytes, self.stage_s = 0, 0.0
-        self._servers: dict[tuple[str, Any], Server] = {}
-        self._loop = asyncio.new_event_loop()
+        self._servers: dict[tuple[str, Any], ServerControl] = {}
         self._stop = asyncio.Event()
         self._closed, self._closing = False, threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self._ready = threading.Event()
-        self._thread.start()
-        while self._thread.is_alive() and not self._ready.wait(1.0):
-            pass  # it may be held up; one that failed has told why, and refuses what it is given
+        self._ready: Future[None] = Future()
+        self._thread = LoopThread("publisher", self._main)
+        wait([self._ready, self._thread.ended], return_when=FIRST_COMPLETED)
 
     # ------------------------------------------------------------ called by the trainer
 
     def push(self, version: int) -> PublishReport:
         confirmed, quarantined = self.call(self.push_all(version))
-        times = [server.times for server in confirmed] or [PushTimes(0.0, 0.0, 0.0, 0.0)]
+        times = "pause_s", "load_s", "continue_s", "stall_s"
+        reports = [server.report for server in confirmed]
         report = PublishReport(
             version=version,
             stage_s=self.stage_s,
             num_bytes=self.num_bytes,
             servers=len(confirmed),
             quarantined=quarantined,
-            **{f.name: max(getattr(t, f.name) for t in times) for f in fields(PushTimes)},
+            **{name: max((getattr(r, name) for r in reports), default=0.0) for name in times},
         )
         stall_s = report.stall_s
         logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)
@@ -83,15 +90,18 @@ class ServersPublisher(WeightPublisher):
     def close(self) -> None:
         with self._closing:
             self._closed = True
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(self.config.timeout_s + 10.0)
+        self._thread.stop(self._stop.set, self.config.timeout_s + 10.0)
 
-    # ------------------------------------------------------------ for the ways
+    # ------------------------------------------------------------ for subclasses
 
     @abstractmethod
-    async def bring(self, server: Server, version: int) -> None:
-        """Bring one connected server to `version`, or see to it that `stage` does; lock held."""
+    async def update_server(self, server: ServerControl, version: int) -> None:
+        """Update a connected server, whose lock is held, or check that `stage` can update it.
+
+        Raises:
+            PartialUpdate: The server failed and is quarantined.
+            RoleError, OSError, aiohttp.ClientError: The server cannot be updated in this way.
+        """
 
     def call(self, job: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the publisher's thread; return its result."""
@@ -100,24 +110,27 @@ class ServersPublisher(WeightPublisher):
     def submit(self, job: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the publisher's thread."""
         with self._closing:
-            if self._closed:
+            ended = self._thread.ended
+            if self._closed or ended.done():
                 job.close()
-                raise RoleError(f"the publisher was closed before version {self.newest} was pushed")
-            return asyncio.run_coroutine_threadsafe(job, self._loop)
+                why = f": {ended.exception()!r}" if ended.done() and ended.exception() else ""
+                pushed = f"before version {self.newest} was pushed"
+                raise RoleError(f"the publisher was closed {pushed}{why}")
+            return asyncio.run_coroutine_threadsafe(job, self._thread.loop)
 
-    def noted(
+    def checked(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on; add up their bytes, and check them when all have passed.
+        """Pass tensors through; count their bytes and check their names and shapes.
 
         Raises:
-            RoleError: one is not of the version before.
-            UserError: they are not the tensors of `model_path`, or of the version before.
+            RoleError: A tensor differs from the version before.
+            UserError: The tensors are not those of `model_path`, or of the version before.
         """
         shapes, num_bytes = dict[str, list[int]](), 0
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
-            if self.shapes:  # a way that sends at once must not send this one
+            if self.shapes:  # checked here, because `distributed` sends each tensor at once
                 check_shapes(
                     {name: shapes[name]}, self.shapes, where="the version before", whole=False
                 )
@@ -131,59 +144,92 @@ class ServersPublisher(WeightPublisher):
             raise UserError(f"{error}. The model cannot be published to servers.") from error
         self.shapes, self.num_bytes = shapes, num_bytes
 
-    async def find_servers(self) -> list[Server]:
-        """Return the registered servers; one that restarted is new, and nothing is known of it."""
-        entries = await asyncio.to_thread(self.registry.list, "llm_server")
-        found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
-        for key in self._servers.keys() - found.keys():
-            self._servers.pop(key).forget_pause()
-        for key in found.keys() - self._servers.keys():
-            entry = found[key]
-            folder = str(entry.value.get("model_path") or "")
-            headers = self.registry.headers(str(entry.value.get("type") or ""))
-            self._servers[key] = Server(entry.id, key[0], self._session, folder, headers)
-        return [self._servers[key] for key in found]
+    @asynccontextmanager
+    async def updating(
+        self, servers: Sequence[ServerControl], version: int
+    ) -> AsyncIterator[OnAll]:
+        """Pause servers for an update, and then continue them and confirm `version`.
 
-    # ------------------------------------------------------------ in the publisher's thread
+        The caller holds the servers' locks, and sends the weights in the body, by calls of the
+        function that this yields. All this together may take `timeout_s`. Quarantined servers and
+        those with complete old weights are continued. A server with a part of a version stays
+        paused until the next update.
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._main())
+        Raises:
+            PartialUpdate: A server failed before all weights were sent.
+        """
+        until = asyncio.get_running_loop().time() + self.config.timeout_s
+        on_all = partial(self.on_all, servers, until)
 
-    async def _main(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as self._session:
-            watch_loop(self._loop)
-            self._ready.set()
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    watch = tasks.create_task(self._watch(), name="watch servers")
-                    await self._stop.wait()
-                    watch.cancel()
-            finally:  # a push that is cut off continues its servers, for which it needs the session
-                pushes = asyncio.all_tasks() - {asyncio.current_task()}
-                for push in pushes:
-                    push.cancel()
-                await asyncio.gather(*pushes, return_exceptions=True)
-                broken = [server.resume() for server in self._servers.values() if server.broken]
-                await asyncio.gather(*broken, return_exceptions=True)
+        async def pause(server: ServerControl) -> None:
+            server.held = None
+            await server.pause(self.config.pause_mode)
 
-    async def push_all(self, version: int) -> tuple[list[Server], list[str]]:
-        """Bring every server in traffic to `version`; again until one has it, or needs `stage`.
+        try:
+            await on_all(pause)
+            yield on_all
+        except PartialUpdate:
+            for server in servers:
+                if not server.broken:
+                    self._tasks.create_task(self._resume(server))
+            raise
+        await asyncio.gather(*(self._finish(server, version) for server in servers))
+
+    async def on_all(self, servers: Sequence[ServerControl], until: float, do: Action) -> None:
+        """Run an action for all servers at the same time, and quarantine those that fail.
+
+        Args:
+            servers: Their locks are held.
+            until: The loop's time at which the action fails.
+            do: The action. If one fails, the others are cancelled after GRACE_S.
+
+        Raises:
+            PartialUpdate: A server failed.
+        """
+
+        async def bounded(server: ServerControl) -> None:
+            left = max(0.1, until - asyncio.get_running_loop().time())
+            with server.bounded(f"{server.id} to take weights", left):
+                await do(server)
+
+        tasks = {asyncio.ensure_future(bounded(server)): server for server in servers}
+        try:
+            _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if late:
+                await asyncio.wait(late, timeout=GRACE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        failed = {tasks[t]: t.exception() for t in tasks if not t.cancelled() and t.exception()}
+        # A server that answered only reported that another one is gone, if one is.
+        blamed = {s: e for s, e in failed.items() if not isinstance(e, Refused)} or failed
+        for server, error in blamed.items():
+            if not isinstance(error, FAILURES):
+                raise error or RuntimeError
+            self._quarantine(server, error)
+            server.failures += 1
+            rest_s = min(2.0**server.failures, self.config.timeout_s)
+            server.retry_at = time.monotonic() + rest_s
+        if blamed:
+            raise PartialUpdate
+
+    async def push_all(self, version: int) -> tuple[list[ServerControl], list[str]]:
+        """Update every server in traffic to `version`; retry until one holds it, or needs `stage`.
 
         Returns:
             The servers that confirmed it, and the ids of those that failed.
 
         Raises:
-            RoleError: none has it; names the servers and what each said.
+            RoleError: No server holds it; the message has each server's error.
         """
         give_up = time.monotonic() + self.config.timeout_s
         while True:
-            servers = await self.find_servers()
+            servers = await self._find_servers()
             asked = [server for server in servers if server.error is None] or servers
-            await asyncio.gather(*(self._bring(server) for server in asked))
+            await asyncio.gather(*(self._update_if_stale(server) for server in asked))
             confirmed = [server for server in asked if server.held == version]
-            if confirmed or self.starving:
+            if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:
                 said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
@@ -193,40 +239,89 @@ class ServersPublisher(WeightPublisher):
                 )
             await asyncio.sleep(RETRY_S)
 
-    async def _bring(self, server: Server, *, ask: bool = False) -> None:
-        """Bring one server to the newest version, if there is one. `ask`: trust no memory of it."""
+    # ------------------------------------------------------------ in the publisher's thread
+
+    async def _main(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as self._session,
+            asyncio.TaskGroup() as self._tasks,
+        ):
+            self._tasks.create_task(self._watch(), name="watch servers")
+            self._ready.set_result(None)
+            try:
+                await self._stop.wait()
+            finally:
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+                paused = [server.resume() for server in self._servers.values() if server.is_paused]
+                await asyncio.gather(*paused, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Update late, restarted and failed servers. Waits for: the clock."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for server in await self._find_servers():
+                if not server.lock.locked():
+                    update = self._update_if_stale(server, ask=True)
+                    self._tasks.create_task(update, name=f"heal {server.id}")
+
+    async def _find_servers(self) -> list[ServerControl]:
+        """Return the registered servers. A restarted one is a new object without known state."""
+        entries = await asyncio.to_thread(self.registry.list, "llm_server")
+        found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
+        for key in self._servers.keys() - found.keys():
+            self._servers.pop(key).forget_pause()
+        for key in found.keys() - self._servers.keys():
+            entry = found[key]
+            folder = str(entry.value.get("model_path") or "")
+            headers = self.registry.headers(str(entry.value.get("type") or ""))
+            self._servers[key] = ServerControl(entry.id, key[0], self._session, folder, headers)
+        for key, entry in found.items():
+            self._servers[key].listed = str(entry.value.get("version"))
+        return [self._servers[key] for key in found]
+
+    async def _update_if_stale(self, server: ServerControl, *, ask: bool = False) -> None:
+        """Update one server unless it holds the newest version. `ask`: have it confirm that."""
         async with server.lock:
             version = self.newest
             if version is None:
                 return
             try:
-                if server.held == version and (not ask or await server.version() == str(version)):
+                if await server.holds(version, ask=ask):
                     if ask:
                         await server.end_foreign_pause(resume=self.config.continue_paused)
                     return
                 server.held = None
-                async with server.bounded(f"{server.id} to answer", self.config.timeout_s):
+                with server.bounded(f"{server.id} to answer", self.config.timeout_s):
                     await server.connect(self.shapes)
-                await self.bring(server, version)
-                server.error = None
+                await self.update_server(server, version)
+            except PartialUpdate:
+                return
             except FAILURES as error:
-                self.quarantine(server, error)
+                self._quarantine(server, error)
                 return
             if ask and server.held == version:
                 logger.info("server healed", server=server.id, version=version)
 
-    def quarantine(self, server: Server, error: Exception) -> None:
-        """Give up on a server until the watch finds it well."""
+    async def _finish(self, server: ServerControl, version: int) -> None:
+        try:
+            await server.finish(version)
+        except FAILURES as error:
+            self._quarantine(server, error)
+
+    def _quarantine(self, server: ServerControl, error: Exception) -> None:
+        """Give a server no traffic until an update succeeds; continue it if it is paused."""
         said = f"{type(error).__name__}: {error}"
         if said != server.error:
             logger.warning("server quarantined", server=server.id, error=str(error))
         server.held, server.error = None, said
+        self._tasks.create_task(self._resume(server))
 
-    async def _watch(self) -> None:
-        """Heal servers. Waits for: the clock. Unblocks: late, restarted and failed servers."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await asyncio.sleep(WATCH_S)
-                for server in await self.find_servers():
-                    if not server.lock.locked():
-                        tasks.create_task(self._bring(server, ask=True), name=f"heal {server.id}")
+    async def _resume(self, server: ServerControl) -> None:
+        async with server.lock:
+            if server.is_paused:
+                with suppress(*FAILURES):
+                    await server.resume()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.base.log import get
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 # -P: the checker's own folder holds a math_verify.py, which must not hide the library.
 COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))
@@ -54,7 +54,7 @@ class Checker:
         """
         what, seconds = "a reward check", START_S + wait_s
         try:
-            async with deadline(what, owner="reward pool", on="reward checker", seconds=seconds):
+            with Wait(what, owner="reward pool", on="reward checker", seconds=seconds):
                 if self._process is None:
                     self._process = await asyncio.create_subprocess_exec(
                         *COMMAND, stdin=PIPE, stdout=PIPE, limit=1024

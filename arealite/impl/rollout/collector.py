@@ -1,14 +1,16 @@
-"""Runs one episode of a leased group and turns what its agents recorded into trajectories.
+"""Runs the episodes of leased groups, and turns the turns of their agents into trajectories.
 
-The boundary where a failed episode becomes data: what an environment raises ends here, unless it
-says that the run itself is wrong.
+An exception of an environment or agent ends here: it becomes a Failure in the episode's result,
+unless its class says that the run itself is wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -18,17 +20,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import Env, EnvFactory
+from arealite.api.env import Env
 from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
-from arealite.api.trajectory import TrajectoryHeader, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base import errors, log
-from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
+from arealite.base.errors import (
+    DeadlineError,
+    EpisodeError,
+    EpisodeTimeout,
+    InvariantError,
+    UserError,
+)
 from arealite.base.registry import unknown
-from arealite.impl.rollout.segments import make_segments
-from arealite.system.health.waits import Limit, Limits, is_cancelled
+from arealite.impl.env_client import make_env
+from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
 if TYPE_CHECKING:
@@ -36,12 +44,16 @@ if TYPE_CHECKING:
 
 logger = log.get(__name__)
 
+assert sys.byteorder == "little", "payloads are little-endian"
+
 MAX_DETAIL = 500
+"""Characters of an error that a Failure keeps."""
 FATAL = (InvariantError, UserError)
+"""Errors of the run, not of the episode."""
 
 
 class NothingGenerated(EpisodeError):
-    """A trainable seat has no sampled token: there is nothing to train on."""
+    """A trainable seat has no sampled token, so nothing can be trained."""
 
     failure_class = "nothing_generated"
 
@@ -54,30 +66,30 @@ class Part(NamedTuple):
 
 
 class Collector:
-    """Makes each environment once, fresh agents for every episode, and runs many at a time."""
+    """Runs many episodes at a time: each environment is made once, agents for every episode."""
 
     def __init__(
         self, config: ExperimentConfig, client: LLMClient, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
-        make_env = EnvFactory(config).make_env
         self.parts = {
-            name: Part(part, make_env(part.env)) for name, part in self.config.parts.items()
+            name: Part(part, make_env(config, part.env)) for name, part in self.config.parts.items()
         }
-        """By name; a task says in `extra_info.env` which is its own."""
+        """By name; a task's `extra_info.env` is the name of its environment."""
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
-        self._limits = Limits()
         self._stack = AsyncExitStack()
+        self._running = set[Wait]()
+        """One for each episode under way."""
         self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
         """By lease id and member: resumable episodes under way."""
         self.resumed: Counter[str] = Counter()
-        """Episodes and tokens that were had from a record, and records that did not fit."""
+        """Episodes and tokens taken from records of an earlier attempt; records that differed."""
 
     async def setup(self) -> None:
-        """Start the environments, and what agents share; what was started ends where one fails.
+        """Start the environments and what agents share; where one fails, close the others.
 
         Raises:
             UserError: an environment has no such seat, or cannot start.
@@ -94,19 +106,19 @@ class Collector:
             self._stack = stack.pop_all()
 
     async def close(self) -> None:
-        """Stop what `setup` started."""
+        """Close the environments and what agents share."""
         await self._stack.aclose()
 
     def leave(self) -> None:
         """End the episodes that were cancelled, and do not end."""
-        for limit in [*self._limits.held]:
-            limit.leave()
+        for wait in [*self._running]:
+            wait.leave()
 
     def part(self, task: Task) -> Part:
-        """Return the environment that a task is for.
+        """Return the environment of a task.
 
         Raises:
-            UserError: the run has none of that name.
+            UserError: the run has no environment of that name.
         """
         name = task.extra_info.get("env", "") if self.config.envs else ""
         if name not in self.parts:
@@ -116,12 +128,16 @@ class Collector:
     async def run(
         self, lease: Lease, member: int, turns: Sequence[bytes] = ()
     ) -> tuple[Episode, list[bytes]]:
-        """Run one episode; return its end, and a payload for each of its headers.
+        """Run one episode.
 
-        `turns` are the payloads of `lease.turns`: its own are had again from there.
+        Args:
+            turns: payloads of `lease.turns`; generations recorded in them are not sampled again.
+
+        Returns:
+            (the result, a payload for each of its headers).
 
         Raises:
-            InvariantError, UserError: not the episode but the run is wrong.
+            InvariantError, UserError: the run itself is wrong.
         """
         made: list[tuple[TrajectoryHeader, bytes]] = []
         failure = None
@@ -131,7 +147,7 @@ class Collector:
             raise
         except BaseException as raised:  # SystemExit, and a panic in Rust, are no Exception
             if isinstance(raised, asyncio.CancelledError) and is_cancelled():
-                raise  # the episode is cancelled, and not something that it waited for
+                raise  # the episode itself is cancelled, not something that it waited for
             error = cause(raised)
             if isinstance(error, FATAL):
                 raise error from raised
@@ -140,9 +156,9 @@ class Collector:
         return Episode(lease.lease_id, lease.group_id, member, headers, failure), payloads
 
     def progress(self, anew: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
-        """Yield what episodes under way have generated since the last call (`anew`: ever)."""
+        """Yield the new turns of running episodes since the last call; with `anew`, all turns."""
         for (_, member), (lease, agents) in self._playing.items():
-            turns = [(agent, turn) for agent in agents.values() for turn in fresh(agent, anew=anew)]
+            turns = [(each, turn) for each in agents.values() for turn in unsent(each, anew=anew)]
             if turns:
                 headers = [turn_header(lease, member, agent, turn) for agent, turn in turns]
                 yield lease, headers, [encode_turn(turn) for _, turn in turns]
@@ -150,33 +166,31 @@ class Collector:
     async def _play(
         self, lease: Lease, member: int, turns: Sequence[bytes]
     ) -> list[tuple[TrajectoryHeader, bytes]]:
-        """Run one episode under its deadline; return a trajectory a trainable seat."""
+        """Run one episode under its deadline; return one trajectory for each trainable seat."""
         begin = time.perf_counter()
         part = self.part(lease.task)
         agents = self._make_agents(part, lease, member, turns if part.env.resumable else ())
         seconds = self.config.episode_timeout_s
-        limit = Limit(
-            self._limits,
-            asyncio.get_running_loop().time() + seconds,
-            what=f"episode {lease.group_id}/{member} ({lease.task.task_id})",
-            owner="collector",
-            on=f"environment {part.config.env.type}",
-        )
+        what = f"episode {lease.group_id}/{member} ({lease.task.task_id})"
+        on = f"environment {part.config.env.type}"
+        wait = Wait(what, owner="collector", on=on, seconds=seconds)
+        self._running.add(wait)
         if part.env.resumable and lease.split == "train":
             self._playing[lease.lease_id, member] = lease, agents
         try:
-            with limit:
-                await limit.hold(part.env.run(lease.task, **agents))
-            if limit.expired:  # and the environment has swallowed it
-                raise TimeoutError
-        except TimeoutError as error:
-            if not limit.expired:
+            with wait:
+                await wait.run(part.env.run(lease.task, **agents))
+            if wait.expired:  # and the environment has swallowed it
+                raise DeadlineError(what, owner="collector", seconds=seconds)
+        except (TimeoutError, DeadlineError) as error:
+            if not wait.expired:
                 raise
             what = f"the episode ran longer than episode_timeout_s={seconds}"
-            if limit.left:
+            if wait.left:
                 what += ", swallowed its cancellation, and is left where it stands"
             raise EpisodeTimeout(what) from error
         finally:
+            self._running.discard(wait)
             self._playing.pop((lease.lease_id, member), None)
             if turns:
                 self._count_resumed(agents)
@@ -201,9 +215,9 @@ class Collector:
         episode_id = f"{lease.lease_id}/{member}"
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
-        about = (lease.group_id, episode_id, lease.version, sampling)
+        metadata = (lease.group_id, episode_id, lease.version, sampling)
         seats = [
-            Seat(name, *about, recorded(lease, member, name, turns) if turns else ())
+            Seat(name, *metadata, recorded(lease, member, name, turns) if turns else ())
             for name in part.env.seats
         ]
         configs = part.config.seats
@@ -221,11 +235,11 @@ class Collector:
             logger.warning(
                 "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
-        return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL] + place(error))
+        return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL] + raised_at(error))
 
 
-def place(error: BaseException) -> str:
-    """Return where an exception that nobody foresaw was raised: file and line; else ""."""
+def raised_at(error: BaseException) -> str:
+    """Return the file and line where an unexpected exception was raised; "" for EpisodeErrors."""
     frames = [] if isinstance(error, EpisodeError) else extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
@@ -233,7 +247,7 @@ def place(error: BaseException) -> str:
 def recorded(
     lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
 ) -> tuple[StoredTurn, ...]:
-    """Return the recorded turns of one seat of one episode: those before the first lacking one."""
+    """Return the recorded turns of a seat, up to the first that is missing."""
     found: list[StoredTurn] = []
     for turn, payload in zip(lease.turns, payloads, strict=True):
         if (turn.member, turn.seat, turn.index) == (member, seat, len(found)):
@@ -241,8 +255,8 @@ def recorded(
     return tuple(found)
 
 
-def fresh(agent: Agent, *, anew: bool) -> list[Turn]:
-    """Return the turns of an agent that the datapipe was not told of, in order; mark them told."""
+def unsent(agent: Agent, *, anew: bool) -> list[Turn]:
+    """Return an agent's turns that were not sent to the datapipe, in order; mark them as sent."""
     record, turns = agent.record, list[Turn]()
     for turn in reversed(record.turns):
         if turn.is_stored and not anew:
@@ -255,7 +269,7 @@ def fresh(agent: Agent, *, anew: bool) -> list[Turn]:
 
 
 def turn_header(lease: Lease, member: int, agent: Agent, turn: Turn) -> TurnHeader:
-    """Describe a turn of an episode under way; what is not trained on is never too old."""
+    """Return the header of a turn; turns of seats that are not trained are never too old."""
     versions = turn.response.versions if agent.trainable else []
     oldest = min(versions, default=lease.version)
     return TurnHeader(member, agent.seat.name, turn.index, oldest)
@@ -269,7 +283,7 @@ def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the error behind a TaskGroup's: a fatal one, else the first."""
+    """Return the error inside an exception group: a fatal one if any, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     found = [cause(inner) for inner in error.exceptions]
@@ -279,11 +293,11 @@ def cause(error: BaseException) -> BaseException:
 def trajectory(
     lease: Lease, member: int, agent: Agent, *, seconds: float
 ) -> tuple[TrajectoryHeader, bytes]:
-    """Make the trajectory of one seat: header and payload.
+    """Return the header and the payload of a seat's trajectory.
 
     Raises:
         NothingGenerated: the seat sampled no token.
-        RewardNotFinite: its rewards do not add up to a number.
+        RewardNotFinite: the sum of its rewards is not finite.
     """
     seat, record = agent.seat.name, agent.record
     turns = record.turns
@@ -320,3 +334,39 @@ def trajectory(
         payload_sum=payload_sum(payload),
     )
     return header, payload
+
+
+def make_segments(turns: Sequence[Turn]) -> list[Segment]:
+    """Merge turns into segments, with exactly the tokens that were sent and sampled.
+
+    A turn whose prompt begins with all tokens of the turn before (its prompt and its output)
+    extends that segment. Any other turn, and a turn at another temperature, begins a new one.
+    """
+    runs: list[list[Turn]] = []
+    for turn in turns:
+        if runs and _extends(turn, runs[-1][-1]):
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+    return [_segment(run) for run in runs]
+
+
+def _extends(turn: Turn, last: Turn) -> bool:
+    before = last.input_ids + last.response.output_ids
+    return turn.temperature == last.temperature and turn.input_ids[: len(before)] == before
+
+
+def _segment(turns: list[Turn]) -> Segment:
+    """Return one segment of turns that extend each other; the last turn has the tokens of all."""
+    ids = turns[-1].input_ids + turns[-1].response.output_ids
+    mask = logprobs = versions = b""
+    rewards = array("f", bytes(4 * len(ids)))
+    for turn in turns:
+        response = turn.response
+        prompt = len(turn.input_ids) - len(mask)
+        mask += bytes(prompt) + b"\x01" * len(response.output_ids)
+        logprobs += bytes(4 * prompt) + array("f", response.logprobs).tobytes()
+        versions += b"\xff" * (4 * prompt) + array("i", response.versions).tobytes()
+        rewards[len(mask) - 1] += turn.reward
+    tokens = array("i", ids).tobytes()
+    return Segment(tokens, mask, logprobs, versions, rewards.tobytes(), turns[-1].temperature)

@@ -1,7 +1,6 @@
-"""A rollout worker: hundreds of episodes at a time, each begun by a lease and ended by a result.
+"""A rollout worker: runs hundreds of leased episodes at a time, and submits their results.
 
-Consumes leases, waits for generations and environments, is unblocked by the datapipe; one failed
-episode never ends it, a broken invariant does.
+A failed episode never ends the worker; a broken invariant does.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 DRAIN_GRACE_S = 2.0
-"""What is nearly done may finish when the run ends; what takes longer is aborted."""
+"""How long running episodes may continue when the run ends, before they are aborted."""
 
 
 class RolloutWorker:
-    """Runs leased episodes until the datapipe drains it or it gets SIGTERM."""
+    """Runs leased episodes until the datapipe drains the worker or SIGTERM arrives."""
 
     def __init__(
         self,
@@ -50,10 +49,10 @@ class RolloutWorker:
         self._counters: defaultdict[str, float] = defaultdict(float)
 
     async def run(self) -> None:
-        """Serve leases; return when drained and every result is acknowledged.
+        """Run leases; return when drained and every result is acknowledged.
 
         Raises:
-            InvariantError, UserError: a promise of the system is broken, or the run is wrong.
+            InvariantError, UserError: a promise of the system is broken, or the config is wrong.
             RoleError: the datapipe is gone.
         """
         self.link.metrics, self.link.progress = self.metrics, self._collector.progress
@@ -71,7 +70,7 @@ class RolloutWorker:
 
     def metrics(self) -> dict[str, float]:
         """Return counters since the start: episodes, seconds waited by cause, the client's."""
-        stats = getattr(self.client, "stats", dict[str, float])()
+        stats = self.client.stats()
         client = {f"client_{name}": value for name, value in stats.items()}
         own = {**self._counters, **self._collector.resumed, "loop_lag_max_s": vitals.lag_max_s()}
         return {**own, **client, "running": float(len(self._running))}
@@ -89,7 +88,7 @@ class RolloutWorker:
         loop.remove_signal_handler(STOP)
 
     async def _take_leases(self, episodes: asyncio.TaskGroup) -> None:
-        """Begin the episodes of each lease, until there are no more."""
+        """Start the episodes of each lease, until there are no more leases."""
         while True:
             begin, is_idle = time.perf_counter(), len(self._running) < self._capacity
             lease = await self.link.next_lease()
@@ -113,7 +112,7 @@ class RolloutWorker:
         self._count(episode, lease.task.source)
 
     async def _drain(self) -> None:
-        """Let episodes finish for a moment, then abort the rest: their leases stay unanswered."""
+        """Give episodes DRAIN_GRACE_S to finish, then abort the rest without a result."""
         if self._running:
             await asyncio.wait(self._running.values(), timeout=DRAIN_GRACE_S)
         for task in (left := [*self._running.values()]):
@@ -129,7 +128,7 @@ class RolloutWorker:
         if episode.failure is not None:
             failed = f"failed_{episode.failure.failure_class}"
             counters[failed] += 1
-            waits.counters[failed] = counters[failed]  # seen also when no step comes of it
+            waits.counters[failed] = counters[failed]  # shown even when no step completes
             if source:
                 counters[f"{failed}/{source}"] += 1
         for header in episode.headers:

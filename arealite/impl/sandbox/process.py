@@ -24,7 +24,7 @@ from typing import Any
 from arealite.api.sandbox import Outcome, SandboxConfig, SandboxFailed
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.log import get
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 log = get(__name__)
 
@@ -92,7 +92,7 @@ class Sandbox:
         what, text = "a program in the sandbox", request(program, stdin)
         async with self._slots:
             try:
-                async with deadline(what, owner="sandbox", on="warden", seconds=seconds):
+                with Wait(what, owner="sandbox", on="warden", seconds=seconds):
                     process = await spawn(self.command)
                     try:
                         return outcome(*await ask(process, text))
@@ -184,11 +184,11 @@ async def end(process: Process) -> None:
     assert process.stdin and process.stdout
     process.stdin.close()
     try:
-        async with asyncio.timeout(END_S):
+        with Wait("its end", owner="sandbox", on="warden", seconds=END_S):
             with suppress(RuntimeError):  # a read that was cut still waits
                 await process.stdout.read()
             await process.wait()
-    except TimeoutError:
+    except DeadlineError:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()

@@ -1,6 +1,8 @@
-"""The HTTP side of the embedded server: SGLang's routes over an engine.
+"""Serves SGLang's routes from an engine.
 
-In the event loop's thread, which never computes: it parses, waits for the engine and answers.
+The event loop's thread never computes: it parses requests, waits for the engine and answers. New
+weights come from a folder or through a process group. Every name and shape is checked before the
+first byte is written, and generation goes on while a group's bytes are awaited.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,8 +20,10 @@ from arealite.base import log
 from arealite.impl.http_limits import MAX_BODY
 from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
+from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Post, Refusal, ServedModel
-from arealite.impl.server.updates import UpdateRoutes
+from arealite.impl.server.weights import check_layout, stage_tensors, stage_weights
+from arealite.impl.weights.buckets import Layout
 
 logger = log.get(__name__)
 
@@ -28,13 +32,20 @@ MAX_PROMPT = MAX_BODY + 2**20
 less than 50 ms of CPU time to decode and check (tools/measure_requests.py)."""
 
 encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 LONG_ANSWER = 10_000
 """Tokens, which take 7 ms of CPU time to encode; a longer answer is encoded in another thread."""
 
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or "
+    "queued. Retract or finish them, then call /flush_cache."
+)
+NAME_TAKEN = "The specified group name has already been created, please use a different group name."
+
 
 class App:
-    """Routes and their handlers."""
+    """Builds the aiohttp application: routes and their handlers."""
 
     def __init__(
         self, engine: Engine, model: ServedModel, *, is_shared: bool = False, check: Any = None
@@ -49,7 +60,9 @@ class App:
         """
         self.engine = engine
         self.model = model
+        self.tensors = engine.decoder.model.state_dict(keep_vars=True)
         self._is_shared, self._checks = is_shared, [check] if check else []
+        self._groups: dict[str, GroupMember] = {}
 
     def make(self) -> web.Application:
         """Return the aiohttp application."""
@@ -68,13 +81,8 @@ class App:
             "/abort_request": (protocol.AbortBody, self._abort_request),
         }
         if not self._is_shared:
-            updates = UpdateRoutes(self.engine, self.model)
-            app.on_cleanup.append(updates.close)
-            posts |= updates.posts() | {
-                "/pause_generation": (protocol.PauseGenerationReqInput, self._pause_generation),
-                "/continue_generation": (Empty, self._continue_generation),
-                "/flush_cache": (Empty, self._flush_cache),
-            }
+            posts |= self._update_routes()
+            app.on_cleanup.append(self._leave_groups)
         app.add_routes([_get(path, tell) for path, tell in gets.items()])
         app.add_routes([_post(path, *post) for path, post in posts.items()])
         return app
@@ -82,20 +90,25 @@ class App:
     def bodies(self) -> dict[str, int]:
         """Return the largest body in bytes, by path: a prompt, or the layout of all tensors."""
         digits = len(str(self.model.vocab_size)) + len(", ")
-        tensors = self.engine.decoder.model.state_dict(keep_vars=True).items()
-        layout = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors]
+        layout = [(name, str(t.dtype), list(t.shape)) for name, t in self.tensors.items()]
         return {
             "/generate": min(MAX_PROMPT, MAX_BODY + self.model.context_length * digits),
             "/update_weights_from_distributed": MAX_BODY + 2 * len(encode(layout)),
         }
 
+    async def _call(self, command: Callable[..., T], *args: Any) -> T:
+        """Run a method of the engine in the engine's thread."""
+        return await asyncio.wrap_future(self.engine.call(command, *args))
+
+    # ------------------------------------------------------------ requests
+
     async def _generate(self, body: protocol.GenerateBody) -> web.Response:
         generation = protocol.generation_of(body, self.model)
-        self.engine.submit([generation])
+        self.engine.call(self.engine.submit, generation)
         try:
             await generation.done.wait()
         except asyncio.CancelledError:  # the client closed its connection
-            self.engine.abort(lambda each: each is generation)
+            self.engine.call(self.engine.abort, lambda each: each is generation)
             raise
         if generation.error is not None:
             return _as_json({"error": {"message": generation.error}}, 500)
@@ -107,24 +120,125 @@ class App:
     async def _abort_request(self, body: protocol.AbortBody) -> web.Response:
         if body.abort_all or body.rid:
             prefix = "" if body.abort_all else body.rid or ""
-            self.engine.abort(lambda generation: generation.rid.startswith(prefix))
+            self.engine.call(self.engine.abort, lambda each: each.rid.startswith(prefix))
         return web.Response()  # also for an unknown id
 
     async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> dict[str, Any]:
-        await asyncio.wrap_future(self.engine.pause(body.mode))
+        await self._call(self.engine.pause, body.mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def _continue_generation(self, body: Empty) -> dict[str, Any]:
-        await asyncio.wrap_future(self.engine.resume())
+        await self._call(self.engine.resume)
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def _flush_cache(self, body: Empty) -> web.Response:
-        if await asyncio.wrap_future(self.engine.flush()):
+        if await self._call(self.engine.flush):
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Flush cache failed.\n")
 
+    # ------------------------------------------------------------ new weights
+
+    def _update_routes(self) -> dict[str, Post]:
+        """Return the routes that change the model: each path with its body's type and handler."""
+        return {
+            "/pause_generation": (protocol.PauseGenerationReqInput, self._pause_generation),
+            "/continue_generation": (Empty, self._continue_generation),
+            "/flush_cache": (Empty, self._flush_cache),
+            "/update_weights_from_disk": (protocol.UpdateWeightFromDiskReqInput, self._from_disk),
+            "/update_weights_from_distributed": (
+                protocol.UpdateWeightsFromDistributedReqInput,
+                self._from_distributed,
+            ),
+            "/init_weights_update_group": (
+                protocol.InitWeightsUpdateGroupReqInput,
+                self._init_group,
+            ),
+            "/destroy_weights_update_group": (
+                protocol.DestroyWeightsUpdateGroupReqInput,
+                self._destroy_group,
+            ),
+            "/update_weight_version": (protocol.UpdateWeightVersionReqInput, self._relabel),
+        }
+
+    async def _leave_groups(self, app: web.Application) -> None:
+        """Leave the groups, without waiting for what blocks."""
+        for member in self._groups.values():
+            member.leave()
+
+    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> dict[str, Any]:
+        path = body.model_path
+        told = await self._update(body, lambda: stage_weights(self.tensors, path))
+        logger.info("weights updated", version=self.engine.version, path=path)
+        return _done("Succeeded to update model weights." + told)
+
+    async def _from_distributed(
+        self, body: protocol.UpdateWeightsFromDistributedReqInput
+    ) -> dict[str, Any]:
+        layout = Layout(body.names, body.dtypes, body.shapes)
+        member = self._groups.get(body.group_name)
+        if member is None:
+            raise Refusal(
+                f"Failed to receive weights: Group {body.group_name} not in "
+                f"{list(self._groups)}. Please call `init_weights_update_group` first."
+            )
+        check_layout(self.tensors, layout)
+        flat = body.load_format == "flattened_bucket"
+        try:
+            named = await member.receive(layout, flat=flat)
+        except (RuntimeError, OSError) as error:
+            raise Refusal(f"Failed to receive weights: {error}") from error
+        told = await self._update(body, lambda: stage_tensors(self.tensors, named))
+        return _done("Succeeded to update parameter online." + told)
+
+    async def _update(self, body: protocol.Update, stage: Callable[[], Callable[[], None]]) -> str:
+        """Change the weights between requests; return a sentence about the version."""
+        engine, version = self.engine, body.weight_version
+        arguments = stage, version, body.flush_cache
+        if not await asyncio.wrap_future(engine.call_between_requests(engine.update, *arguments)):
+            raise Refusal(NOT_FLUSHED)
+        if version is None:
+            return ""
+        self.model.relabel(version)
+        return f" Weight version updated to {version}."
+
+    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> dict[str, Any]:
+        failed, name = "Failed to initialize custom process group: ", body.group_name
+        if name in self._groups:
+            raise Refusal(failed + NAME_TAKEN)
+        member = GroupMember(name, body.backend, next(iter(self.tensors.values())).device)
+        address = (body.master_address, body.master_port)
+        self._groups[name] = member
+        try:
+            await member.join(address, rank=body.rank_offset, world_size=body.world_size)
+        except BaseException as error:
+            self._groups.pop(name, None)
+            if isinstance(error, (RuntimeError, OSError, ValueError)):
+                raise Refusal(f"{failed}{error}.") from error
+            raise
+        logger.info("weight group joined", group=name, size=body.world_size)
+        return _done("Succeeded to initialize custom process group.")
+
+    async def _destroy_group(
+        self, body: protocol.DestroyWeightsUpdateGroupReqInput
+    ) -> dict[str, Any]:
+        member = self._groups.pop(body.group_name, None)
+        if member is None:
+            raise Refusal("The group to be destroyed does not exist.")
+        await asyncio.wrap_future(member.leave())
+        return _done("Succeeded to destroy custom process group.")
+
+    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> dict[str, Any]:
+        version = body.new_version
+        if body.abort_all_requests:
+            self.engine.call(self.engine.abort, lambda generation: True)
+        await self._call(self.engine.relabel, version)
+        self.model.relabel(version)
+        return _done(f"Weight version updated to {version}") | {"new_version": version}
+
+    # ------------------------------------------------------------ descriptions
+
     def describe(self) -> dict[str, Any]:
-        """Return what /model_info says."""
+        """Return the answer of /model_info."""
         model = self.model
         return {
             "model_path": model.folder,
@@ -147,7 +261,7 @@ class App:
         }
 
     def load(self) -> dict[str, int]:
-        """Return its requests, and how many can run at a time."""
+        """Return the numbers of running and waiting requests, and how many can run at a time."""
         decoder, waiting = self.engine.decoder, len(self.engine.waiting)
         return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
 
@@ -166,7 +280,7 @@ class App:
 
 
 def _get(path: str, tell: Callable[[], Any]) -> web.RouteDef:
-    """Return the route that answers GET with what `tell` returns."""
+    """Return a GET route whose answer is the result of `tell`."""
 
     async def handle(request: web.Request) -> web.Response:
         return _as_json(tell())
@@ -183,6 +297,10 @@ def _post(path: str, kind: type[msgspec.Struct], handler: protocol.Handler) -> w
     return web.post(path, handle)
 
 
+def _done(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message}
+
+
 def _as_json(value: Any, status: int = 200) -> web.Response:
     if isinstance(value, web.Response):
         return value
@@ -191,7 +309,7 @@ def _as_json(value: Any, status: int = 200) -> web.Response:
 
 @web.middleware
 async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer a refusal in both of SGLang's forms: that of /generate, and that of weight routes."""
+    """Answer a refusal in SGLang's two forms: of /generate, and of the weight routes."""
     try:
         return await handler(request)
     except Refusal as refusal:

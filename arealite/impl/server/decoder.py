@@ -1,9 +1,10 @@
 """The forward passes: prompts of new requests, then one token for every running request.
 
-Written here and not taken from transformers' continuous batching, because on a CPU that builds a
-mask over all pairs of requests; here every request has a row of its own (see `cache.py`).
+transformers' continuous batching is not used, because on a CPU it builds a mask over all pairs of
+requests; here every request has a row of its own in the cache.
 
-Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary.
+Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary. In
+the cache: S = rows held, T = positions held, H = key heads, D = head size.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import Cache, DynamicLayer
 
-from arealite.impl.server.cache import SlotCache
 from arealite.impl.server.generation import Generation
-from arealite.impl.server.sampling import Settings, ban_stops, draw, settings_of
+from arealite.impl.server.sampler import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
 """Padded prompt tokens of one forward pass; a longer prompt goes alone."""
@@ -25,6 +26,8 @@ PREFILL_LOGITS = 2**26
 """Logits of one such pass: 256 MB in float32."""
 WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
+BLOCK = 64
+"""The cache holds a multiple of this many rows and positions, so that it rarely grows."""
 
 
 def window_of(model: Any) -> int | None:
@@ -39,8 +42,73 @@ def window_of(model: Any) -> int | None:
     return getattr(config, "sliding_window", None) if slides else None
 
 
+class SlotCache(Cache):
+    """Keys and values of the running requests: one tensor a layer, one row a request, no holes.
+
+    Requests of different lengths share one forward pass without pages or copies: the running ones
+    hold rows 0 … n-1, so that attention reads a view. The last one moves into a freed row. Where
+    the next forward pass writes is set before it. Positions behind a row's length hold stale
+    numbers, which the attention mask hides.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
+        self._held_STHD: list[torch.Tensor] = []
+        """Keys and values of layer 0, of layer 1, …"""
+        self._shape = (0, 0)
+        self._index: Any = None
+        self._width: int | None = None
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` requests of `length` positions, keeping what is held."""
+        held_rows, held_length = self._shape
+        if rows <= held_rows and length <= held_length:
+            return
+        block = min(BLOCK, max(held_rows, 8))
+        rows = max(held_rows, -(-rows // block) * block)
+        length = max(held_length, -(-length // BLOCK) * BLOCK)
+        self._shape = (rows, length)
+        for place, old in enumerate(self._held_STHD):
+            new = old.new_zeros((rows, length, *old.shape[2:]))
+            new[:held_rows, :held_length] = old
+            self._held_STHD[place] = new
+
+    def start(self, index: Any, *, width: int | None = None) -> None:
+        """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
+
+        Its attention reads the first `width` positions of the rows held; None: what it writes.
+        """
+        self._index, self._width = index, width
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's new [rows, H, L, D] and return what its attention reads."""
+        read = [key_states, value_states]
+        for i, new in enumerate((key_states, value_states)):
+            place = 2 * layer_idx + i
+            if place == len(self._held_STHD):
+                self._held_STHD.append(new.new_zeros((*self._shape, new.shape[1], new.shape[3])))
+            held_STHD = self._held_STHD[place]
+            held_STHD[self._index] = new.transpose(1, 2)
+            if self._width is not None:
+                read[i] = held_STHD[: new.shape[0], : self._width].transpose(1, 2)
+        return read[0], read[1]
+
+    def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        for tensor in self._held_STHD if moves else ():
+            tensor[targets, :length] = tensor[sources, :length]
+
+    def drop(self) -> None:
+        """Drop all keys and values and free their memory."""
+        self._held_STHD.clear()
+        self._shape = (0, 0)
+
+
 class Decoder:
-    """A model, its cache, and the requests that occupy the cache's rows."""
+    """Runs a model for the requests that occupy the rows of its cache."""
 
     def __init__(self, model: Any, *, max_rows: int, seed: int) -> None:
         config = model.config.get_text_config()
@@ -58,7 +126,7 @@ class Decoder:
         self._longest = 0
 
     def prefill(self, waiting: deque[Generation]) -> None:
-        """Admit all waiting requests that fit and sample their first token; equal prompts once."""
+        """Admit all waiting requests that fit; sample their first token. Equal prompts run once."""
         prompts, generations, sources = self._admit(waiting)
         first, longest = len(self.running), max(map(len, prompts))
         self.running += generations
@@ -149,7 +217,7 @@ class Decoder:
         return list(rows), fresh, sources
 
     def remove_ended(self) -> list[Generation]:
-        """Free the rows of ended requests and return these; rows from the end fill the holes."""
+        """Free and return the ended requests; the last rows move into the freed ones."""
         ended = [generation for generation in self.running if generation.ended]
         if not ended:
             return []
@@ -172,7 +240,7 @@ class Decoder:
         return out
 
     def _rebuild(self) -> Settings:
-        """Make the batch's tensors after requests came or went."""
+        """Make the batch's tensors again after requests came or went."""
         lengths = [len(g.prompt) + len(g.output) - 1 for g in self.running]
         self._longest = max(lengths)
         self._lengths_B = torch.tensor(lengths, device=self._device)

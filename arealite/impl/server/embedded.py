@@ -1,6 +1,6 @@
-"""The server for laptops: a transformers model behind SGLang's protocol, in one process.
+"""Serves a transformers model through SGLang's protocol, in one process.
 
-So that the whole system, weight updates and interruptions included, runs where SGLang cannot.
+The whole system, with weight updates and interruptions, can so run where SGLang cannot.
 """
 
 from __future__ import annotations
@@ -38,15 +38,20 @@ from arealite.system.names.registry import NameRegistry
 logger = log.get(__name__)
 
 SHUTDOWN_S = 2.0
-"""Time for answers of aborted requests to leave."""
+"""Time to send the answers of aborted requests."""
 
 
 class EmbeddedServer(LLMServer):
-    """One model, one engine thread, one HTTP port."""
+    """A server with one model, one engine thread and one HTTP port."""
 
     def __init__(self, args: ServerConfig, *, shared: Any = None) -> None:
-        """`shared`: the model of an owner in this process, who alone changes it, between `hold` and
-        `release`; it is held at first."""
+        """Load nothing yet.
+
+        Args:
+            args: Configures the server.
+            shared: A model of the caller, in this process. Only the caller changes it, between
+                `pause` and `resume`. The server starts paused.
+        """
         self.config = args
         self._shared = shared
         self.address = ""
@@ -54,14 +59,14 @@ class EmbeddedServer(LLMServer):
         self.ready = asyncio.Event()
         self._registry = NameRegistry.of(args)
         self._stopped: asyncio.Future[BaseException | None]
-        """None: told to terminate; else why the engine died."""
+        """The engine's error, or None for a normal end."""
 
     async def serve(self) -> None:
-        """Serve until cancelled or told to terminate; requests in flight then get what they have.
+        """Serve until cancelled or terminated; then running requests get the output they have.
 
         Raises:
-            UserError: the model or the port cannot be used.
-            RoleError: the engine died.
+            UserError: The model or the port cannot be used.
+            RoleError: The engine died.
         """
         loop, is_shared = asyncio.get_running_loop(), self._shared is not None
         model, tokenizer = await asyncio.to_thread(self._load)
@@ -89,19 +94,20 @@ class EmbeddedServer(LLMServer):
             await runner.cleanup()
 
     def stop(self, error: BaseException | None) -> None:
-        """Make `serve` return, or raise: a server whose engine died must not look alive."""
+        """Make `serve` return, or raise RoleError if the engine died of `error`."""
         if not self._stopped.done():
             self._stopped.set_result(error)
 
-    def hold(self, mode: str) -> Future[None]:
+    def pause(self, mode: str) -> Future[None]:
         """Stop generating, as /pause_generation does; done once no forward pass runs."""
-        return self.engine.pause(mode)
+        return self.engine.call(self.engine.pause, mode)
 
-    def release(self, version: str) -> Future[None]:
-        """Go on, under weights of another version."""
-        self.engine.relabel(version)
-        self._model.version = version
-        return self.engine.resume()
+    def resume(self, version: str) -> Future[None]:
+        """Continue generating; the shared weights are of `version` now."""
+        self.engine.call(self.engine.relabel, version)
+        with suppress(RuntimeError):  # the loop has ended, and the name entry with it
+            self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
+        return self.engine.call(self.engine.resume)
 
     def _load(self) -> tuple[Any, Any]:
         config = self.config
@@ -118,14 +124,15 @@ class EmbeddedServer(LLMServer):
         self.address = f"http://{self.config.reachable_host}:{runner.addresses[0][1]}"
 
     async def _until_stopped(self, app: App) -> None:
-        """Hold the server's name until told to stop or the engine dies."""
+        """Keep the server registered until it is stopped or its engine dies."""
         cluster = self.config.cluster
         entry_id = self.address.removeprefix("http://").replace(":", "-")
         if self._shared is None:
             vitals.rename(f"llm_server-{entry_id}")
         async with self._registry.registered(
-            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s
-        ):
+            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s,
+            changed=self._model.changed,
+        ):  # fmt: skip
             logger.info("server ready", address=self.address, model=app.model.folder)
             self.ready.set()
             error = await self._stopped
@@ -134,7 +141,7 @@ class EmbeddedServer(LLMServer):
 
     def _make_engine(self, model: Any, loop: asyncio.AbstractEventLoop) -> Engine:
         def tell(call: Callable[[Any], None], news: Any) -> None:
-            with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 loop.call_soon_threadsafe(call, news)
 
         options = self.config.llm_server.embedded
@@ -172,7 +179,7 @@ class EmbeddedServer(LLMServer):
         )
 
     def _entry(self, app: App) -> dict[str, Any]:
-        """Return what stands in the name registry."""
+        """Return the server's entry for the name registry."""
         about = app.describe()
         names = ("model_type", "architectures", "vocab_size", "context_length", "paused_s")
         return {

@@ -1,8 +1,8 @@
-"""The decode loop's thread: requests and commands come in, one token a request leaves each step.
+"""Runs the decode loop in a thread: each step samples one token for every running request.
 
-A thread of its own, so that HTTP answers while the model computes. Consumes submitted generations
-and commands; waits for either, on a condition; unblocked by every public method here. Generations
-that ended cross to the event loop in one call a step.
+In a thread of its own, so that HTTP requests are answered while the model computes. The loop waits
+for commands, which `call` and `call_between_requests` queue. Generations that ended are passed to
+the event loop in one call for each step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,12 +23,14 @@ from arealite.impl.server.generation import Generation
 
 logger = log.get(__name__)
 
+T = TypeVar("T")
+
 CLOSE_S = 30.0
 """A forward pass may take this long to end; after that the process ends without it."""
 
 
 class Engine:
-    """Owns all requests; only its own thread touches them and the model."""
+    """Owns all requests. Only its thread may access them and the model."""
 
     def __init__(
         self,
@@ -65,56 +67,107 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Abort everything with what there is, and end the thread."""
+        """End all requests with the output they have, and the thread."""
 
         def closing() -> None:
             self._closing = True
-            self._abort(lambda generation: True)
+            self.abort(lambda generation: True)
 
         self._post(closing)
         self._thread.join(timeout=CLOSE_S)
 
-    def submit(self, generations: Sequence[Generation]) -> None:
+    def call(self, command: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a method of this class in the engine's thread."""
+        future = Future[T]()
+        self._post(partial(resolve, future, partial(command, *args)))
+        return future
+
+    def call_between_requests(self, command: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a method in the engine's thread when paused, or when no request is running."""
+        future = Future[T]()
+        job = partial(resolve, future, partial(command, *args))
+        self._post(lambda: self._updates.append(job))
+        return future
+
+    # ------------------------------------------------------------ in the engine's thread
+
+    def submit(self, *generations: Generation) -> None:
         """Queue generations."""
-        self._post(lambda: self.waiting.extend(generations))
+        self.waiting.extend(generations)
 
     def abort(self, chosen: Callable[[Generation], bool]) -> None:
-        """End the chosen generations with what there is."""
-        self._post(lambda: self._abort(chosen))
+        """End the chosen generations with the output they have."""
+        for generation in filter(chosen, self.decoder.running):
+            generation.abort("Aborted")
+        self._release_ended()
+        gone = list(filter(chosen, self.waiting))
+        self.waiting = deque(g for g in self.waiting if not chosen(g))
+        for generation in gone:
+            generation.abort("Abort in waiting queue")
+            generation.close_span(self.version)
+        self._outbox += gone
 
-    def pause(self, mode: str) -> Future[None]:
+    def pause(self, mode: str) -> None:
         """Stop generating: "abort" ends all, "retract" drops their KV, "in_place" keeps it."""
-        return self._call(lambda: self._pause(mode))
+        if self.paused is None:
+            self._paused_at = time.perf_counter()
+        self.paused = mode
+        if mode == "abort":
+            self.abort(lambda generation: True)
+        if mode == "retract":
+            retracted = self.decoder.clear()
+            for generation in retracted:
+                generation.retractions += 1
+            # Neighbours of similar length need the least padding when they are computed again.
+            retracted.sort(key=lambda g: len(g.prompt) + len(g.output), reverse=True)
+            self.waiting.extendleft(retracted)
 
-    def resume(self) -> Future[None]:
-        """Go on after a pause; no effect without one."""
-        return self._call(self._resume)
+    def resume(self) -> None:
+        """Continue after a pause; no effect without one."""
+        if self.paused is not None:
+            self.last_pause_s = time.perf_counter() - self._paused_at
+        self.paused = None
 
-    def flush(self) -> Future[bool]:
+    def flush(self) -> bool:
         """Drop all KV; False, and no effect, while requests run."""
-        return self._call(self._flush)
+        if self.decoder.running:
+            return False
+        self.decoder.clear()
+        return True
 
     def update(
-        self, stage: Callable[[], Callable[[], None]], *, version: str | None, flush: bool
-    ) -> Future[bool]:
-        """Change the weights when paused or when the running requests have ended.
+        self, stage: Callable[[], Callable[[], None]], version: str | None, flush: bool
+    ) -> bool:
+        """Change the weights, for `call_between_requests`.
 
-        `stage` checks them and may refuse by raising; what it returns writes them, and cannot fail.
-        Both run in the engine's thread: a change of thread costs as much as a small model's copy.
-        Returns False when `flush` was asked for while requests hold KV of the old weights.
+        In the engine's thread, because a change of thread costs as much as a copy of a small model.
+
+        Args:
+            stage: Checks the weights, may refuse them by raising, and returns a function that
+                writes them and cannot fail.
+            version: The new version; None keeps the present one.
+            flush: Whether to drop all KV.
+
+        Returns:
+            False if KV of the old weights remains although `flush` is set.
         """
-        future, update = Future[bool](), partial(self._update, stage, version, flush)
-        self._post(lambda: self._updates.append(partial(settle, future, update)))
-        return future
+        load = stage()
+        try:
+            load()
+        except Exception as error:
+            self._closing = True  # it was checked, so it failed half way: the weights are mixed
+            self._on_death(error)
+            raise
+        if version is not None:
+            self.relabel(version)
+        return not flush or self.flush()
 
-    def relabel(self, version: str) -> Future[None]:
-        """Tell another version of the weights from the next token on."""
-        return self._call(lambda: self._relabel(version))
-
-    def _call(self, command: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._post(partial(settle, future, command))
-        return future
+    def relabel(self, version: str) -> None:
+        """Report another version of the weights from the next token on."""
+        if version != self.version:
+            for generation in (*self.decoder.running, *self.waiting):
+                generation.close_span(self.version)
+            self.version = version
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -155,10 +208,10 @@ class Engine:
         try:
             if self.waiting and not self._updates and len(decoder.running) < decoder.max_rows:
                 decoder.prefill(self.waiting)
-                self._let_go()
+                self._release_ended()
             if decoder.running:
                 decoder.decode()
-                self._let_go()
+                self._release_ended()
         except Exception as error:
             logger.exception("decode step failed", requests=len(decoder.running))
             failed = decoder.clear()
@@ -166,75 +219,19 @@ class Engine:
                 generation.error = f"{type(error).__name__}: {error}"
             self._outbox += failed
 
-    def _let_go(self) -> None:
-        """Hand ended requests out."""
+    def _release_ended(self) -> None:
+        """Move ended requests to the outbox."""
         ended = self.decoder.remove_ended()
         for generation in ended:
             generation.close_span(self.version)
         self._outbox += ended
 
-    def _abort(self, chosen: Callable[[Generation], bool]) -> None:
-        for generation in filter(chosen, self.decoder.running):
-            generation.abort("Aborted")
-        self._let_go()
-        gone = list(filter(chosen, self.waiting))
-        self.waiting = deque(g for g in self.waiting if not chosen(g))
-        for generation in gone:
-            generation.abort("Abort in waiting queue")
-            generation.close_span(self.version)
-        self._outbox += gone
 
-    def _pause(self, mode: str) -> None:
-        if self.paused is None:
-            self._paused_at = time.perf_counter()
-        self.paused = mode
-        if mode == "abort":
-            self._abort(lambda generation: True)
-        if mode == "retract":
-            retracted = self.decoder.clear()
-            for generation in retracted:
-                generation.retractions += 1
-            # Side by side with their like, they are padded least when they are computed again.
-            retracted.sort(key=lambda g: len(g.prompt) + len(g.output), reverse=True)
-            self.waiting.extendleft(retracted)
-
-    def _resume(self) -> None:
-        if self.paused is not None:
-            self.last_pause_s = time.perf_counter() - self._paused_at
-        self.paused = None
-
-    def _flush(self) -> bool:
-        if self.decoder.running:
-            return False
-        self.decoder.clear()
-        return True
-
-    def _update(
-        self, stage: Callable[[], Callable[[], None]], version: str | None, flush: bool
-    ) -> bool:
-        load = stage()
-        try:
-            load()
-        except Exception as error:
-            self._closing = True  # checked before, so it failed half way: the weights are mixed
-            self._on_death(error)
-            raise
-        if version is not None:
-            self._relabel(version)
-        return not flush or self._flush()
-
-    def _relabel(self, version: str) -> None:
-        if version != self.version:
-            for generation in (*self.decoder.running, *self.waiting):
-                generation.close_span(self.version)
-            self.version = version
-
-
-def settle(future: Future[Any], command: Callable[[], Any]) -> None:
-    """Run a command and put its outcome into `future`, unless its client went away."""
+def resolve(future: Future[T], command: Callable[[], T]) -> None:
+    """Run a command and put its outcome into `future`, unless that was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(command())
-    except Exception as error:  # noqa: BLE001  (crosses to the thread that waits)
+    except Exception as error:  # noqa: BLE001  (raised in the thread that waits)
         future.set_exception(error)

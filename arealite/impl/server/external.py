@@ -14,18 +14,20 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.system.health.waits import deadline
+from arealite.impl.server.sglang_api import Loads, follow
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import Entry, NameRegistry
 
 logger = log.get(__name__)
@@ -72,11 +74,13 @@ class ExternalServers:
                     logger.warning("external server not in use", address=address, error=why)
                 await asyncio.sleep(self.cluster.heartbeat_s)
                 continue
+            changed = asyncio.Event()
             async with self.registry.registered(
-                "llm_server", entry_id(address), entry.copy, heartbeat_s=self.cluster.heartbeat_s
-            ):
+                "llm_server", entry_id(address), entry.copy, changed=changed,
+                heartbeat_s=self.cluster.heartbeat_s,
+            ):  # fmt: skip
                 logger.info("external server in use", address=address, version=entry["version"])
-                why = await self._until_silent(entry)
+                why = await self._until_silent(entry, changed)
             silences += 1
             logger.warning("external server lost", address=address, error=why)
 
@@ -89,43 +93,36 @@ class ExternalServers:
         if not self.updates or self._known.get(address) == entry["pid"]:
             return
         url, body = f"{entry['address']}/update_weight_version", {"new_version": UNTRUSTED}
-        async with (
-            bounded(url, ANSWER_S),
-            self._session.post(url, json=body | {"abort_all_requests": False}) as response,
-        ):
-            if response.status == 200:  # servers without the route keep their label
-                entry["version"] = UNTRUSTED
+        post = self._session.post(url, json=body | {"abort_all_requests": False})
+        with bounded(url, ANSWER_S):
+            async with post as response:
+                if response.status == 200:  # servers without the route keep their label
+                    entry["version"] = UNTRUSTED
         self._known[address] = entry["pid"]
 
-    async def _until_silent(self, entry: dict[str, Any]) -> str:
+    async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Keep version and load of a registered server fresh; return why that ended."""
         url, cluster = entry["address"], self.cluster
-        while True:
-            await asyncio.sleep(cluster.heartbeat_s)
-            try:
-                info = await self._ask(f"{url}/model_info", seconds=cluster.ttl_s)
-            except SILENT as error:
-                return str(error) or repr(error)
-            entry["version"] = info.get("weight_version")
-            entry["load"] = None
-            with suppress(*SILENT):  # its scheduler says nothing while it loads weights
+
+        async def version() -> str | int | None:
+            info = await self._ask(f"{url}/model_info", seconds=cluster.ttl_s)
+            return info.get("weight_version")
+
+        async def load() -> Loads | None:
+            with suppress(*SILENT, UserError, msgspec.ValidationError):
                 answer = await self._ask(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
-                loads = answer.get("loads") or []
-                entry["load"] = {
-                    name: sum(load.get(key, 0) for load in loads) for name, key in LOAD.items()
-                }
+                return msgspec.convert(answer, Loads)
+
+        try:
+            await follow(
+                entry, changed, version=version, load=load, heartbeat_s=cluster.heartbeat_s
+            )
+        except (*SILENT, UserError) as error:
+            return str(error) or repr(error)
 
     async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
-        async with bounded(url, seconds):
+        with bounded(url, seconds):
             return await get(self._session, url)
-
-
-LOAD = {
-    "running": "num_running_reqs",
-    "waiting": "num_waiting_reqs",
-    "capacity": "max_running_requests",
-}
-"""What a name says of the load, and its key in an answer of /v1/loads."""
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
@@ -200,11 +197,11 @@ def entry_id(address: str) -> str:
     return address.replace("localhost", "127.0.0.1").replace(":", "-")
 
 
-def bounded(url: str, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+def bounded(url: str, seconds: float) -> Wait:
     """Bound a question to the server at `url`."""
     on = f"llm_server-{entry_id(url.split('/')[2])}"
     what, owner = f"an answer of {url}", "external servers"
-    return deadline(what, owner=owner, on=on, seconds=seconds, prompt=True)
+    return Wait(what, owner=owner, on=on, seconds=seconds, prompt=True)
 
 
 async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
@@ -215,7 +212,7 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         DeadlineError, aiohttp.ClientError, OSError: it does not answer.
     """
     url = f"http://{address}"
-    async with bounded(url, ANSWER_S):
+    with bounded(url, ANSWER_S):
         info = await get(session, f"{url}/model_info")
         more = await get(session, f"{url}/server_info")
         models = (await get(session, f"{url}/v1/models")).get("data") or [{}]

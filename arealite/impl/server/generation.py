@@ -1,4 +1,4 @@
-"""One request on its way: what was asked, what was sampled so far, and why it ended.
+"""One request: its sampling parameters, its output so far, and why it ended.
 
 The decode loop writes it; the HTTP side reads it at the end.
 """
@@ -12,20 +12,25 @@ from typing import Annotated, Any
 
 import msgspec
 
+MAX_STOPS = 1024
+"""Largest number of stop strings, and of stop token ids, of a request; each token is compared."""
+
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-"""Decoding a number takes the square of its length, so longer ones are refused before."""
+"""Bounded, because decoding a number takes quadratic time in its length."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Stops = msgspec.Meta(max_length=MAX_STOPS)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """SGLang's sampling parameters, those that are served here."""
+    """The sampling parameters of SGLang that this server supports."""
 
-    max_new_tokens: Int32 | None = 128
-    min_new_tokens: Int32 = 0
+    max_new_tokens: Count | None = 128
+    min_new_tokens: Count = 0
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int32 = -1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int32] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    stop: str | Annotated[list[str], Stops] | None = None
+    stop_token_ids: Annotated[list[Int32], Stops] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -39,7 +44,7 @@ class Generation:
     prompt: list[int]
     sampling: SamplingParams
     limit: int
-    """Tokens it may generate."""
+    """Most tokens that it may generate."""
     stops: frozenset[int]
     """Token ids that end it."""
     stop_strings: tuple[str, ...] = ()
@@ -54,11 +59,11 @@ class Generation:
     cached_tokens: int = 0
     finish: dict[str, Any] | None = None
     error: str | None = None
-    """Why the server failed it (status 500)."""
+    """The error for which the request is answered with status 500."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the output is complete."""
         return self.finish is not None or self.error is not None
 
     def close_span(self, version: str) -> None:
@@ -92,7 +97,7 @@ class Generation:
         return True
 
     def abort(self, message: str) -> None:
-        """End it with what there is."""
+        """End the generation with the output it has."""
         self.finish = {"type": "abort", "message": message}
 
     def _stop_string(self) -> str | None:

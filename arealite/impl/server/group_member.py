@@ -1,7 +1,7 @@
-"""This server's place in a process group of a trainer, from which new weights come.
+"""Receives new weights as a member of a trainer's process group.
 
-In a thread of its own, because joining and receiving block: generation goes on, and a trainer that
-died in the middle harms nobody.
+Joining and receiving block, so they run in a thread of their own. Generation goes on, also if the
+trainer dies during an update.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from arealite.impl.server.engine import settle
+from arealite.impl.server.engine import resolve
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Layout, unpack
 
 TIMEOUT_S = 60.0
-"""For the others to join, and for the bytes of one update to come."""
+"""Limit for the other ranks to join, and for the tensors of one update to arrive."""
 
 Named = list[tuple[str, torch.Tensor]]
 T = TypeVar("T")
 
 
 class GroupMember:
-    """One rank of one group. Calls are done in their order; one that has begun is done even when
-    its caller is gone, because the others take part in it."""
+    """One rank of one group. Calls run in their order.
+
+    A call that has begun is finished although its caller is gone: the other ranks take part in it.
+    """
 
     def __init__(self, name: str, backend: str, device: torch.device) -> None:
         self.name = name
@@ -41,7 +43,11 @@ class GroupMember:
         threading.Thread(target=self._main, name=f"group {name}", daemon=True).start()
 
     async def join(self, address: tuple[str, int], *, rank: int, world_size: int) -> None:
-        """Join once all ranks have come; RuntimeError, OSError: they have not in TIMEOUT_S."""
+        """Join the group, once all ranks have come.
+
+        Raises:
+            RuntimeError, OSError: The others did not come within TIMEOUT_S.
+        """
 
         def join() -> None:
             self._group = groups.join(
@@ -60,22 +66,22 @@ class GroupMember:
             raise
 
     async def receive(self, layout: Layout, *, flat: bool) -> Named:
-        """Take tensors from rank 0: one broadcast each, or one of all their bytes (`flat`).
+        """Receive tensors from rank 0: one broadcast each, or one of all their bytes (`flat`).
 
         Raises:
-            RuntimeError: rank 0 is gone, or sent nothing in TIMEOUT_S.
+            RuntimeError: Rank 0 is gone, or sent nothing within TIMEOUT_S.
         """
         return await asyncio.wrap_future(self._call(partial(self._receive, layout, flat)))
 
     def leave(self) -> Future[None]:
-        """Leave after what is under way, and end the thread; need not be waited for."""
+        """Leave the group after the running call, and end the thread. Need not be awaited."""
         left = self._call(self._leave)
         self._jobs.put(None)
         return left
 
     def _call(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._jobs.put(partial(settle, future, job))
+        self._jobs.put(partial(resolve, future, job))
         return future
 
     def _main(self) -> None:

@@ -1,27 +1,24 @@
-"""SGLang's request bodies, parsed, checked and turned into generations, and answers made of these.
+"""Parses SGLang's request bodies, turns them into generations, and makes answers of these.
 
-The texts of refusals are SGLang's, so that a client cannot tell the servers apart; what would crash
-SGLang (a token outside the vocabulary) is refused here.
+Refusals have SGLang's texts where SGLang refuses the same. A token outside the vocabulary, which
+crashes SGLang, is refused here.
 """
 
 from __future__ import annotations
 
-import math
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from arealite.impl.server.generation import Generation, Int32, SamplingParams
 
-MAX_STOPS = 1024
-"""Largest number of stop strings, and of stop token ids, of a request; each token is compared."""
-
 
 class Refusal(Exception):
-    """The request is wrong: status 400 with this text."""
+    """The request is wrong. It is answered with status 400 and this text."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -54,7 +51,7 @@ class PauseGenerationReqInput(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What every way to bring weights has."""
+    """Fields of every body with new weights."""
 
     weight_version: str | None = None
     flush_cache: bool = True
@@ -103,7 +100,7 @@ class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True):
 
 
 class Empty(msgspec.Struct, frozen=True):
-    """The body of a POST without options."""
+    """A POST without options."""
 
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -122,7 +119,11 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Decode a request body; refuse what is no JSON, a wrong type or an unknown parameter."""
+    """Decode a request body.
+
+    Raises:
+        Refusal: The body is no JSON, or has a wrong type, value or sampling parameter.
+    """
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -136,7 +137,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
 
 @dataclass
 class ServedModel:
-    """What requests are checked against, and what the server says about its model."""
+    """Describes the model: to check requests, and for answers about it."""
 
     folder: str
     model_type: str
@@ -147,12 +148,23 @@ class ServedModel:
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
     version: str = "default"
-    """Of the last update that was done whole: what the server says of itself. An update that could
-    not flush changes the engine's version only."""
+    """The version that /model_info reports: of the last complete update. An update that could not
+    flush changes the engine's version only."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the version has changed."""
+
+    def relabel(self, version: str) -> None:
+        """Report another version from now on."""
+        self.version = version
+        self.changed.set()
 
 
 def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
-    """Return a body's generation; refuse a wrong request."""
+    """Make a generation from a request body.
+
+    Raises:
+        Refusal: The request is wrong.
+    """
     if not body.input_ids:
         raise Refusal(
             "Either text, input_ids or input_embeds should be provided. "
@@ -163,31 +175,14 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
         raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
     sampling = body.sampling_params or SamplingParams()
-    _check_sampling(sampling)
+    least, most = sampling.min_new_tokens, sampling.max_new_tokens
+    if sampling.temperature < 0:
+        raise Refusal(f"temperature must be a non-negative number, got {sampling.temperature}.")
+    if sampling.top_k == 0:
+        raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
+    if most is not None and least > most:
+        raise Refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
     return _generation(body.input_ids, sampling, rid=body.rid or uuid.uuid4().hex, model=model)
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
-    new, least = sampling.max_new_tokens, sampling.min_new_tokens
-    stops = [] if isinstance(sampling.stop, str) else sampling.stop or []
-    checks = {
-        f"temperature must be a non-negative finite number, got {temperature}.": (
-            math.isfinite(temperature) and temperature >= 0
-        ),
-        f"stop and stop_token_ids may have at most {MAX_STOPS} members each.": (
-            max(len(stops), len(sampling.stop_token_ids or [])) <= MAX_STOPS
-        ),
-        f"top_p must be in (0, 1], got {top_p}.": 0 < top_p <= 1,
-        f"top_k must be -1 (disable) or at least 1, got {top_k}.": top_k >= 1 or top_k == -1,
-        f"max_new_tokens must be at least 0, got {new}.": new is None or new >= 0,
-        f"min_new_tokens must be in [0, max_new_tokens({new})], got {least}.": (
-            least >= 0 and (new is None or least <= new)
-        ),
-    }
-    for text, holds in checks.items():
-        if not holds:
-            raise Refusal(text)
 
 
 def _generation(
@@ -224,7 +219,13 @@ def _generation(
 
 
 def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, Any]:
-    """Make SGLang's answer of a generation that ended; `version`: the engine's present one."""
+    """Make SGLang's answer from a generation that ended.
+
+    Args:
+        generation: The generation.
+        version: The engine's present version, for an answer without tokens.
+        logprobs: Whether to add log-probabilities.
+    """
     output, spans = generation.output, generation.spans
     meta: dict[str, Any] = {
         "id": generation.rid,
@@ -243,7 +244,7 @@ def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str,
 
 
 def _text(generation: Generation) -> str:
-    """Decode the output; what ended it is cut off, unless `no_stop_trim`."""
+    """Decode the output without its stop token or stop string, unless `no_stop_trim`."""
     finish, output = generation.finish or {}, generation.output
     matched = None if generation.sampling.no_stop_trim else finish.get("matched")
     text = generation.decode(output[:-1] if isinstance(matched, int) else output)

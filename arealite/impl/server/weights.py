@@ -1,4 +1,4 @@
-"""Loads models, and new weights into a live one: checked whole before the first byte is written.
+"""Loads models, and new weights into a live one, after a check of all names, shapes and numbers.
 
 SGLang pads or ignores tensors that do not fit; a server that generates from garbage and reports
 success would poison the training data.
@@ -7,8 +7,7 @@ success would poison the training data.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +20,34 @@ from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = {*DTYPES.values(), torch.float64}
 
 
 def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[], None]:
-    """Open a folder of safetensors and check it against the tensors of a model.
+    """Check a folder of safetensors against the tensors of a model.
 
-    Returns the function that copies everything into the model and closes the files.
+    Returns:
+        A function that copies everything into the model. The tensors are mapped from the files.
 
     Raises:
-        Refusal: the folder or a tensor does not fit; the model is untouched.
+        Refusal: The folder or a tensor does not fit; the model is untouched.
     """
-    with ExitStack() as stack:
-        copies = [_match(targets, name, file) for name, file in _open(path, stack)]
-        covered = {target.data_ptr() for target, _, _ in copies}
-        missing = [name for name, t in targets.items() if t.data_ptr() not in covered]
-        if missing:
-            raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
-        files = stack.pop_all()
-
-    def load() -> None:
-        with files, torch.no_grad():
-            for target, file, name in copies:
-                target.copy_(file.get_tensor(name))
-
+    named = [pair for file in _files(path) for pair in _read(file)]
+    load = stage_tensors(targets, named)
+    covered = {targets[name].data_ptr() for name, _ in named}
+    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
+    if missing:
+        raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
 
 
 def stage_tensors(
     targets: Mapping[str, torch.Tensor], named: list[tuple[str, torch.Tensor]]
 ) -> Callable[[], None]:
-    """Check tensors, perhaps of a part of the model; return the function that copies them into it.
+    """Check tensors, which may be a part of the model; return a function that copies them.
 
     Raises:
-        Refusal: one does not fit; the model is untouched.
+        Refusal: A tensor does not fit; the model is untouched.
     """
     copies = [(_target(targets, n, list(t.shape), t.dtype), t) for n, t in named]
     for (target, tensor), (name, _) in zip(copies, named, strict=True):
@@ -69,7 +62,11 @@ def stage_tensors(
 
 
 def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
-    """Check tensors that are still to come; Refusal: one would not fit."""
+    """Check the description of tensors before they are received.
+
+    Raises:
+        Refusal: A tensor would not fit.
+    """
     names = layout.names
     if not len(set(names)) == len(names) == len(layout.dtypes) == len(layout.shapes):
         why = "names, dtypes and shapes differ in length, or a name comes twice"
@@ -78,17 +75,6 @@ def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
             raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
         _target(targets, name, shape, kind)
-
-
-def _match(
-    targets: Mapping[str, torch.Tensor], name: str, file: Any
-) -> tuple[torch.Tensor, Any, str]:
-    held = file.get_slice(name)
-    dtype = held.get_dtype()
-    kind = torch.float32 if dtype in FLOATS else dtype
-    target = _target(targets, name, held.get_shape(), kind)
-    _check_finite(name, file.get_tensor(name), target)
-    return target, file, name
 
 
 def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -101,43 +87,51 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
 
 
 def _target(
-    targets: Mapping[str, torch.Tensor], name: str, shape: list[int], dtype: Any
+    targets: Mapping[str, torch.Tensor], name: str, shape: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the model's tensor for another one, which must have its shape and kind of number."""
+    """Return the model's tensor of a name, after a check of shape and kind of number.
+
+    Raises:
+        Refusal: It does not fit.
+    """
     target, wrong = targets.get(name), f"Failed to update weights: '{name}'"
     if target is None:
         raise Refusal(f"{wrong} is no tensor of the model.")
     if shape != list(target.shape):
         raise Refusal(f"{wrong} has shape {shape}, the model {list(target.shape)}.")
-    if target.is_floating_point() != getattr(dtype, "is_floating_point", False):
+    if target.is_floating_point() != (dtype in FLOATS):
         raise Refusal(f"{wrong} has dtype {dtype}, the model {target.dtype}.")
     return target
 
 
-def _open(path: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    try:  # kinds are looked at first: to open a FIFO blocks the process until somebody writes to it
+def _files(path: str) -> list[Path]:
+    """Return the safetensors files of a folder; refuse other kinds of files unopened."""
+    try:
         files = sorted(Path(path, n) for n in os.listdir(path) if n.endswith(".safetensors"))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error  # without the path, which may be long
         raise Refusal(f"Failed to get weights iterator: {path[:200]!r}: {why}") from error
-    if odd := [file for file in files if not file.is_file()]:
+    if odd := [file for file in files if not file.is_file()]:  # to open a FIFO would block
         raise Refusal(f"Failed to get weights iterator: {odd[0]} is not a regular file.")
     if not files:
         raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
-    for file in files:
-        try:
-            handle = stack.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
-        for name in handle.keys():  # noqa: SIM118  (not a dict)
-            yield name, handle
+    return files
+
+
+def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
+    """Return the names and tensors of a file, mapped into memory."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
 
 
 def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
     """Return (model in evaluation mode, tokenizer) of a Hugging Face folder.
 
     Raises:
-        UserError: there is no such model, or it is of a kind this server cannot run.
+        UserError: There is no such model, or this server cannot run it.
     """
     read_model(path)
     folder = Path(path).expanduser()
@@ -164,7 +158,11 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def pick_device(device: str) -> str:
-    """Turn "auto" into what this machine has; UserError: it lacks the GPU asked for."""
+    """Resolve "auto" to the device of this machine.
+
+    Raises:
+        UserError: `device` is a GPU, and there is none.
+    """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from arealite.api.tool import MCPServerConfig, Tool, ToolError
 from arealite.base import log
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.base.extras import extra, ours
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -110,7 +110,7 @@ class MCPServer:
         what, owner = f"the tools of MCP server {self.name}", "environment tools"
         try:
             on, seconds = f"MCP server {self.name}", config.start_timeout_s
-            async with deadline(what, owner=owner, on=on, seconds=seconds):
+            with Wait(what, owner=owner, on=on, seconds=seconds):
                 await session.begin()
         except BaseException as error:
             await session.end()

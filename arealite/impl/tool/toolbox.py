@@ -13,7 +13,7 @@ from arealite.api.tool import Tool, ToolError, ToolsEnvConfig, tools
 from arealite.base.errors import ArealiteError, DeadlineError, EpisodeError, UserError
 from arealite.base.registry import unknown
 from arealite.impl.tool.mcp import MCPServer, MCPTool
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 
 OWNER = "environment tools"
 States = dict[str, dict[str, Any]]
@@ -103,18 +103,18 @@ class Toolbox:
 
     async def _call(self, tool: Tool, call: ToolCall, state: dict[str, Any]) -> Answer:
         what, on = f"the answer of tool {call.name}", f"tool {call.name}"
-        timer, seconds = None, self.config.timeout_s
+        wait = Wait(what, owner=OWNER, on=on, seconds=self.config.timeout_s)
         try:
-            async with deadline(what, owner=OWNER, on=on, seconds=seconds) as timer:
+            with wait:
                 return Answer(self._cut(await tool.call(call.arguments, state)))
         except ToolError as error:
             return Answer(self._cut(f"error: {error}"), "failed")
         except DeadlineError:
-            if timer is None or not timer.expired():
+            if not wait.expired:
                 raise
             if isinstance(tool, MCPTool):
                 tool.server.check()
-            return Answer(f"error: timed out after {seconds:g} s", "timeout")
+            return Answer(f"error: timed out after {wait.seconds:g} s", "timeout")
         except ArealiteError:
             raise
         except Exception as error:

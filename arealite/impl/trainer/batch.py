@@ -1,9 +1,9 @@
 """Turns a Batch and this rank's payloads into training rows, and rows into minibatches.
 
-Here meet the contracts on which training rests: exact tokens, the staleness bound, and weights of
-the global batch. Everything that all ranks must agree on comes from the headers, which every rank
-has, so no communication is needed. Shape letters: T = tokens of one row, N = tokens that the policy
-sampled in one trajectory, over all its rows.
+This module checks what training relies on: exact tokens and the staleness bound. Token weights are
+computed from the headers of the whole batch, which every rank has, so ranks need not communicate.
+Shape letters: T = tokens of one row, N = tokens that the policy sampled in one trajectory, over all
+its rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = log.get(__name__)
 
 
 class Unusable(InvariantError):
-    """Groups of a batch cannot be trained; `groups` has the error of each, by id."""
+    """Some groups of a batch cannot be trained; `groups` maps their ids to errors."""
 
     def __init__(self, text: str, groups: dict[str, str]) -> None:
         super().__init__(text)
@@ -39,7 +39,7 @@ class Unusable(InvariantError):
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer update needs of this rank."""
+    """The rows of one optimizer update on this rank."""
 
     rows: list[Sequence]
     all_lengths: list[list[int]]
@@ -47,48 +47,51 @@ class Minibatch:
 
 
 @dataclass
-class Owned:
-    """A trajectory whose payload is here: a row for each of its segments, in their order."""
+class LocalTrajectory:
+    """A trajectory that this rank trains: a row for each of its segments, in their order."""
 
     index: int
-    """In the batch's headers."""
+    """Position of its header in the batch."""
     rows: list[Sequence]
     sampled: list[np.ndarray]
-    """bool [T] a row: tokens of the policy. The loss mask is that, less what is too old."""
+    """bool [T] for each row: tokens of the policy. The loss mask also excludes too old tokens."""
     versions: list[np.ndarray]
-    """int32 [T] a row; which policy version sampled each token, -1 elsewhere."""
+    """int32 [T] for each row: the policy version that sampled each token, -1 elsewhere."""
     rewards: list[np.ndarray]
-    """float32 [T] a row, as they were received."""
+    """float32 [T] for each row, as received."""
     bootstrap: float = 0.0
     """The critic's value of the state after a truncated episode."""
 
-    def pick(self, name: str) -> np.ndarray:
-        """Return a field of the sampled tokens, float64 [N]."""
+    def gather(self, name: str) -> np.ndarray:
+        """Return a field of all sampled tokens, float64 [N]."""
         arrays = [row.fields[name][mask] for row, mask in zip(self.rows, self.sampled, strict=True)]
         return np.concatenate(arrays).astype(np.float64)
 
-    def lay(self, name: str, values_N: np.ndarray | float) -> None:
-        """Make a value of each sampled token, or one of all tokens, a field of the rows."""
+    def scatter(self, name: str, values_N: np.ndarray | float) -> None:
+        """Set a field of the rows from values of the sampled tokens, or from one value for all."""
         begin = 0
         for row, mask in zip(self.rows, self.sampled, strict=True):
             if not isinstance(values_N, np.ndarray):
                 row.fields[name] = np.full(len(mask), values_N, np.float32)
                 continue
-            row.fields[name] = laid = np.zeros(len(mask), np.float32)
+            row.fields[name] = values_T = np.zeros(len(mask), np.float32)
             end = begin + np.count_nonzero(mask)
-            laid[mask] = values_N[begin:end]
+            values_T[mask] = values_N[begin:end]
             begin = end
 
     @property
     def rewards_N(self) -> np.ndarray:
-        """Return what each sampled token received, float64; a turn's without tokens goes before."""
+        """Return the reward of each sampled token, float64.
+
+        The reward of a turn without tokens is added to the sampled token before it.
+        """
         mask = np.concatenate(self.sampled)
         place = np.maximum(np.cumsum(mask) - 1, 0)
         return np.bincount(place, np.concatenate(self.rewards), np.count_nonzero(mask))
 
     @property
     def trained_N(self) -> np.ndarray:
-        """Which sampled tokens are in the loss."""
+        """Return whether each sampled token is in the loss, bool."""
         parts = zip(self.rows, self.sampled, strict=True)
         return np.concatenate([row.loss_mask[mask] for row, mask in parts])
 
@@ -105,29 +108,29 @@ class Owned:
 
 @dataclass
 class TrainBatch:
-    """Batch `step` as this rank trains it."""
+    """Batch `step` on this rank."""
 
     plan: Batch
-    owned: list[Owned]
-    """In the headers' order."""
+    local: list[LocalTrajectory]
+    """The trajectories that this rank trains, in the headers' order."""
     world_size: int
     scores: list[float] = field(default_factory=list)
-    """Shaped reward of each owned trajectory; [] where rewards count as they came."""
+    """Shaped reward of each local trajectory; [] where rewards are not shaped."""
 
     @property
     def step(self) -> int:
-        """Also the version that is trained."""
+        """Index of the batch, which is also the policy version that is trained."""
         return self.plan.step
 
     @property
     def headers(self) -> list[TrajectoryHeader]:
-        """Of the whole batch."""
+        """Headers of the whole batch."""
         return self.plan.headers
 
     @property
     def rows(self) -> list[Sequence]:
         """All rows of this rank."""
-        return [row for own in self.owned for row in own.rows]
+        return [row for trajectory in self.local for row in trajectory.rows]
 
     @property
     def all_lengths(self) -> list[list[int]]:
@@ -135,9 +138,9 @@ class TrainBatch:
         return self.lengths(range(len(self.headers)))
 
     def lengths(self, wanted: Collection[int], *, longer: Collection[int] = ()) -> list[list[int]]:
-        """Return row lengths of the `wanted` trajectories of every rank.
+        """Return the row lengths of the `wanted` trajectories by rank.
 
-        The last rows of the `longer` ones count one token more.
+        The last row of each trajectory in `longer` counts one token more.
         """
         lengths: list[list[int]] = [[] for _ in range(self.world_size)]
         for i in wanted:
@@ -147,17 +150,17 @@ class TrainBatch:
         return lengths
 
     def fill(self, name: str, arrays: Seq[np.ndarray]) -> None:
-        """Make an engine's output a field of the rows."""
+        """Set a field of the rows to an engine's output."""
         for row, values_T in zip(self.rows, arrays, strict=True):
             row.fields[name] = values_T
 
-    def minibatches(self, moving: Collection[int]) -> list[Minibatch]:
-        """Cut the batch into its updates, of the `moving` trajectories alone."""
+    def minibatches(self, included: Collection[int]) -> list[Minibatch]:
+        """Split the `included` trajectories into the minibatches of the batch's updates."""
         found = list[Minibatch]()
         for update in sorted(set(self.plan.minibatches)):
-            owners = enumerate(self.plan.minibatches)
-            trained = {i: None for i, owner in owners if owner == update and i in moving}
-            rows = [row for own in self.owned if own.index in trained for row in own.rows]
+            numbered = enumerate(self.plan.minibatches)
+            trained = {i: None for i, number in numbered if number == update and i in included}
+            rows = [row for each in self.local if each.index in trained for row in each.rows]
             found.append(Minibatch(rows, self.lengths(trained)))
         return found
 
@@ -165,9 +168,9 @@ class TrainBatch:
 def make_rows(
     batch: Batch, payloads: list[bytes], config: PPOConfig, *, world: World, link: TrainerLink
 ) -> TrainBatch | None:
-    """Return this rank's rows; None on every rank if any rank has a group that it cannot train.
+    """Return this rank's rows, or None on all ranks if one of them has a group it cannot train.
 
-    After None, the datapipe has set the groups aside: ask for the batch again.
+    Before None is returned, the datapipe has set such groups aside: request the batch again.
     """
     made, groups = None, dict[str, str]()
     try:
@@ -179,14 +182,14 @@ def make_rows(
         return made
     if groups:
         link.tell(messages.Unusable(batch.step, groups))
-    world.any(True)  # all ranks have told the datapipe before one asks again
+    world.barrier()  # no rank requests the batch again before all ranks have told the datapipe
     return None
 
 
 def make_train_batch(
     batch: Batch, payloads: Seq[bytes], config: PPOConfig, *, rank: int, world_size: int
 ) -> TrainBatch:
-    """Decode, check and weigh batch `batch.step` for one rank.
+    """Decode and check the trajectories of one rank, and compute their token weights.
 
     Raises:
         Unusable: payloads differ from their headers.
@@ -208,20 +211,20 @@ def make_train_batch(
     weights = _token_weights(batch, config)
     made = TrainBatch(batch, [], world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
-        header, own = batch.headers[index], Owned(index, [], [], [], [])
+        header, trajectory = batch.headers[index], LocalTrajectory(index, [], [], [], [])
         for segment in decode_segments(payload):
             row = _row(segment, weight=weights[index])
-            own.rows.append(row)
-            own.sampled.append(row.loss_mask)
-            own.versions.append(np.frombuffer(segment.versions, "<i4"))
-            own.rewards.append(np.frombuffer(segment.rewards, "<f4"))
-            _bound_staleness(row, own.versions[-1], header, step=batch.step, config=config)
-        made.owned.append(own)
+            trajectory.rows.append(row)
+            trajectory.sampled.append(row.loss_mask)
+            trajectory.versions.append(np.frombuffer(segment.versions, "<i4"))
+            trajectory.rewards.append(np.frombuffer(segment.rewards, "<f4"))
+            _bound_staleness(row, trajectory.versions[-1], header, step=batch.step, config=config)
+        made.local.append(trajectory)
     return made
 
 
 def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
-    """Return each trajectory's weight of a token; a sequence is a trajectory of the minibatch."""
+    """Return the weight of each trajectory's tokens within its minibatch."""
     weights = [0.0] * len(batch.headers)
     divisor = float(config.collector.sampling.max_new_tokens)
     for update in set(batch.minibatches):
@@ -245,7 +248,7 @@ def _row(segment: Segment, *, weight: float) -> Sequence:
 def _bound_staleness(
     row: Sequence, versions_T: np.ndarray, header: TrajectoryHeader, *, step: int, config: PPOConfig
 ) -> None:
-    """Mask tokens older than `max_staleness`; under `pace` and `drop` there are none."""
+    """Mask tokens older than `max_staleness`; under `wait` and `drop` there are none."""
     old_T = row.loss_mask & (versions_T < step - config.max_staleness)
     if not old_T.any():
         return

@@ -1,6 +1,6 @@
-"""What a training step logs: names, and how numbers of tokens, trajectories and ranks become one.
+"""The metrics of a training step, computed from tokens, trajectories and all ranks.
 
-Metrics are named here, as `group/name`; waits excepted, which are named where they are measured.
+Metrics are named here, as `group/name`. Only waits are named where they are measured.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explaine
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.impl.trainer.batch import TrainBatch
-from arealite.system.health.waits import ITSELF, waiting
+from arealite.system.health.waits import ITSELF, Wait
 from arealite.system.ledger.token_stats import TokenStats
 
 PLAIN = ("loss", "weight")
-"""Stats of a loss function that are not means over its tokens."""
+"""Stats of a loss function that are no sums over tokens."""
 ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded_tokens")
 """Stats that the engine adds."""
 
 
 FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
-"""A part is late when it takes this long the first time, or later this long and this many times
-its longest."""
+"""A part is late after FIRST_S the first time; later after SLOW_S and SLOW times its longest."""
 
 
 class Stopwatch:
-    """Where a step's seconds go; parts that are not named add up in `time/other_s`.
+    """Measures the parts of a step; the rest is `time/other_s`.
 
-    What runs is shown as a wait, so that a trainer that hangs in a computation is found.
+    A running part is shown as a wait, so that a trainer that hangs in a computation is found.
     """
 
     def __init__(self) -> None:
@@ -50,12 +49,10 @@ class Stopwatch:
         begin = time.perf_counter()
         longest = self._longest.get(name)
         late_s = FIRST_S if longest is None else max(SLOW_S, SLOW * longest)
-        is_wait = name.startswith("wait/")  # what it is for has names of its own
+        is_wait = name.startswith("wait/")  # the wait inside has a name of its own
         try:
             with (
-                nullcontext()
-                if is_wait
-                else waiting(name, owner="trainer", on=ITSELF, seconds=late_s)
+                nullcontext() if is_wait else Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
             ):
                 yield
         finally:
@@ -64,7 +61,7 @@ class Stopwatch:
             self._longest[name] = max(self._longest.get(name, 0.0), seconds)
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds since the last lap, whole and by part."""
+        """Return the seconds since the previous lap, in all and by part."""
         now = time.perf_counter()
         whole, parts = now - self._begin, self._parts
         self._begin, self._parts = now, {}
@@ -72,7 +69,7 @@ class Stopwatch:
 
 
 def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dict[str, float]:
-    """Describe the whole batch from its headers."""
+    """Compute the metrics of the whole batch from its headers."""
     count = len(headers)
     rewards, groups = [h.reward for h in headers], [(h.group_id, h.seat) for h in headers]
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
@@ -95,13 +92,13 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
         **{f"episode/wait/{name}": mean for name, mean in waits.items()},
         **{f"reward/parts/{name}": mean for name, mean in parts.items()},
-        **of_each(headers),
+        **metrics_by_source(headers),
         **{f"episode/{name}": value for name, value in group_counts(rewards, groups).items()},
     }
 
 
-def of_each(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
-    """Describe each source of tasks by itself, and each seat where there are several."""
+def metrics_by_source(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
+    """Compute metrics for each source of tasks, and for each seat where there are several."""
     found, seats = defaultdict[str, list[TrajectoryHeader]](list), {h.seat for h in headers}
     for h in headers:
         if h.source:
@@ -122,18 +119,18 @@ def of_each(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
 
 
 def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    """Return mean, min, max and std (population) of `values`, their names behind `prefix`."""
+    """Return mean, min, max and std (population) of `values`; `prefix` begins their names."""
     array = np.asarray(values, np.float64)
     numbers = {"mean": array.mean(), "min": array.min(), "max": array.max(), "std": array.std()}
     return {prefix + name: float(value) for name, value in numbers.items()}
 
 
 def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
-    """Return this rank's (sums, maxima) over its loss tokens; the world makes them global.
+    """Return this rank's (sums, maxima) over its loss tokens, to be combined over all ranks.
 
-    Rows that no update trained, and no pass before, have an age only.
+    Rows without prox_logprobs, which no update trained, count in the staleness only.
     """
-    pairs = [pair for own in batch.owned for pair in zip(own.rows, own.versions, strict=True)]
+    pairs = [pair for each in batch.local for pair in zip(each.rows, each.versions, strict=True)]
     ages = [batch.step - versions_T[row.loss_mask] for row, versions_T in pairs]
     every = np.concatenate(ages).astype(np.float64) if ages else np.zeros(0)
     pairs = [pair for pair in pairs if "prox_logprobs" in pair[0].fields]
@@ -174,8 +171,8 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def token_stats(batch: TrainBatch) -> TokenStats:
-    """Return what this rank knows of its sampled tokens; rows have their advantages."""
-    rows, sampled = batch.rows, [mask_T for own in batch.owned for mask_T in own.sampled]
+    """Return advantages and logprob differences of this rank's sampled tokens."""
+    rows, sampled = batch.rows, [mask_T for each in batch.local for mask_T in each.sampled]
     unseen = np.full(max(map(len, sampled), default=0), np.nan, np.float32)
     prox = [row.fields.get("prox_logprobs", unseen[: len(row.tokens)]) for row in rows]
     mask = np.concatenate([np.zeros(0, bool), *sampled])
@@ -187,10 +184,10 @@ def token_stats(batch: TrainBatch) -> TokenStats:
     behaviour = [row.fields["behav_logprobs"] for row in rows]
 
     def packed(values_N: np.ndarray) -> bytes:
-        with np.errstate(over="ignore"):  # what no half can hold is infinite
+        with np.errstate(over="ignore"):  # beyond float16: infinite
             return np.where(in_loss, values_N, np.nan).astype("<f2").tobytes()
 
-    headers = [batch.headers[own.index] for own in batch.owned]
+    headers = [batch.headers[each.index] for each in batch.local]
     return TokenStats(
         [header.trajectory_id for header in headers],
         [header.trained_tokens for header in headers],
@@ -200,7 +197,7 @@ def token_stats(batch: TrainBatch) -> TokenStats:
 
 
 def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Compare trainer and sampler, log π_prox and log π_behav, over all and over current tokens.
+    """Compare log π_prox (trainer) and log π_behav (sampler), over all and over current tokens.
 
     `mismatch/kl` estimates KL(π_behav ‖ π_prox) with k3 = ρ − 1 − log ρ, ρ = π_prox / π_behav, and
     `policy/reference_kl` KL(π_prox ‖ π_ref).
@@ -224,7 +221,7 @@ def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dic
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average the updates of a step; a loss's sums become means over its tokens."""
+    """Average the stats of a step's updates; sums of a loss become means over its tokens."""
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for update in stats:
         weight = update.get("weight", 1.0) or 1.0
@@ -246,21 +243,22 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {"update/count": float(len(stats)), **metrics}
 
 
-def throughput(line: Mapping[str, float], *, before: float | None) -> dict[str, float]:
+def throughput(metrics: Mapping[str, float], *, before: float | None) -> dict[str, float]:
     """Return the step's tokens per second.
 
-    Workers count generated tokens since their start; `before` is where they stood at the last
-    line, None where that is not known.
+    Args:
+        before: tokens that workers had generated since their start at the previous step; None where
+            that is not known.
     """
-    seconds = line["time/step_s"]
-    rates = {"throughput/trained_tokens_per_s": line["throughput/trained_tokens"] / seconds}
-    generated = line.get("rollout/tokens", 0.0)
+    seconds = metrics["time/step_s"]
+    rates = {"throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds}
+    generated = metrics.get("rollout/tokens", 0.0)
     if before is not None and generated > before:
         rates["throughput/generated_tokens_per_s"] = (generated - before) / seconds
     return rates
 
 
 def publish_metrics(report: PublishReport) -> dict[str, float]:
-    """Lay out what a publish cost."""
+    """Return the costs of a publish as metrics."""
     numbers = asdict(report) | {"quarantined": len(report.quarantined)}
     return {f"publish/{name}": float(value) for name, value in numbers.items()}

@@ -1,7 +1,7 @@
-"""Training on rows that exist: the loop that sft, dpo and reward share.
+"""Offline training: the loop that sft, dpo and reward share, over the rows of a dataset.
 
-Which rows a step sees is a pure function of the step, so the step is all that a checkpoint has to
-know of the data, and a resumed run is the run that was not interrupted, bit for bit on a CPU.
+The rows of a step depend on the step only. So a checkpoint needs no other position in the data, and
+a resumed run equals an uninterrupted one, bit for bit on a CPU.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,66 +18,64 @@ import torch
 
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
-from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
-from arealite.api.trainer import Trainer
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.impl.engine import checkpoint
-from arealite.impl.trainer.metrics import ENGINE, Stopwatch
-from arealite.impl.trainer.parts import (
-    Parts,
-    StopRequest,
-    assemble,
-    find_checkpoint,
-    let_go_of,
-    make_engine,
-)
+from arealite.impl.engine.batch import collate
+from arealite.impl.trainer.base import BaseTrainer
+from arealite.impl.trainer.components import TrainerComponents, make_engine
+from arealite.impl.trainer.metrics import ENGINE
 from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
 from arealite.system.data.dataset import permutation
 
 logger = log.get(__name__)
 
+CPU = torch.device("cpu")
 Unit = list[Sequence]
-"""Rows that stand together: one, or a preferred one and another."""
+"""The rows of one example: one, or a preferred and a rejected one."""
 
 
 @dataclass
 class Rows:
-    """What an update, or an evaluation, needs of this rank."""
+    """The rows of an update, or of an evaluation, on this rank."""
 
     rows: list[Sequence]
     all_lengths: list[list[int]]
+    """Lengths of the rows of every rank."""
     examples: int
-    """Rows (pairs) of all ranks with something to learn."""
+    """Number of examples on all ranks."""
 
 
-class OfflineTrainer(Trainer):
-    """One rank of a supervised run; subclasses make rows and a loss of examples."""
+class OfflineTrainer(BaseTrainer):
+    """One rank of a supervised run; subclasses make the rows and the loss."""
 
     head: Head = "lm"
-    together = 1
+    rows_per_example = 1
     stats: tuple[str, ...]
-    """What the loss tells of a batch: means over its tokens or pairs."""
+    """Names of the loss function's stats: means over the tokens or pairs of a batch."""
 
-    def __init__(self, config: ExperimentConfig, parts: Parts | None = None) -> None:
-        self.config, self.offline = config, config.trainer.offline
-        self.stop = StopRequest()
-        self.train_rows, self.held_out_rows = read_dataset(config)
-        self.total_steps = count_steps(config, len(self.train_rows))
-        self.parts = parts or assemble(config, self.load_engines)
-        self.world, self.engine = self.parts.world, self.parts.engine
+    def __init__(
+        self, config: ExperimentConfig, components: TrainerComponents | None = None
+    ) -> None:
+        self.offline = config.trainer.offline
+        self.checkpoint_keep = self.offline.checkpoint_keep
+        super().__init__(config, components, self.load_engines)
         self.encode = make_encoder(config, load_tokenizer(config.model.path))
         self.identity = identity_of_rows(config, self.train_rows)
         self.loss_fn = self.make_loss()
-        self.clock = Stopwatch()
-        self.saved_step: int | None = None
-        self.maker = ThreadPoolExecutor(1, "rows")
-        """The one thread that tokenises: a batch ahead of the update."""
+        self.tokenizing = ThreadPoolExecutor(1, "rows")
+        """One thread, which makes the next batch during an update."""
         self.ahead: dict[int, Future[Rows]] = {}
+        self.close_at_end(partial(self.tokenizing.shutdown, cancel_futures=True))
+
+    def read_data(self) -> None:
+        """Read the dataset, on which the number of steps depends."""
+        self.train_rows, self.held_out_rows = read_dataset(self.config)
+        self.total_steps = count_steps(self.config, len(self.train_rows))
 
     def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
-        """Load the models, as Parts name them."""
+        """Load the model that is trained."""
         training = Training(self.offline.optimizer, self.offline.lr, self.total_steps)
         return {"engine": make_engine(config, training=training, head=self.head)}
 
@@ -87,10 +85,10 @@ class OfflineTrainer(Trainer):
 
     @abstractmethod
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
-        """Return training rows, weighted as shares of all of them; one without loss is left out."""
+        """Make the rows of a batch, skipping examples without loss; loss weights sum to 1."""
 
     def prepare(self, batch: Rows) -> None:
-        """Give this rank's rows what only a model can; nothing here."""
+        """Set the fields of this rank's rows that need a model; none here."""
 
     def train(self) -> None:
         """Train to the last step, or until asked to stop; leave a checkpoint."""
@@ -101,28 +99,30 @@ class OfflineTrainer(Trainer):
                 stats = self.update(batch)
                 step += 1
                 self.log(step, batch, stats)
-                self.keep(step)
+                self.checkpoint_and_eval(step)
             self.end(step)
         finally:
             self.close()
 
-    # ------------------------------------------------------------ the verbs of a step
+    # ------------------------------------------------------------ a step
 
     def is_over(self, step: int) -> bool:
-        """Say whether training ends before `step`, on every rank alike."""
+        """Return whether training ends before `step`; the same on every rank."""
         return step >= self.total_steps or self.world.any(self.stop.asked)
 
     def next_batch(self, step: int) -> Rows:
-        """Wait for batch `step`; the one after it is made meanwhile."""
+        """Return batch `step`, and start to make the one after it."""
         for each in range(step, min(step + 2, self.total_steps)):
             if each not in self.ahead:
-                self.ahead[each] = self.maker.submit(self.make_batch, each)
+                self.ahead[each] = self.tokenizing.submit(self.make_batch, each)
         with self.clock("time/rows_s"):
             return self.ahead.pop(step).result()
 
     def make_batch(self, step: int) -> Rows:
-        """Make batch `step`: the next rows of its epoch's seeded order; an epoch's last batch may
-        be smaller."""
+        """Make batch `step`: the next rows in the seeded order of its epoch.
+
+        The last batch of an epoch may be smaller.
+        """
         train, size = self.train_rows, self.offline.batch_size
         epoch, place = divmod(step, count_batches(len(train), size))
         order: Seq[int] = range(len(train))
@@ -131,7 +131,7 @@ class OfflineTrainer(Trainer):
         return self.deal([train[i] for i in order[place * size : (place + 1) * size]])
 
     def deal(self, rows: list[Row]) -> Rows:
-        """Encode rows, weigh them as one batch, and give each rank about equal tokens."""
+        """Encode and weight the rows of one batch; every rank gets about the same tokens."""
         units = self.make_units([self.encode(row) for row in rows])
         lengths = [[len(row.tokens) for row in unit] for unit in units]
         owners = balance([sum(each) for each in lengths], ranks=self.world.size)
@@ -142,15 +142,17 @@ class OfflineTrainer(Trainer):
         return Rows(mine, all_lengths, len(units))
 
     def update(self, batch: Rows) -> dict[str, float]:
-        """Apply one optimizer update; none where no row has anything to learn."""
+        """Apply one optimizer update; none where no row has a loss."""
         if not batch.examples:
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
             self.prepare(batch)
             rows, lengths = batch.rows, batch.all_lengths
-            return self.engine.train_batch(rows, lengths, self.loss_fn, together=self.together)
+            return self.engine.train_batch(
+                rows, lengths, self.loss_fn, rows_per_example=self.rows_per_example
+            )
 
-    def keep(self, step: int) -> None:
+    def checkpoint_and_eval(self, step: int) -> None:
         """Evaluate and checkpoint where they are due."""
         every = self.offline.checkpoint_every_steps
         if self.is_evaluation_due(step):
@@ -159,103 +161,83 @@ class OfflineTrainer(Trainer):
             self.checkpoint(step)
 
     def log(self, step: int, batch: Rows, stats: dict[str, float]) -> None:
-        """Write the step's line."""
-        line = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
-        line |= self.clock.lap()
+        """Write the step's metrics."""
+        metrics = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
+        metrics |= self.clock.lap()
         tokens = float(sum(map(sum, batch.all_lengths)))
-        line |= {
+        metrics |= {
             "train/examples": float(batch.examples),
             "train/epoch": float(
                 (step - 1) // count_batches(len(self.train_rows), self.offline.batch_size)
             ),
             "train/total_steps": float(self.total_steps),
-            "throughput/trained_tokens_per_s": tokens / line["time/step_s"],
+            "throughput/trained_tokens_per_s": tokens / metrics["time/step_s"],
         }
-        for sink in self.parts.loggers:
-            sink.log(step, line)
-        logger.info("step trained", step=step, loss=stats.get("loss"), seconds=line["time/step_s"])
+        self.write_metrics(step, metrics)
+        seconds = metrics["time/step_s"]
+        logger.info("step trained", step=step, loss=stats.get("loss"), seconds=seconds)
 
     # ------------------------------------------------------------ begin and end
 
     def begin(self) -> int:
         """Resume or start; return the step."""
-        step, path = 0, find_checkpoint(self.config)
-        if path is not None:
-            extra = self.engine.load(path)
-            step = self.saved_step = int(extra["step"])
-            if (begun := extra.get("identity")) != self.identity:
-                raise UserError(
-                    f"{path} was begun with {begun}, now it is {self.identity}: put that back, or "
-                    "choose another trial_name."
-                )
-        logger.info("training starts", step=step, of=self.total_steps, checkpoint=str(path))
-        for sink in self.parts.loggers:
-            sink.rewind(step)
+        step, progress = self.load_checkpoint()
+        if progress and (begun := progress.get("identity")) != self.identity:
+            raise UserError(
+                f"{self.paths.checkpoints} was begun with {begun}, now it is {self.identity}: put "
+                "that back, or choose another trial_name."
+            )
+        self.rewind_metrics(step)
         if self.is_evaluation_due(step):
             self.evaluate(step)
         self.clock.lap()
         return step
 
     def end(self, step: int) -> None:
-        """Leave a checkpoint; after the last step also an evaluation and the exported model."""
+        """Write a checkpoint; after the last step also evaluate and export the model."""
         finished = step >= self.total_steps
         if finished and self.held_out_rows:
             self.evaluate(step)
         if self.saved_step != step:
             self.checkpoint(step)
         if finished:
-            self.engine.export(run_paths(self.config).export)
+            self.engine.export(self.paths.export)
         logger.info("training ends", step=step, finished=finished)
 
-    def checkpoint(self, step: int) -> None:
-        """Write a checkpoint of the steps below `step`, and remove old ones."""
-        folder = run_paths(self.config).checkpoints
-        with self.clock("time/checkpoint_s"):
-            extra = {"step": step, "identity": self.identity}
-            self.engine.save(folder / f"step-{step:06d}", extra)
-            self.saved_step = step
-            if self.world.lead:
-                checkpoint.prune(folder, self.offline.checkpoint_keep)
-
-    def close(self) -> None:
-        """Let go of the thread, files, the process group and signals."""
-        sinks = [sink.close for sink in self.parts.loggers]
-        let_go_of([self.end_making, *sinks, self.world.leave, self.stop.restore])
-
-    def end_making(self) -> None:
-        """End the thread; batches that nobody will see are not made."""
-        self.maker.shutdown(cancel_futures=True)
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Return what must not change within a trial."""
+        return {"identity": self.identity}
 
     # ------------------------------------------------------------ held-out rows
 
     def is_evaluation_due(self, step: int) -> bool:
-        """Whether the model before `step` is evaluated; the last one is left to the end."""
+        """Return whether the model before `step` is evaluated; the last one is left to `end`."""
         every = self.offline.eval_every_steps
         due = step == 0 or (every > 0 and step % every == 0)
         return bool(self.held_out_rows) and due and step < self.total_steps
 
     @cached_property
     def held_out(self) -> Rows:
-        """The held-out rows as one batch: made once, as neither they nor the reference change."""
-        batch = self.maker.submit(self.deal, self.held_out_rows).result()
+        """The held-out rows as one batch, made once: neither they nor the reference change."""
+        batch = self.tokenizing.submit(self.deal, self.held_out_rows).result()
         self.prepare(batch)
         return batch
 
     def evaluate(self, step: int) -> None:
-        """Write the loss of the held-out rows as a line of its own."""
+        """Write the loss of the held-out rows, in a line of its own."""
         with self.clock("time/eval_s"):
             batch = self.held_out
             outputs = self.engine.forward(batch.rows, batch.all_lengths)
-            stats = self.loss_fn(flatten(batch.rows, outputs))[1] if batch.rows else {}
+            stats = self.loss_fn(as_loss_input(batch.rows, outputs))[1] if batch.rows else {}
             sums = self.world.sum({name: float(stats.get(name, 0.0)) for name in self.stats})
-        named = {f"eval/{name}": value for name, value in sums.items()}
-        logger.info("evaluated", step=step, **named)
-        for sink in self.parts.loggers:
-            sink.log(step, named)
+        metrics = {f"eval/{name}": value for name, value in sums.items()}
+        logger.info("evaluated", step=step, **metrics)
+        self.write_metrics(step, metrics)
 
 
 def count_batches(rows: int, batch_size: int) -> int:
-    """Return how many batches an epoch has."""
+    """Return the number of batches of an epoch."""
     return -(-rows // batch_size)
 
 
@@ -266,17 +248,13 @@ def count_steps(config: ExperimentConfig, rows: int) -> int:
     return min(steps, offline.max_steps or steps)
 
 
-def flatten(rows: Seq[Sequence], outputs: dict[str, list[np.ndarray]]) -> LossInput:
-    """Lay rows and their outputs out as a loss function sees one micro-batch."""
-    masks = [row.loss_mask for row in rows]
-
-    def flat(arrays: Seq[np.ndarray]) -> torch.Tensor:
-        parts = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32))
-
-    counts = torch.tensor([int(mask.sum()) for mask in masks])
-    return LossInput(
-        {name: flat(arrays) for name, arrays in outputs.items()},
-        torch.repeat_interleave(torch.arange(len(rows)), counts),
-        {name: flat([row.fields[name] for row in rows]) for name in rows[0].fields},
-    )
+def as_loss_input(rows: Seq[Sequence], outputs: dict[str, list[np.ndarray]]) -> LossInput:
+    """Return rows and their outputs of `TrainEngine.forward` as input of a loss function."""
+    names = list(outputs)
+    joined = [
+        replace(row, fields=row.fields | dict(zip(names, values, strict=True)))
+        for row, *values in zip(rows, *outputs.values(), strict=True)
+    ]
+    batch = collate(joined, CPU)
+    fields = dict(batch.fields)
+    return LossInput({name: fields.pop(name) for name in names}, batch.rows_N, fields)

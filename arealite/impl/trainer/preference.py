@@ -1,4 +1,4 @@
-"""Learning from pairs of answers: DPO trains the policy itself, `reward` a model that scores."""
+"""Training on pairs of answers: DPO trains the policy itself, `reward` a model that scores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from arealite.algo.preference import bradley_terry, make_dpo_loss
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence
+from arealite.impl.trainer.components import make_reference
 from arealite.impl.trainer.offline import OfflineTrainer, Rows, Unit
-from arealite.impl.trainer.parts import make_reference
 from arealite.system.data.chats import ASSISTANT, Example
 
 PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
@@ -19,7 +19,7 @@ PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
 class DPOTrainer(OfflineTrainer):
     """Direct preference optimization; the reference is a second engine, which is frozen."""
 
-    together, stats = 2, PAIR_STATS
+    rows_per_example, stats = 2, PAIR_STATS
 
     def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
         made, dpo = super().load_engines(config), config.trainer.dpo
@@ -31,15 +31,15 @@ class DPOTrainer(OfflineTrainer):
         return make_dpo_loss(self.config.trainer.dpo)
 
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
-        """Every pair weighs the same; one whose prompt leaves no room for an answer is left out."""
+        """Make two rows of each pair, of equal weight; skip pairs whose prompt leaves no answer."""
         whole = [pair for pair in examples if all(is_learned(each).any() for each in pair)]
         return [[self._row(each, 1.0 / len(whole)) for each in pair] for pair in whole]
 
     def prepare(self, batch: Rows) -> None:
-        """Ask the reference for its logprobs."""
-        if self.parts.reference is None:
+        """Set the field `ref_logprobs` of the rows."""
+        if self.components.reference is None:
             return
-        outputs = self.parts.reference.forward(batch.rows, batch.all_lengths)
+        outputs = self.components.reference.forward(batch.rows, batch.all_lengths)
         for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
             row.fields["ref_logprobs"] = logprobs_T
 
@@ -52,18 +52,18 @@ class DPOTrainer(OfflineTrainer):
 class RewardTrainer(OfflineTrainer):
     """A Bradley–Terry reward model: its score of a text is the value after the last token."""
 
-    together, head, stats = 2, "value", PAIR_STATS
+    rows_per_example, head, stats = 2, "value", PAIR_STATS
 
     def make_loss(self) -> LossFn:
         return bradley_terry
 
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
-        """Every pair weighs the same."""
+        """Make two rows of each pair, of equal weight."""
         return [[self._row(each, 1.0 / len(examples)) for each in pair] for pair in examples]
 
     @staticmethod
     def _row(example: Example, weight: float) -> Sequence:
-        # A value belongs to the token that comes next; any token stands for the one that would.
+        # A value belongs to the token that comes next: append any token as that one.
         tokens_T = np.append(example.tokens, example.tokens[-1:])
         mask_T = np.arange(len(tokens_T)) == len(tokens_T) - 1
         fields = {"loss_weight": np.full(len(tokens_T), weight, np.float32)}
@@ -71,7 +71,7 @@ class RewardTrainer(OfflineTrainer):
 
 
 def is_learned(example: Example) -> np.ndarray:
-    """Return where an answer's tokens are, bool [T]; never the first token."""
+    """Return which tokens are of an answer, bool [T]; never the first token."""
     mask_T = example.kinds == ASSISTANT
     mask_T[:1] = False
     return mask_T

@@ -1,7 +1,7 @@
 """Trains steps of a run again from its ledger, and compares the parameters after each of them.
 
-The trainer is the run's own; only its links are others, and it publishes nothing. So whatever the
-run's asynchrony, interruptions and restarts could have changed shows as another fingerprint.
+The trainer is the run's own class, with links that read the ledger. It publishes nothing. So any
+effect of the run's asynchrony, interruptions and restarts shows as a different fingerprint.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
 from arealite.base.errors import ArealiteError, InvariantError
-from arealite.impl.trainer.parts import Parts, make_engines
+from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
 from arealite.impl.trainer.world import World
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from arealite.system.ledger.payloads import unlike
 
 
 class Differs(ArealiteError):
-    """A step's replay is not what the run did; the message names the step."""
+    """The replay of a step differs from the run; the message names the step."""
 
 
 class LedgerLink:
-    """Answers a trainer as TrainerLink does, from the ledger alone; the run ends before `stop`."""
+    """Answers a trainer as TrainerLink does, from the ledger; training ends before step `stop`."""
 
     ticket = 0
 
@@ -52,7 +52,7 @@ class LedgerLink:
         return TrainerReady(step, 0)
 
     def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]] | None:
-        """Return this rank's shard of the batch that the run trained as `step`, in its order."""
+        """Return this rank's shard of the batch that the run trained as `step`."""
         if step >= self._stop:
             return None
         query = "SELECT trained FROM steps WHERE step = ?"
@@ -112,8 +112,9 @@ def replay(
 ) -> None:
     """Train the steps before `stop` as one rank, on from the checkpoint in `scratch` if any.
 
-    `leave` ends with a checkpoint there. `on_step` is called on rank 0 with each step that is
-    equal.
+    Args:
+        leave: whether to end with a checkpoint in `scratch`.
+        on_step: called on rank 0 with each step that is equal.
 
     Raises:
         Differs: a step is not.
@@ -131,16 +132,6 @@ def replay(
     trainer_class: Any = trainers.get(config.trainer.type)
 
     class Replayer(trainer_class):
-        due: int
-
-        def begin(self) -> int:
-            self.due = super().begin()
-            return self.due
-
-        def report(self, batch: Any, stats: Any) -> None:
-            super().report(batch, stats)
-            self.due += 1
-
         def publish(self, version: int) -> None:
             self.version = version
 
@@ -148,10 +139,11 @@ def replay(
             if leave:
                 super().checkpoint(step)
 
-    world = World.join(threads=config.launcher.trainer_threads, seed=config.seed)
+    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
-    trainer = Replayer(config, Parts(world, **make_engines(config), connect=link))
+    engines = load_ppo_engines(config)
+    trainer = Replayer(config, TrainerComponents(world, **engines, connect=link))
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:
-        raise Differs(f"step {trainer.due + 1} cannot be trained again: {error}") from error
+        raise Differs(f"step {trainer.version + 1} cannot be trained again: {error}") from error

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows weighted by who wrote each token, and the cross entropy."""
+"""Supervised fine-tuning: cross entropy, with a weight for each token by its author."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arealite.system.data.chats import ASSISTANT, Example
 
 
 class SFTTrainer(OfflineTrainer):
-    """Learns what assistants wrote, what environments answered, or both."""
+    """Trains on tokens of assistants, of environments, or of both."""
 
     stats = ("loss", "answer", "next_state", "entropy")
 
@@ -19,13 +19,16 @@ class SFTTrainer(OfflineTrainer):
         return cross_entropy
 
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
-        """Weigh tokens by kind; a batch's weights sum to 1, so its loss is a weighted mean over
-        tokens."""
+        """Make a row of each example.
+
+        Tokens are weighted by kind. The weights of a batch sum to 1, so its loss is a weighted mean
+        over tokens.
+        """
         sft, units = self.config.trainer.sft, list[Unit]()
         weight_of = np.array([0.0, sft.assistant_weight, sft.next_state_weight])
         weights = [weight_of[example.kinds] for (example,) in examples]
         for weight_T in weights:
-            weight_T[:1] = 0.0  # nothing comes before it
+            weight_T[:1] = 0.0  # no token comes before it
         total = sum(float(weight_T.sum()) for weight_T in weights)
         for (example,), weight_T in zip(examples, weights, strict=True):
             fields = {

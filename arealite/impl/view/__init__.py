@@ -1,1 +1,1 @@
-"""What people look at: the live panel, and the report of a run."""
+"""The live panel and the report of a run."""

@@ -1,6 +1,6 @@
-"""One panel that shows what a run is doing: a pure function of a snapshot.
+"""One panel that shows the state of a run: a pure function of a snapshot.
 
-Shapes and numbers say everything, so it can be read without colours and copied as text.
+Shapes and numbers carry all information, so the panel is readable without colours and as text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from arealite.system.names.registry import Entry
 MAX_WIDTH, BAR, SPARK, SERVERS, FINDINGS = 118, 10, 20, 8, 3
 SHAPES = "█▓▒░"
 STYLES = ("cyan", "green", "yellow", "dim")
-"""Of a bar's parts; the last is the rest."""
+"""Styles of a bar's parts; the last one is for the rest."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 Row = tuple[int, str, Text]
-"""How soon it is left out where there is no room, its label, and what it says."""
+"""Rank (the highest is left out first in a small terminal), label, and text."""
 
 
 def panel(shot: Snapshot, *, width: int = MAX_WIDTH, height: int = 100) -> RenderableType:
-    """Show a run, in at most `height` lines: what matters least is left out first."""
+    """Return the panel of a run, of at most `height` lines; the least important rows go first."""
     rows = [*progress(shot), *shares(shot), *weights(shot), *health(shot)]
-    if not rows[-1][2]:  # nothing came of the last part
+    if not rows[-1][2]:  # no row of the last part follows the blank one
         rows.pop()
     while len(rows) > max(height - 2, 1):
         rows.remove(max(rows, key=lambda row: row[0]))
@@ -46,7 +46,7 @@ def panel(shot: Snapshot, *, width: int = MAX_WIDTH, height: int = 100) -> Rende
 
 
 def progress(shot: Snapshot) -> Iterator[Row]:
-    """Say how far it is, and what came of it."""
+    """Yield the rows on progress and results."""
     metrics, newest, total = shot.metrics, shot.metrics.newest, shot.total_steps
     seconds = [line.get("time/step_s", 0.0) for line in metrics.recent]
     text = f"{metrics.steps:,} of {f'{total:,}' if total else '?'}"
@@ -77,7 +77,7 @@ def progress(shot: Snapshot) -> Iterator[Row]:
 
 
 def shares(shot: Snapshot) -> Iterator[Row]:
-    """Show where the time of each role went in the newest steps."""
+    """Yield a bar per role: its time in the newest steps, by part."""
     lines = [*shot.metrics.recent]
     if lines:
         yield 9, "", Text()
@@ -88,7 +88,7 @@ def shares(shot: Snapshot) -> Iterator[Row]:
 
 
 def weights(shot: Snapshot) -> Iterator[Row]:
-    """Say what the weight updates cost."""
+    """Yield the seconds of the weight updates, by part."""
     curves = {part: shot.metrics.curves.get(f"publish/{part}_s") for part in PUBLISHING}
     found = {part: values for part, values in curves.items() if values}
     if found:
@@ -101,7 +101,7 @@ def weights(shot: Snapshot) -> Iterator[Row]:
 
 
 def health(shot: Snapshot) -> Iterator[Row]:
-    """Say who is there, what failed, and who holds the run up."""
+    """Yield the rows on servers, failures, and roles that block the run."""
     newest, failed = shot.metrics.newest, sorted(shot.failures.items())
     yield 9, "", Text()
     if shot.servers or "publish/version" in newest:
@@ -109,13 +109,13 @@ def health(shot: Snapshot) -> Iterator[Row]:
     if failed or "rollout/episodes" in newest:
         said = ", ".join(f"{name} {count:,}" for name, count in failed)
         yield 5 - 4 * bool(failed), "failures", Text(said or "none")
-    label = "held up by" if any(each.victims for each in shot.findings) else "in trouble"
+    label = "held up by" if any(each.waiters for each in shot.findings) else "in trouble"
     for number, finding in enumerate(shot.findings[:FINDINGS]):
         yield number, "" if number else label, Text(describe(finding), "bold red")
 
 
 def servers(entries: Sequence[Entry]) -> Iterator[Row]:
-    """Say which servers live, all of them together and each."""
+    """Yield a row on all live servers, and one per server."""
     if len(entries) != 1:
         yield 2, "servers", Text(f"{len(entries)} live{told(entries)}")
     for number, entry in enumerate(entries[:SERVERS]):
@@ -124,7 +124,7 @@ def servers(entries: Sequence[Entry]) -> Iterator[Row]:
 
 
 def told(entries: Sequence[Entry]) -> str:
-    """Say what servers say of themselves: versions, and requests that run and wait."""
+    """Return the servers' versions, pauses, and numbers of running and waiting requests."""
     versions = sorted({str(entry.value.get("version")) for entry in entries})
     loads = [load for entry in entries if (load := entry.value.get("load"))]
     text = f"  version {' '.join(versions)}" if versions else ""
@@ -136,7 +136,7 @@ def told(entries: Sequence[Entry]) -> str:
 
 
 def spark(values: Sequence[float]) -> str:
-    """Draw a curve in at most SPARK characters, from its lowest to its highest."""
+    """Draw a curve in at most SPARK characters, scaled from its minimum to its maximum."""
     count = min(SPARK, len(values))
     means = [
         fmean(values[i * len(values) // count : (i + 1) * len(values) // count])
@@ -147,7 +147,7 @@ def spark(values: Sequence[float]) -> str:
 
 
 def bar(parts: Mapping[str, float]) -> Text:
-    """Draw a role's parts as one bar, with a legend; their shares add up to 100."""
+    """Draw a role's parts as one bar with a legend; the shares add up to 100."""
     named = [part for part in parts if part != "other"]
     largest = sorted(named, key=lambda part: -parts[part])[: len(SHAPES) - 1]
     shown = {part: parts[part] for part in named if part in largest}

@@ -1,8 +1,8 @@
-"""Writes the report of a run: one HTML file that needs nothing else, neither network nor server.
+"""Writes the report of a run: one HTML file that needs neither network nor server.
 
-Order is what makes it open at once: the page, the table and the curves come first, the tokens after
-them. What a trajectory says is data of people unknown: it is in the file as compressed bytes only,
-and the page may run no script but its own.
+The page, the table and the curves come first in the file and the tokens last, so that a browser
+draws a large report at once. The text of trajectories is untrusted: the file holds it as compressed
+bytes only, and the page's policy allows no script but its own.
 """
 
 from __future__ import annotations
@@ -25,20 +25,27 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.view import report_rows, report_run
-from arealite.impl.view.report_text import Vocabulary
+from arealite.impl.view.report_text import Vocabulary, id_table
 
 HERE = Path(__file__).parent
-SCRIPTS = "data", "charts", "run", "table", "tokens", "main"
-"""report_<name>.js, in the order in which they stand in the page."""
+STYLES = "vendor/uPlot.min.css", "report.css"
+SCRIPTS = "base", "tokens", "charts", "run", "detail", "browser"
+"""report_<name>.js, in their order in the page, after uPlot."""
 
 
 def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
-    """Write the report of a run, which may be going on, with at most so many trajectories.
+    """Write the report of a finished or running run.
 
-    Returns how many are in it, how many there are, and the file's bytes.
+    Args:
+        paths: The run's files.
+        out: The file to write.
+        most: Maximum number of trajectories in the report.
+
+    Returns:
+        The number of trajectories "shown", of all "trajectories", and the file's "bytes".
 
     Raises:
-        UserError: the folder is no run's, or the file cannot be written.
+        UserError: The folder is not a run's, or the file cannot be written.
     """
     if not (paths.config.exists() or paths.metrics.exists() or paths.ledger.exists()):
         raise UserError(f"{paths.root} is no run. Name its folder, as in runs/EXPERIMENT/TRIAL.")
@@ -50,7 +57,7 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
     except OSError as error:
         raise UserError(f"cannot write {out}: {error}. Name another file with --out.") from error
     finally:
-        with suppress(OSError):  # not there, or nothing can be
+        with suppress(OSError):  # already renamed, or never created
             temporary.unlink()
     return {**counts, "bytes": out.stat().st_size}
 
@@ -67,7 +74,7 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
         for name, packed in zip("tx", chunks.pack(chunk), strict=True):
             file.write(block(f"{name}{number}", packed))
     vocabulary = Vocabulary.find(model_folders(paths))
-    words = vocabulary.table(chunks.ids) if vocabulary else None
+    words = vocabulary.table(chunks.ids) if vocabulary else id_table(chunks.ids)
     file.write(block("end", {"vocabulary": words, "unreadable": chunks.unreadable}))
     file.write("</body></html>\n")
     return counts
@@ -75,9 +82,10 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
 
 def page(name: str, about: dict[str, Any]) -> str:
     """Return the page up to where its tokens begin."""
-    style = (HERE / "report.css").read_text("utf-8")
-    scripts = "\n".join((HERE / f"report_{n}.js").read_text("utf-8") for n in SCRIPTS)
-    script = f'"use strict";\n(() => {{\n{scripts}\n}})();\n'
+    style = "\n".join(_text(file) for file in STYLES)
+    own = "\n".join(_text(f"report_{script}.js") for script in SCRIPTS)
+    uplot = f"/* {_text('vendor/uPlot.LICENSE')} */\n{_text('vendor/uPlot.iife.min.js')}"
+    script = f'{uplot}\n"use strict";\n(() => {{\n{own}\n}})();\n'
     allowed = {"style-src": style, "script-src": script}
     hashes = {k: b64encode(sha256(v.encode()).digest()).decode() for k, v in allowed.items()}
     policy = "; ".join(f"{k} 'sha256-{v}'" for k, v in hashes.items())
@@ -88,19 +96,23 @@ def page(name: str, about: dict[str, Any]) -> str:
         "{about}": block("about", about),
         "{script}": script,
     }
-    text = (HERE / "report.html").read_text("utf-8")
-    return re.sub("|".join(map(re.escape, holes)), lambda hole: holes[hole[0]], text)
+    pattern = "|".join(map(re.escape, holes))
+    return re.sub(pattern, lambda hole: holes[hole[0]], _text("report.html"))
+
+
+def _text(file: str) -> str:
+    return (HERE / file).read_text("utf-8")
 
 
 def block(name: str, data: bytes | dict[str, Any]) -> str:
-    """Return data as an element that no browser runs or shows."""
+    """Return compressed data as an element that no browser runs or shows."""
     raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
     packed = b64encode(zlib.compress(raw, 4)).decode()
     return f'<script type="application/octet-stream" id="{name}">{packed}</script>\n'
 
 
 def model_folders(paths: RunPaths) -> list[Path]:
-    """List where the run's tokenizer may be: the model it began with, the one it left."""
+    """List the folders where the run's tokenizer may be: the first model's, the exported one's."""
     config = base_config.read(paths.config) if paths.config.exists() else {}
     model = (config.get("model") or {}).get("path")
     return [*([Path(model)] if model else []), paths.export]

@@ -1,13 +1,12 @@
-"""The trajectories of a report: which ones, a table of their headers, and their tokens in chunks.
+"""The trajectories of a report: their selection, a table of their headers, and chunks of tokens.
 
-The table is small and drawn at once; tokens come in chunks of a size that a browser inflates in
-milliseconds, when somebody looks. Payloads are read a chunk at a time, however many there are.
-Shape letters: T = tokens of a chunk, N = those of them that the policy sampled.
+The table is small and drawn at once. A browser inflates a chunk in milliseconds, and only when its
+tokens are looked at. Payloads are read one chunk at a time, so memory does not grow with the run.
+Shape letter: T = tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
@@ -23,21 +22,27 @@ from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 
 CHUNK_TOKENS = 1 << 16
-"""A chunk holds about so many, and at least one trajectory."""
+"""Approximate size of a chunk, which holds at least one trajectory."""
 SHOWN = (
-    *("member", "seat", "source", "reward", "reward_parts", "turns", "truncated", "interruptions"),
-    *("segment_lengths", "num_tokens", "trained_tokens", "oldest_version", "newest_version"),
-    "seconds",
+    *("trajectory_id", "seat", "source", "reward", "reward_parts", "turns", "truncated"),
+    *("interruptions", "segment_lengths", "num_tokens", "trained_tokens", "oldest_version"),
+    *("newest_version", "seconds"),
 )
-"""What the table has of headers."""
+"""The fields of headers that are columns of the table."""
 FIELDS = {
     "tokens": "<i4", "loss_mask": "u1", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4",
 }  # fmt: skip
 """A segment's arrays."""
+TOKEN = np.dtype([
+    ("mask", "u1"), ("age", "<u2"), ("logprob", "<f2"), ("advantage", "<f2"),
+    ("difference", "<f2"), ("reward", "<f4"),
+])  # fmt: skip
+"""The page's record of a token. `age` is its policy version less the trajectory's oldest; NaN means
+unknown. Age, logprob, advantage and difference are 0 where the policy did not sample the token."""
 
 
 class GroupRow(NamedTuple):
-    """A group that has trajectories, as the ledger knows it."""
+    """A group of the ledger that has trajectories."""
 
     group_id: str
     task_id: str
@@ -45,9 +50,9 @@ class GroupRow(NamedTuple):
     reason: str | None
     step: int | None
     ranks: int
-    """That trained its step; 0 where it is not trained."""
+    """Number of ranks that trained its step; 0 if the group is not trained."""
     size: int
-    """Trajectories."""
+    """Number of trajectories."""
 
 
 class Row(NamedTuple):
@@ -58,10 +63,12 @@ class Row(NamedTuple):
 
 
 def choose(ledger: Path, most: int) -> tuple[list[Row], int]:
-    """Return at most `most` trajectories, in whole groups evenly over the steps in their order (the
-    untrained at the end), and how many there are in all."""
+    """Return at most `most` trajectories, and the number of all.
+
+    Groups are whole, evenly distributed over the steps and in their order; untrained ones are last.
+    """
     with closing(connect(ledger, read_only=True)) as db:
-        db.execute("BEGIN")  # one moment of a run that goes on
+        db.execute("BEGIN")  # a consistent view of a running run
         groups = [GroupRow(*row) for row in db.execute("""
             SELECT group_id, g.task_id, state, reason, g.step, IFNULL(ranks, 0), COUNT(*)
             FROM groups g JOIN trajectories USING (group_id) LEFT JOIN steps s USING (step)
@@ -79,7 +86,7 @@ def choose(ledger: Path, most: int) -> tuple[list[Row], int]:
 
 
 def table(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the rows' columns, and how many rows each chunk has."""
+    """Return the columns of the rows, and the number of rows of each chunk."""
     return {
         **{name: [getattr(row.group, name) for row in rows] for name in GroupRow._fields},
         **{name: [getattr(row.header, name) for row in rows] for name in SHOWN},
@@ -102,43 +109,33 @@ def cut(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 class Chunks:
-    """Packs the tokens of chunks; knows afterwards which ids there were."""
+    """Packs the tokens of chunks, and collects the token ids that occur."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._ledger, self.ids = paths.ledger, set[int]()
         self.unreadable = 0
-        """Trajectories whose payload is not what the header says: their tokens are left blank."""
+        """Number of payloads that contradict their headers; these tokens are left blank."""
         folder = paths.token_stats
         self._stats = lru_cache(maxsize=1)(lambda s, r: token_stats.read(folder, s, ranks=r))
 
     def pack(self, rows: Sequence[Row]) -> tuple[bytes, bytes]:
-        """Return (what searching needs, the rest) of a chunk, for report_data.js.
+        """Return two blocks of a chunk as byte planes: its token ids (u4 [T]), and TOKEN [T].
 
-        The first is 3 planes [T] of the ids' bytes. The rest: the mask [T]; 8 planes [N], the low
-        bytes and the high bytes of version less the oldest one, logprob, advantage and difference
-        (the last three as float16); and float32 pairs (index in T, reward) of rewards.
+        Search reads the first block only.
         """
         names = [row.header.trajectory_id for row in rows]
-        parts, sampled = defaultdict[str, list[np.ndarray]](list), list[np.ndarray]()
+        ids, known = list[np.ndarray](), list[np.ndarray]()
         payloads = read_payloads(self._ledger, names, dropped=b"")
         for row, payload in zip(rows, payloads, strict=True):
-            read = self._arrays(row.header, payload)
-            for name, array in read.items():
-                parts[name].append(array)
-            sampled.append(self._of_sampled(row, read))
-        tokens, mask, rewards = (
-            np.concatenate(parts[k]) for k in ("tokens", "loss_mask", "rewards")
-        )
+            arrays = self._arrays(row.header, payload)
+            ids.append(arrays["tokens"])
+            known.append(self._known(row, arrays))
+        tokens = np.concatenate(ids)
         self.ids |= set(np.unique(tokens).tolist())
-        given = np.flatnonzero(rewards)
-        pairs = np.stack([given.astype("<u4").view("<f4"), rewards[given]], axis=1)
-        halves = np.ascontiguousarray(np.concatenate(sampled, axis=1))
-        low_high = halves.view(np.uint8).reshape(4, -1, 2).transpose(0, 2, 1)
-        rest = mask.tobytes() + low_high.tobytes() + pairs.tobytes()
-        return tokens.view(np.uint8).reshape(-1, 4)[:, :3].T.tobytes(), rest
+        return planes(tokens), planes(np.concatenate(known))
 
     def _arrays(self, header: TrajectoryHeader, payload: bytes) -> dict[str, np.ndarray]:
-        """Return FIELDS over all segments; blank ones for a payload that is not its header's."""
+        """Return FIELDS over all segments; zeros if the payload contradicts the header."""
         with suppress(msgspec.MsgspecError, ValueError):
             segments = decode_segments(payload)
             found = {
@@ -148,19 +145,26 @@ class Chunks:
             sizes = {len(array) for array in found.values()}
             if sizes == {header.num_tokens} and found["loss_mask"].sum() == header.trained_tokens:
                 return found
-        self.unreadable += bool(payload)  # else it was dropped
+        self.unreadable += bool(payload)  # an empty one was dropped
         blank = {name: np.zeros(header.num_tokens, kind) for name, kind in FIELDS.items()}
         blank["loss_mask"][: header.trained_tokens] = 1
         return blank
 
-    def _of_sampled(self, row: Row, read: dict[str, np.ndarray]) -> np.ndarray:
-        """Return ages (as bits), logprobs, advantages, differences: float16 [4, row's N]."""
-        mask = read["loss_mask"].astype(bool)
-        ages_N = np.maximum(read["versions"][mask] - row.header.oldest_version, 0)
-        logprobs_N = read["logprobs"][mask].clip(-6e4, 6e4).astype("<f2")
-        unknown = np.full_like(logprobs_N, np.nan)
+    def _known(self, row: Row, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """Return TOKEN of a row's tokens."""
+        mask = arrays["loss_mask"].astype(bool)
+        known = np.zeros(len(mask), TOKEN)
+        known["mask"], known["reward"] = mask, arrays["rewards"]
+        ages = arrays["versions"] - row.header.oldest_version
+        known["age"][mask] = np.maximum(ages[mask], 0)
+        known["logprob"][mask] = arrays["logprobs"][mask].clip(-6e4, 6e4)
         stats = self._stats(row.group.step, row.group.ranks) if row.group.ranks else {}
-        known = stats.get(row.header.trajectory_id, ())
-        if {len(array) for array in known} != {len(unknown)}:
-            known = unknown, unknown
-        return np.stack([ages_N.astype("<u2").view("<f2"), logprobs_N, *known])
+        pair = stats.get(row.header.trajectory_id, (np.empty(0), np.empty(0)))
+        fits = {len(array) for array in pair} == {int(mask.sum())}
+        known["advantage"][mask], known["difference"][mask] = pair if fits else (np.nan, np.nan)
+        return known
+
+
+def planes(values: np.ndarray) -> bytes:
+    """Return the first byte of each value, then each second byte, and so on: they compress well."""
+    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()

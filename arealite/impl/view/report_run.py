@@ -1,7 +1,7 @@
-"""What a report says of a run as a whole: metrics, where time went, ages, the ledger's balance.
+"""A report's data on the whole run: metrics, where time went, ages, the ledger's balance.
 
-Read from the run's files alone, each of which may be lacking: a run that has just begun, or one
-without a ledger, has a report, too.
+The source is the run's files, each of which may be missing: a report can be written of a run that
+has just begun, or that has no ledger.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from arealite.system.ledger.audit import TRAINED, audit
 from arealite.system.ledger.ledger import connect
 
 POINTS = 2000
-"""Steps drawn at most; of more every second, third, … is."""
+"""Maximum number of steps drawn; of a longer run, every second, third, … step is drawn."""
+AGES = 7
+"""Ages of tokens, in versions, that the report counts apart; older ones are one band."""
 EPISODE = "episode/wait/"
 
 
 def describe(paths: RunPaths) -> dict[str, Any]:
-    """Return all of it, as a report's script takes it."""
+    """Return the data on the whole run that the report's scripts read."""
     lines = Metrics(paths.metrics).poll()
     steps = [line for line in lines if is_step(line)]
     stride = max(1, -(-len(steps) // POINTS))
+    evals = [line for line in lines if not is_step(line)]
     told = {name: names.describe(name) for name in set[str]().union(*lines)}
     return {
         "name": "/".join(paths.root.absolute().parts[-2:]),
-        "metrics": columns([*steps[:-1:stride], *steps[-1:]]),
+        "metrics": columns([*evals, *steps[:-1:stride], *steps[-1:]]),
         "stride": stride,
         "told": {name: text for name, text in told.items() if text},
-        "evals": columns([line for line in lines if not is_step(line)]),
         "waits": {role: parts for role, parts in roles(steps).items() if any(parts.values())},
         "configs": read_configs(paths),
         "ledger": read_ledger(paths.ledger) if paths.ledger.exists() else None,
@@ -44,13 +46,17 @@ def describe(paths: RunPaths) -> dict[str, Any]:
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """Return lines by metric, None where a line has none."""
+    """Return one list per metric, by ascending step; None where a step lacks the metric."""
+    rows = defaultdict[float, Line](dict)
+    for line in lines:
+        rows[line["step"]] |= line
+    merged = [rows[step] for step in sorted(rows)]
     names = dict.fromkeys(name for line in lines for name in line)
-    return {name: [line.get(name) for line in lines] for name in names}
+    return {name: [line.get(name) for line in merged] for name in names}
 
 
 def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
-    """Return where each role's seconds went, by part; a role's parts are all of its time."""
+    """Return each role's seconds by part; the parts add up to the role's whole time."""
     total = defaultdict[str, float](float)
     for line in steps:
         count = line.get("episode/trajectories", 0.0)
@@ -86,7 +92,7 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
 
 
 def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
-    """Return the run's configs as they stand, each with the first step that it held for."""
+    """Return the text of each config of the run, with the first step that it applied to."""
     found = list[dict[str, Any]]()
     for step, file in (paths.starts or {0: paths.config}).items():
         with suppress(OSError, ValueError):
@@ -97,11 +103,17 @@ def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def read_ledger(ledger: Path) -> dict[str, Any]:
-    """Return the audit, an example of each class of failure, and the ages of each step's batch."""
+    """Return the audit, an example of each class of failure, and the ages of tokens by step.
+
+    `ages` has a list of steps, then one list per age: the number of the step's trajectories whose
+    oldest token was at most so many versions old when it was trained. The last list counts all.
+    """
     report = audit(ledger, new_only=True)
     with closing(connect(ledger, read_only=True)) as db:
         examples = db.execute("SELECT class, MIN(detail) FROM failures GROUP BY class").fetchall()
+        younger = ", ".join(f"SUM(step - oldest <= {age})" for age in range(AGES))
         ages = db.execute(
-            f"SELECT step + 1, step - oldest AS age, COUNT(*) FROM {TRAINED} GROUP BY step, age"
+            f"SELECT step + 1, {younger}, COUNT(*) FROM {TRAINED} GROUP BY step"
         ).fetchall()
-    return {**asdict(report), "ok": report.ok, "examples": dict(examples), "ages": ages}
+    found = {"examples": dict(examples), "ages": list(zip(*ages, strict=True))}
+    return {**asdict(report), "ok": report.ok, **found}

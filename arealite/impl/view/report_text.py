@@ -1,7 +1,7 @@
-"""What each token id stands for, as bytes: exact where tokens are parts of one character.
+"""The bytes of each token id, which stay exact where a character takes several tokens.
 
-Read from the model's tokenizer.json by the tokenizers package alone: transformers would load torch,
-and a report is to be there in a second. Decoding ids one by one would lose what bytes they are.
+The tokenizers package alone reads the model's tokenizer.json: transformers would load torch and
+take seconds. Decoding ids one by one would lose their bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 ALPHABET = {chr(byte): byte for byte in _PLAIN} | {
     chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PLAIN)
 }
-"""The character that byte-level BPE writes for each byte: itself where it can be printed, else the
-next from 256 on (GPT-2's encoder)."""
+"""The byte of each character of byte-level BPE (GPT-2's encoder): a printable byte is itself, the
+others are the characters from 256 on."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of SentencePiece's byte fallback."""
 
@@ -34,14 +34,14 @@ class Vocabulary:
 
     @classmethod
     def find(cls, folders: Iterable[Path]) -> Vocabulary | None:
-        """Open the first of the models' folders that has a tokenizer; None where none has."""
+        """Open the first folder's tokenizer that can be read; None if there is none."""
         for file in (folder.expanduser() / "tokenizer.json" for folder in folders):
-            with suppress(Exception):  # the package raises nothing narrower: a report does without
+            with suppress(Exception):  # the package raises nothing narrower
                 return cls(file)
         return None
 
     def piece(self, token: int) -> bytes:
-        """Return what a token adds to the text; pieces in a row are the text, byte for byte."""
+        """Return the bytes of a token; the joined pieces of a text are the text."""
         if token in self._added:
             return self._added[token].content.encode()
         text = self._tokenizer.id_to_token(token)
@@ -54,10 +54,16 @@ class Vocabulary:
         return text.replace("▁", " ").encode()
 
     def table(self, tokens: Iterable[int]) -> dict[str, Any]:
-        """Return pieces of tokens for a report: a character of a piece is a byte."""
+        """Return the pieces of tokens for a report, as latin-1: each character is a byte."""
         ids = sorted(tokens)
         return {
             "ids": ids,
             "pieces": [self.piece(token).decode("latin-1") for token in ids],
             "special": [t for t in ids if t in self._added and self._added[t].special],
         }
+
+
+def id_table(tokens: Iterable[int]) -> dict[str, Any]:
+    """Return the table of a run without a tokenizer: each token is shown as its id."""
+    ids = sorted(tokens)
+    return {"ids": ids, "pieces": [f"{token} " for token in ids], "special": []}

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Layout:
-    """What the bytes of a bucket are; the three lists have one length."""
+    """Names, dtypes and shapes of the tensors in a bucket: three lists of one length."""
 
     names: list[str]
     dtypes: list[str]
@@ -31,7 +31,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors of a model, to be sent one by one or as one."""
+    """Some tensors of a model, to be sent one by one or as one tensor of bytes."""
 
     layout: Layout
     tensors: list[torch.Tensor]

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 def open_store(
     host: str, port: int, world_size: int, timeout: timedelta, *, listener: socket.socket | None
 ) -> TCPStore:
-    """Return the store at which ranks meet; rank 0 serves it on `listener`, which is used up.
+    """Return the store through which ranks meet; rank 0 serves it on `listener`, which is used up.
 
     Without a listener of ours, torch would listen on every interface.
     """
@@ -65,5 +65,5 @@ def join(
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Destroy the group; fine also after one of its collectives has failed."""
+    """Destroy the group, also after a failed collective."""
     dist.destroy_process_group(group)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.api.trajectory import decode_segments
 from arealite.base.errors import UserError
+from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import check_prompt, identity, read_rows
 from arealite.system.ledger.ledger import reading
@@ -175,6 +177,40 @@ def _collected(ledger: Path) -> list[Row]:
 def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str]:
     """Return what must not change within a trial, by name; rows count without their places."""
     return identity(config, [columns for _, columns in rows])
+
+
+def check_examples(
+    config: ExperimentConfig, model: dict[str, Any]
+) -> tuple[dict[str, str], list[str]]:
+    """Check that the rows of an offline trainer can be used.
+
+    Returns:
+        What must not change within the trial, by name; and the places of rows whose context leaves
+        no room within `max_tokens` for an answer.
+
+    Raises:
+        UserError: a row cannot be used, or no row has a token to learn.
+    """
+    train, held_out = read_dataset(config)
+    encode_row = make_encoder(config, load_tokenizer(config.model.path))
+    vocabulary, limit = vocab_size(model), config.trainer.offline.max_tokens
+    unused = list[str]()
+    for row in (*train, *held_out):
+        examples = encode_row(row)
+        for example in examples:
+            top, bottom = int(example.tokens.max(initial=0)), int(example.tokens.min(initial=0))
+            if bottom < 0 or (vocabulary and top >= vocabulary):
+                raise UserError(
+                    f"{row[0]}: token {top if bottom >= 0 else bottom} is not among the model's "
+                    f"{vocabulary}. Were the rows made with another model's tokenizer?"
+                )
+        if not all(example.kinds[1:].any() for example in examples):
+            unused.append(row[0])
+    if len(unused) == len(train) + len(held_out):
+        raise UserError(
+            f"no row has a token to learn within trainer.offline.max_tokens={limit}. Raise it."
+        )
+    return identity_of_rows(config, train), unused
 
 
 # ------------------------------------------------------------ examples

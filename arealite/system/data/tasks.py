@@ -16,6 +16,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
+from arealite.base.errors import UserError
 from arealite.system.data.dataset import COLUMNS, load_tasks, make_task, read_rows
 
 FIRST_ROWS = 1000
@@ -44,11 +45,11 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
     return load_tasks(path or "", split) if is_train or path else []
 
 
-def first_rows(config: ExperimentConfig) -> Iterator[tuple[str, PartConfig, Task]]:
-    """Yield (file and line, environment's config, task) of the first FIRST_ROWS rows of each file.
+def check_first_rows(config: ExperimentConfig) -> None:
+    """Check that each environment can read the first FIRST_ROWS rows of its files.
 
     Raises:
-        UserError: as load_tasks.
+        UserError: names the file and line that it cannot read.
     """
     collector = config.trainer.ppo.collector
     for part, split in product(collector.parts.values(), ("train", "eval")):
@@ -56,7 +57,12 @@ def first_rows(config: ExperimentConfig) -> Iterator[tuple[str, PartConfig, Task
         if path and path != GENERATED:
             rows = islice(read_rows(path, split, COLUMNS), FIRST_ROWS)
             for index, (where, row) in enumerate(rows):
-                yield where, part, make_task(row, f"{split}-{index}", where)
+                task, kind = make_task(row, f"{split}-{index}", where), part.env.type
+                try:
+                    envs.get(kind).check_row(task)
+                except Exception as error:  # an environment may raise anything
+                    why = f"environment {kind} cannot read it: {type(error).__name__}: {error}"
+                    raise UserError(f"{where}: {why}. Correct or remove the row.") from error
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:

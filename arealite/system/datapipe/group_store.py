@@ -98,7 +98,7 @@ class GroupStore:
     def _kept(self, group: Group, members: Sequence[int]) -> list[TurnHeader]:
         """Return the turns with which members go on; forget those that are too old by now.
 
-        Under pace they hold batches back, so none is unless η or the batch got smaller, or the
+        Under wait they hold batches back, so none is unless η or the batch got smaller, or the
         policy was another one, when the run was begun again.
         """
         turns = [turn for m in members for _, turn in sorted(group.turns.get(m, {}).items())]
@@ -136,11 +136,11 @@ class GroupStore:
 
     def _fits(self, group: Group, version: int) -> bool:
         """Say whether a group with tokens of `version` can be trained in time, beside all others
-        under pace."""
+        under wait."""
         policy, eta, size = self.ppo.staleness_policy, self.ppo.max_staleness, self.ppo.num_groups
         starts = [version if group.start is None else min(version, group.start)]
         first = max(self._planned, default=self.next_step - 1) + 1
-        if policy == "pace":
+        if policy == "wait":
             others = (c for c in self.candidates() if c.seq != group.seq)
             # What is complete and too old, since η was made less, will be dropped.
             starts += [c.start for c in others if not c.is_complete or c.start >= first - eta]
@@ -199,7 +199,7 @@ class GroupStore:
 
     def _is_too_late(self, group: Group, episode: Episode) -> bool:
         """A late or wrongly versioned result may not break the staleness bound."""
-        if self.ppo.staleness_policy != "pace":
+        if self.ppo.staleness_policy != "wait":
             return False
         oldest = min((h.oldest_version for h in episode.headers), default=None)
         lease = group.leases.get(episode.lease_id)
@@ -253,7 +253,7 @@ class GroupStore:
         if self.counts["complete"] < size and policy != "drop":
             return None
         found = list(self.candidates())
-        if policy != "mask":  # under pace, none is too old unless η is less than it was
+        if policy != "mask":  # under wait, none is too old unless η is less than it was
             found = self._drop_stale(found, step)
         if all(c.is_complete for c in found):
             policy = "drop"  # nothing to wait for: all fit, unless the batch is smaller than it was

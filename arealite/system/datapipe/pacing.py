@@ -46,7 +46,7 @@ class IdleClock:
 def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
     """Name the episodes of which the next batch has to wait for some, oldest first."""
     eta, size = store.ppo.max_staleness, store.ppo.num_groups
-    if store.ppo.staleness_policy != "pace" or store.counts["complete"] < size:
+    if store.ppo.staleness_policy != "wait" or store.counts["complete"] < size:
         return []
     now = time.monotonic()
     runs = {

@@ -91,7 +91,7 @@ class Scaling:
         return {
             "rollout/target_concurrency": float(self._scaler.target),
             "rollout/target_workers": float(self.count),
-            "rollout/thrift": self._scaler.thrift,
+            "rollout/damping": self._scaler.damping,
         }
 
     def _sample(self, loads: list[Any]) -> None:

@@ -52,16 +52,16 @@ ROLE = re.compile(r"\b(?:datapipe|rollout|trainer)-\d+\b")
 class Finding:
     """One role that holds others up."""
 
-    culprit: str
-    """Its role, as in "rollout-1"."""
+    blocker: str
+    """The role that holds up others, as in "rollout-1"."""
     cause: Cause
     since_s: float
     detail: str
     """One line: what it does or does not do."""
     stack: str = ""
     """Of what blocks it, where known."""
-    victims: tuple[str, ...] = ()
-    """Who waits for it: "trainer-0: batch 12, 8.2 s"."""
+    waiters: tuple[str, ...] = ()
+    """Waits for it: "trainer-0: batch 12, 8.2 s"."""
     pid: int = 0
     """Of the process that was found so; 0: not one of this host."""
 
@@ -168,19 +168,19 @@ def examine(
     except UserError as error:  # then silence tells nothing
         found = {name: each for name, each in found.items() if name not in silent}
         found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write: {error}")
-    waitings = Waitings(roles, troubled=found)
-    crashing = {each.culprit: each for each in waitings.restarted()}
+    graph = WaitGraph(roles, troubled=found)
+    crashing = {each.blocker: each for each in graph.restarted()}
     found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
-    late_ones = waitings.paused(), waitings.absent(), waitings.overdue(overdue_s), waitings.slow()
+    late_ones = graph.paused(), graph.absent(), graph.overdue(overdue_s), graph.slow()
     for late in chain(*late_ones):
-        found.setdefault(late.culprit, late)
-    whole = [replace(each, victims=tuple(waitings.victims(name))) for name, each in found.items()]
-    kept = [f for f in whole if f.cause != "dead" or f.victims or f.since_s < FORGOTTEN_S]
-    return sorted(kept, key=lambda f: (ORDER.index(f.cause), -len(f.victims), -f.since_s))
+        found.setdefault(late.blocker, late)
+    whole = [replace(each, waiters=tuple(graph.waiters(name))) for name, each in found.items()]
+    kept = [f for f in whole if f.cause != "dead" or f.waiters or f.since_s < FORGOTTEN_S]
+    return sorted(kept, key=lambda f: (ORDER.index(f.cause), -len(f.waiters), -f.since_s))
 
 
-class Waitings:
-    """Who waits for whom, over all roles; those in trouble by themselves are nobody's victims."""
+class WaitGraph:
+    """The waits of all roles; a role that is in trouble by itself waits for no other."""
 
     def __init__(self, roles: dict[str, Role], *, troubled: Container[str] = ()) -> None:
         self.roles, self.troubled = roles, troubled
@@ -241,19 +241,19 @@ class Waitings:
                 what = f"{wait.what} never took so long; the stacks of `arealite why` say where"
                 yield Finding(role.name, "overdue", wait.waited_s + role.age_s, what)
 
-    def victims(self, culprit: str) -> Iterator[str]:
-        """Say who waits for a role, or for somebody who does."""
-        held, size = {culprit}, 0
-        while len(held) > size:  # also those who wait for who waits
+    def waiters(self, blocker: str) -> Iterator[str]:
+        """Describe the waits for a role, and those for its waiters."""
+        held, size = {blocker}, 0
+        while len(held) > size:  # waiters have waiters, too
             size = len(held)
             held |= {role.name for role, _, targets in self.all if targets & held}
         for role, wait, targets in self.all:
-            if targets & held and role.name != culprit and wait.owner not in (KEEPER, PAUSER):
+            if targets & held and role.name != blocker and wait.owner not in (KEEPER, PAUSER):
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
                 yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"
 
     def targets(self, role: Role, wait: Waits) -> set[str]:
-        """Name whom a wait is for; who is named by the last word of whom it is for counts, too."""
+        """Return the roles this wait depends on, including any named by its target."""
         if wait.on != OTHER_RANKS:
             return {wait.on, *ROLE.findall(wait.detail)} - {role.name, ITSELF}
         mine = role.vitals.counters

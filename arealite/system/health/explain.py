@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
-from arealite.system.health.diagnosis import ABSENT_S, Finding, Role, Waitings, read
+from arealite.system.health.diagnosis import ABSENT_S, Finding, Role, WaitGraph, read
 from arealite.system.health.vitals import ASK, process, written_ns
 from arealite.system.health.waits import ITSELF, OTHER_RANKS
 
@@ -21,7 +21,7 @@ WIDTH = 118
 ANSWER_S, SIGNAL_S = 2.0, 0.5
 """How long to wait for the stacks of roles that can write them, and of those that cannot."""
 POLL_S = 0.05
-MAX_VICTIMS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
+MAX_WAITERS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
 EPISODE = " task episode "
 IDLE = (": thread.py:", ": selectors.py:", ": runners.py:")
 """How the stack begins of a pool's thread or of a loop's that has nothing to do."""
@@ -35,9 +35,9 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     roles = read(folder)
     if not roles and not findings:
         return f"no process of this run shows itself in {folder}: it is not running."
-    stacks, causes = collect_stacks(folder, roles), {each.culprit: each.cause for each in findings}
+    stacks, causes = collect_stacks(folder, roles), {each.blocker: each.cause for each in findings}
     roles.sort(key=lambda role: role.name not in causes)
-    waitings = Waitings({role.name: role for role in roles})
+    graph = WaitGraph({role.name: role for role in roles})
     is_over = all(role.state == "X" for role in roles if not role.name.startswith("llm_server"))
     head = "WHO HOLDS THE RUN UP" if findings else f"nobody holds the run up.{_longest(roles)}"
     lines = [_cut("the run itself is not running." if is_over else head)]
@@ -46,7 +46,7 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     lines += ["", f"{'ROLE':<28} {'PID':>7} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
     for role in roles:
         state = causes.get(role.name, "gone" if role.state == "X" else "ok")
-        lines += [_cut(line) for line in _table_row(role, state, waitings)]
+        lines += [_cut(line) for line in _table_row(role, state, graph)]
     lines += ["", "STACKS (what runs or waits < who called it)"]
     for role in roles:
         found = stacks.get(role.name, [])
@@ -87,16 +87,16 @@ def collect_stacks(folder: Path, roles: Sequence[Role]) -> dict[str, list[str]]:
 
 def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
     since = f" for {finding.since_s:.1f} s" if finding.since_s else ""
-    yield f"* {finding.culprit} is {finding.cause.upper()}{since}: {finding.detail}"
+    yield f"* {finding.blocker} is {finding.cause.upper()}{since}: {finding.detail}"
     yield from (f"    {line}" for line in finding.stack.rstrip().splitlines()[-MAX_FRAMES:])
     if finding.cause in ("dead", "crashing") and logs is not None:
-        log = logs / f"{finding.culprit}.log"
+        log = logs / f"{finding.blocker}.log"
         with suppress(OSError):  # of some, somebody else has it
             yield from (f"    | {line}" for line in log.read_text().splitlines()[-LOG_LINES:])
             yield f"    log: {log}"
-    for victim in finding.victims[:MAX_VICTIMS]:
-        yield f"    <- {victim}"
-    if (more := len(finding.victims) - MAX_VICTIMS) > 0:
+    for waiter in finding.waiters[:MAX_WAITERS]:
+        yield f"    <- {waiter}"
+    if (more := len(finding.waiters) - MAX_WAITERS) > 0:
         yield f"    <- and {more} more waits"
 
 
@@ -113,7 +113,7 @@ def _longest(roles: Sequence[Role]) -> str:
     return f" Longest under way: {what}, {seconds:.1f} s" if seconds > ABSENT_S else ""
 
 
-def _table_row(role: Role, state: str, waitings: Waitings) -> Iterator[str]:
+def _table_row(role: Role, state: str, graph: WaitGraph) -> Iterator[str]:
     vitals = role.vitals
     head = f"{role.name:<28} {vitals.pid:>7} {state:<8} {role.age_s:>4.1f} s "
     head += f"{vitals.lag_s * 1000:>4.0f} ms  "
@@ -122,7 +122,7 @@ def _table_row(role: Role, state: str, waitings: Waitings) -> Iterator[str]:
     for wait in vitals.waits:
         on = wait.on
         if on == OTHER_RANKS:
-            on = ", ".join(sorted(waitings.targets(role, wait))) or on
+            on = ", ".join(sorted(graph.targets(role, wait))) or on
         text = f"{wait.count} x {wait.what}" if wait.count > 1 else wait.what
         text += "" if on == ITSELF else f" on {on}"
         text += f", {wait.waited_s + role.age_s:.1f} s"

@@ -16,8 +16,9 @@ from typing import Literal, cast
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig, name_dir
 from arealite.api.trainer import TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths

@@ -303,8 +303,8 @@ def _task_path(task: asyncio.Task[Any]) -> str:
         if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
             break
         places.append(_place(frame, frame.f_lineno))
-        held = frame.f_locals.get("held") if frame.f_code is waits.Limit.hold.__code__ else None
-        awaited = held or getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+        work = frame.f_locals.get("work") if frame.f_code is waits.Wait.run.__code__ else None
+        awaited = work or getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return " < ".join(reversed(places))
 
 

@@ -17,7 +17,7 @@ from arealite.api import trainer_messages as messages
 from arealite.api.trainer_messages import FromTrainer, ToTrainer, Waiting
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
-from arealite.system.health.waits import waiting
+from arealite.system.health.waits import Wait
 from arealite.system.links import wire
 from arealite.system.names.secret import Secret
 
@@ -135,7 +135,7 @@ class TrainerLink:
     ) -> Answer | None:
         """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
         name, owner = wire.request_name(request), f"trainer rank {self.rank}"
-        with waiting(name, owner=owner, on="datapipe-0", prompt=True) as shown:
+        with Wait(name, owner=owner, on="datapipe-0", prompt=True) as shown:
             waited = looked_up = asked = time.monotonic()
             self._send(request)
             while True:

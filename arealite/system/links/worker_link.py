@@ -28,7 +28,7 @@ from arealite.api.rollout_messages import (
 )
 from arealite.base import log
 from arealite.base.errors import RoleError
-from arealite.system.health.waits import Wait, waiting
+from arealite.system.health.waits import Wait
 from arealite.system.links import wire
 from arealite.system.names.secret import Secret
 
@@ -99,7 +99,7 @@ class WorkerLink:
 
     async def next_lease(self) -> Lease | None:
         """Wait for work; None once the run ends (there is no end to the wait but the run's own)."""
-        with waiting("a lease", owner=self.worker_id, on="datapipe-0", prompt=True) as self._wait:
+        with Wait("a lease", owner=self.worker_id, on="datapipe-0", prompt=True) as self._wait:
             lease = await self._leases.get()
         if lease is None:
             self._leases.put_nowait(None)

@@ -22,7 +22,7 @@ from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
-from arealite.system.health.waits import deadline
+from arealite.system.health.waits import Wait
 from arealite.system.names.secret import Secret, create, read
 
 logger = log.get(__name__)
@@ -185,23 +185,34 @@ class NameRegistry:
 
     @asynccontextmanager
     async def registered(
-        self, role: str, entry_id: str, value: Callable[[], dict[str, Any]], *,
-        heartbeat_s: float = 1.0,
+        self, role: str, entry_id: str, value: Callable[[], dict[str, Any] | None], *,
+        heartbeat_s: float = 1.0, changed: asyncio.Event | None = None,
     ) -> AsyncGenerator[None, None]:  # fmt: skip
-        """Hold a name for the body's time, renewed every `heartbeat_s` with a fresh value.
+        """Hold a name for the body's time.
+
+        Args:
+            role: The role that has the name.
+            entry_id: Tells names of one role apart.
+            value: Returns what to write; None: leave the name as it is, so that it dies after
+                `ttl_s`.
+            heartbeat_s: Seconds between two writes.
+            changed: Set it to have the value written at once.
 
         Raises:
             UserError: the folder cannot be written.
         """
-        over = asyncio.Event()
+        over, news = False, changed or asyncio.Event()
 
         async def put() -> None:
-            await asyncio.to_thread(self.put, role, entry_id, value())
+            if (now := value()) is not None:
+                await asyncio.to_thread(self.put, role, entry_id, now)
 
         async def beat() -> None:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(over.wait(), heartbeat_s)
+                    await asyncio.wait_for(news.wait(), heartbeat_s)
+                news.clear()
+                if over:
                     return
                 try:
                     await put()
@@ -214,7 +225,8 @@ class NameRegistry:
             await asyncio.shield(first)
             yield
         finally:
-            over.set()  # no cancel: a write in its thread would outlive it and undo the removal
+            over = True
+            news.set()  # no cancel: a write in its thread would outlive it and undo the removal
             await asyncio.gather(first, beating, return_exceptions=True)
             await asyncio.to_thread(self.remove, role, entry_id)
 
@@ -225,7 +237,7 @@ class NameRegistry:
             DeadlineError: they did not appear in time; names the role, the folder and the owner.
         """
         what = f"{count} live '{role}' in {self.root}"
-        async with deadline(what, owner=owner, on=role, seconds=seconds):
+        with Wait(what, owner=owner, on=role, seconds=seconds):
             while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(POLL_S)
         return found

@@ -14,14 +14,16 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
 from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.config import ExperimentConfig, ModelConfig, name_dir
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Seat, decode_turn
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import DeadlineError, RewardNotFinite, UserError
-from arealite.impl.client.completions import FixedPolicyFailed
+from arealite.impl.agent.completions import FixedPolicyFailed
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.client import ScriptedClient, response

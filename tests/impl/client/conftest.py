@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blockbuster import blockbuster_ctx
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir
+from arealite.api.config import ExperimentConfig, name_dir
 from arealite.api.llm import LLMClientConfig, LLMRequest, SamplingConfig, SGLangClientConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.sglang import FakeSGLang
@@ -23,6 +25,12 @@ class Site:
 
     def __init__(self, client: SGLangClient, servers: list[FakeSGLang], names: NameRegistry):
         self.client, self.servers, self.names = client, servers, names
+        self.silent = set[FakeSGLang]()
+        """Servers that their supervisor does not hear: it renews their names no more."""
+
+    def value(self, server: FakeSGLang) -> dict[str, Any] | None:
+        """Return what the supervisor of a server writes to its name."""
+        return server.entry() if server.is_up and server not in self.silent else None
 
     async def generate(self, group: str = "g", **settings: Any) -> Any:
         """Generate 8 tokens after a prompt of 3, unless told otherwise."""
@@ -44,7 +52,7 @@ def request(group: str = "g", **settings: Any) -> LLMRequest:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> ExperimentConfig:
-    # A long time to live: the tests write each name once, without a heartbeat.
+    # A long time to live: only a test lets a name die.
     cluster = ClusterConfig(name_root=str(tmp_path / "names"), ttl_s=600.0, user="test")
     return ExperimentConfig(cluster=cluster, server_wait_s=60.0)
 
@@ -61,12 +69,15 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
             servers = [
                 await stack.enter_async_context(FakeSGLang(**one)) for one in settings or ({},)
             ]
-            for index, server in enumerate(servers):
-                names.put("llm_server", f"s{index}", server.entry())
             made = SGLangClient(experiment, LLMClientConfig(sglang=own))
+            its = Site(made, servers, names)
+            for index, server in enumerate(servers):
+                value = partial(its.value, server)
+                name = names.registered("llm_server", f"s{index}", value, heartbeat_s=0.02)
+                await stack.enter_async_context(name)
             await made.start()
             stack.push_async_callback(made.close)
             with blockbuster_ctx("arealite.impl.client"):
-                yield Site(made, servers, names)
+                yield its
 
     return make

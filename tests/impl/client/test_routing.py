@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from arealite.base.errors import DeadlineError
 from arealite.impl.client import routing
 from arealite.impl.client.routing import Router, Server
-from arealite.system.health.waits import Limit, Limits
+from arealite.system.health.waits import Wait
 
 
 def router(*versions: int, alive: bool = True) -> Router:
@@ -64,13 +65,13 @@ def test_remembered_groups_are_bounded(monkeypatch) -> None:
 async def test_a_lost_server_interrupts_what_waits_for_it() -> None:
     server = Server("s", "http://127.0.0.1:9", alive=True)
 
-    async def wait() -> None:
-        with Limit(Limits(), asyncio.get_running_loop().time() + 60) as limit:
-            server.limits.add(limit)
+    async def ask() -> None:
+        with Wait("an answer", owner="llm client", seconds=60) as wait:
+            server.waits[wait] = None
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(wait())
+    task = asyncio.create_task(ask())
     await asyncio.sleep(0)
     server.lose()
     (result,) = await asyncio.gather(task, return_exceptions=True)
-    assert isinstance(result, TimeoutError) and not server.alive
+    assert isinstance(result, DeadlineError) and not server.alive

@@ -20,6 +20,7 @@ from arealite.base.errors import (
 )
 from arealite.impl.client import sglang
 from arealite.impl.client.sglang import SGLangClient
+from arealite.system.health.waits import table
 from tests.fakes.sglang import FakeSGLang, next_letter
 from tests.impl.client.conftest import request
 from tests.waiting import eventually
@@ -112,15 +113,13 @@ async def test_waits_name_the_server_and_the_generation(site) -> None:
         tasks = [asyncio.create_task(s.generate(f"g{n}")) for n in range(2)]
         for server in s.servers:
             await server.held(1)
-        shown = {(limit.what, limit.owner, limit.on) for limit in s.client._limits.held}
+        shown = {(w.what, w.owner, w.on) for w in table if w.what.startswith("generation")}
         assert {what for what, _, _ in shown} == {"generation g0/0", "generation g1/0"}
         assert {on for _, _, on in shown} == {"llm_server-s0", "llm_server-s1"}
         assert {owner for _, owner, _ in shown} == {"llm client"}
         waiting = asyncio.create_task(s.generate("late", min_version=9))
         await asyncio.sleep(0)
-        assert ("generation late/0", "llm_server") in {
-            (w.what, w.on) for w in s.client._limits.held
-        }
+        assert ("generation late/0", "llm_server") in {(w.what, w.on) for w in table}
         for task in (*tasks, waiting):
             task.cancel()
         await asyncio.wait([*tasks, waiting])
@@ -238,29 +237,51 @@ async def test_a_partial_output_moves_with_its_request(site) -> None:
     assert response.versions == [1] * 3 + [2] * 5
 
 
-async def test_a_silent_server_is_left_when_its_name_dies(site) -> None:
+async def test_a_silent_server_is_left_when_its_name_is_gone(site) -> None:
     async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
-        s.client._directory.timeout_s = 0.5  # of the next question, which is the test's
         first.fail_next("hang")
-        first.fail_next("hang", path="/model_info", count=1000)
         task = asyncio.create_task(s.generate())
         await first.received(1)
+        s.silent.add(first)
         s.names.remove("llm_server", "s0")
         s.client._directory.want()
         assert (await task).output_ids == expected([10, 20, 30], 8)
         assert len(second.requests) == 1
 
 
-async def test_a_server_that_stops_answering_questions_is_left(site) -> None:
+async def test_a_server_whose_name_is_not_renewed_is_left(site) -> None:
     async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
-        s.client._directory.timeout_s, s.client._directory.refresh_s = 0.5, 0.05
+        s.client._directory.refresh_s, s.client._directory.registry.ttl_s = 0.05, 0.5
         first.fail_next("hang")
-        first.fail_next("hang", path="/model_info", count=1000)
+        s.silent.add(first)
         s.client._directory.want()
         assert (await s.generate()).stop_reason == "length"
         assert len(second.requests) == 1
+
+
+async def test_a_server_at_which_a_request_failed_gets_none_until_its_name_is_renewed(site) -> None:
+    async with site({}, {}) as s:
+        first, second = s.servers
+        s.silent.add(first)
+        first.fail_next("reset")
+        await s.generate("a")
+        for group in range(4):
+            await s.generate(str(group))
+        assert (len(first.requests), len(second.requests)) == (1, 5)
+        s.silent.clear()
+        while len(first.requests) < 2:
+            await s.client._directory.changed()
+            await s.generate(f"again {len(second.requests)}")
+
+
+async def test_a_new_version_is_seen_at_once(site) -> None:
+    async with site(refresh_s=600.0) as s:
+        (server,) = s.servers
+        server.version = "1"
+        async with asyncio.timeout(60):
+            assert (await s.generate(min_version=1)).versions == [1] * 8
 
 
 async def test_a_restarted_server_gets_traffic_again(site) -> None:
@@ -289,7 +310,7 @@ async def test_a_request_that_backs_off_holds_no_server(site) -> None:
         async with asyncio.timeout(60):
             await backs_off.wait()
         (server,) = s.client._router.servers.values()
-        assert (server.in_flight, server.limits) == (0, set())
+        assert (server.in_flight, server.waits) == (0, {})
         server.lose()
         go_on.set()
         assert (await task).stop_reason == "length"
@@ -364,7 +385,7 @@ async def test_nonsense_is_an_error_of_the_server(site, monkeypatch) -> None:
 async def test_a_silent_server_does_not_hide_another_ones_version(site) -> None:
     async with site({}, {}, connect_timeout_s=600.0, refresh_s=600.0) as s:
         first, second = s.servers
-        first.fail_next("hang", path="/model_info", count=1000)
+        s.silent.add(first)
         second.version = "1"
         async with asyncio.timeout(60):
             assert (await s.generate(min_version=1)).versions == [1] * 8

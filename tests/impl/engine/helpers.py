@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.losses import make_policy_loss
@@ -14,6 +15,8 @@ from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
 from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.trainer import checkpoints
+from arealite.impl.trainer.world import World
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
 FIELDS = ("behav_logprobs", "prox_logprobs", "advantages")
@@ -92,6 +95,17 @@ def lengths(parts: list[list[Sequence]]) -> list[list[int]]:
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Gather all weights."""
     return dict(engine.stream_weights())
+
+
+def save(engine: FSDPEngine, path: Path, extra: dict[str, Any]) -> None:
+    """Write a checkpoint as a trainer does."""
+    world = World(dist.get_rank(), dist.get_world_size())
+    checkpoints.save(path, {".": engine}, extra, world)
+
+
+def load(engine: FSDPEngine, path: Path) -> dict[str, Any]:
+    """Read a checkpoint as a trainer does."""
+    return checkpoints.load(path, {".": engine})
 
 
 def gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.engine import LossInput, Sequence
 from arealite.base.errors import InvariantError, UserError
-from arealite.impl.engine import rng
 from tests.impl.engine.helpers import (
     FIELDS,
     LOSS,
@@ -109,10 +109,10 @@ def test_an_update_notes_what_a_forward_before_it_would_say(model: Path) -> None
     said = engine.forward(rows, lengths([rows]))
     for row in noted:
         del row.fields["prox_logprobs"]
-    noting = {"logprobs": "prox_logprobs", "entropy": "entropy"}
-    stats = engine.train_batch(noted, lengths([noted]), LOSS, noting=noting)
+    record_outputs = {"logprobs": "prox_logprobs", "entropy": "entropy"}
+    stats = engine.train_batch(noted, lengths([noted]), LOSS, record_outputs=record_outputs)
     assert stats["ratio"] == pytest.approx(stats["weight"], abs=1e-6)
-    for name, field in noting.items():
+    for name, field in record_outputs.items():
         for row, values_T in zip(noted, said[name], strict=True):
             np.testing.assert_allclose(row.fields[field], values_T, atol=1e-5)
 
@@ -231,15 +231,19 @@ def test_rows_without_loss_tokens_and_no_rows_at_all(model: Path) -> None:
     assert set(FIELDS) < set(silent[0].fields)
 
 
+def random_states() -> tuple[object, str, list[int]]:
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+
 def test_training_draws_nothing_and_is_the_same_again(model: Path) -> None:
     """Else a resumed run, or a replay, would go another way."""
     rows, seen = make_rows(), set()
     for seed in (0, 1):
         engine = make_engine(model, seed=seed, max_tokens_per_microbatch=64)
-        before = rng.state()
+        before = random_states()
         for _ in range(3):
             engine.forward(rows, lengths([rows]))
             engine.train_batch(rows, lengths([rows]), LOSS)
-        assert rng.state() == before
+        assert random_states() == before
         seen.add(engine.fingerprint())
     assert len(seen) == 1

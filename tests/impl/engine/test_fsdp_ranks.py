@@ -21,9 +21,11 @@ from tests.impl.engine.helpers import (
     assert_close,
     gradients,
     lengths,
+    load,
     loss_of,
     make_engine,
     make_rows,
+    save,
     weights,
 )
 from tests.impl.engine.worker import ONE_EMPTY, UNEVEN
@@ -106,7 +108,7 @@ def test_resume_on_one_rank_agrees_within_rounding(
 ) -> None:
     rows = make_rows()
     engine = make_engine(model)
-    engine.load(folder / "step-1")
+    load(engine, folder / "step-1")
     stats = engine.train_batch(rows, lengths([rows]), LOSS)
     assert stats["grad_norm"] == pytest.approx(outs[0]["stats"]["grad_norm"], rel=1e-4)
     assert_close(weights(engine), outs[0]["weights"], tolerance=1e-3)
@@ -124,7 +126,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     for name, options in VARIANTS.items():
         engine = make_engine(model, **options)
         engine.train_batch(rows, lengths([rows]), loss_of(engine))
-        engine.save(path / f"{name}-of-one", {"step": 1})
+        save(engine, path / f"{name}-of-one", {"step": 1})
     assert launch("variants", path, model, 2) == [0, 0]
     return path
 
@@ -142,9 +144,9 @@ def test_variants_agree_between_one_rank_and_two(name: str, variants: Path, mode
         stats = engine.train_batch(rows, lengths([rows]), loss_of(engine))
     assert stats["grad_norm"] == pytest.approx(first["stats"]["grad_norm"], rel=1e-2)
     assert_close(weights(engine), first["weights"], tolerance=2e-2 if low else 1e-3)
-    engine.load(variants / f"{name}-of-one")
+    load(engine, variants / f"{name}-of-one")
     assert all(torch.equal(t, first["of one"][name]) for name, t in weights(engine).items())
-    engine.load(variants / f"{name}-2")
+    load(engine, variants / f"{name}-2")
     assert all(torch.equal(t, first["weights"][name]) for name, t in weights(engine).items())
     outputs = engine.forward(rows, lengths([rows]))
     for kind, values in outputs.items():
@@ -186,4 +188,4 @@ def test_sigkill_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path, mod
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
     assert (tmp_path / ".step-2.tmp" / checkpoint.MANIFEST).exists()
     assert not (tmp_path / "step-2").exists()
-    assert make_engine(model).load(tmp_path / "step-1") == {"step": 1}
+    assert load(make_engine(model), tmp_path / "step-1") == {"step": 1}

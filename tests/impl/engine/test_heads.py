@@ -16,8 +16,10 @@ from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import (
     LOSS,
     lengths,
+    load,
     make_engine,
     make_rows,
+    save,
     to_advantages,
     weights,
 )
@@ -78,8 +80,8 @@ def test_a_critic_resumes_bitwise(model: Path, tmp_path: Path) -> None:
     rows = make_rows()
     engine, other = make_engine(model, head="value"), make_engine(model, head="value")
     engine.train_batch(rows, lengths([rows]), to_advantages)
-    engine.save(tmp_path / "step-1", {"step": 1})
-    other.load(tmp_path / "step-1")
+    save(engine, tmp_path / "step-1", {"step": 1})
+    load(other, tmp_path / "step-1")
     for each in (engine, other):
         each.train_batch(rows, lengths([rows]), to_advantages)
     assert engine.fingerprint() == other.fingerprint()
@@ -105,7 +107,7 @@ def test_rows_that_belong_together_stay_together(model: Path, budget: int) -> No
         return batch.outputs["logprobs"].sum(), {}
 
     engine = make_engine(model, max_tokens_per_microbatch=budget)
-    engine.train_batch(rows, lengths([rows]), look, together=2)
+    engine.train_batch(rows, lengths([rows]), look, rows_per_example=2)
     assert sorted(number for _, number in seen) == list(range(12))
     pairs = list(zip(seen[::2], seen[1::2], strict=True))
     assert all(a == (0, b[1] - 1) and b == (1, a[1] + 1) for a, b in pairs)

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
-from arealite.base.model_folder import read_shapes
-from arealite.impl.publisher.shapes import check_shapes
+from arealite.base.model_folder import check_shapes, read_shapes
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.weights import load_model, stage_weights
 from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights

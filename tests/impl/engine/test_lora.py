@@ -16,7 +16,16 @@ from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
-from tests.impl.engine.helpers import LOSS, lengths, loss_of, make_engine, make_rows, weights
+from tests.impl.engine.helpers import (
+    LOSS,
+    lengths,
+    load,
+    loss_of,
+    make_engine,
+    make_rows,
+    save,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -79,13 +88,13 @@ def test_what_leaves_is_merged_and_beside_it_the_adapter(
 
 def test_a_checkpoint_holds_adapters_only_and_resumes_bitwise(model: Path, tmp_path: Path) -> None:
     engine, rows = trained(model)
-    engine.save(tmp_path / "step-3", {"step": 3})
+    save(engine, tmp_path / "step-3", {"step": 3})
     held = FileSystemReader(tmp_path / "step-3" / "state").read_metadata().state_dict_metadata
     assert held
     assert all(".lora_" in name for name in held)
     other, _ = trained(model, 1, seed=3)
     assert other.fingerprint() != engine.fingerprint()
-    other.load(tmp_path / "step-3")
+    load(other, tmp_path / "step-3")
     for each in (engine, other):
         each.train_batch(rows, lengths([rows]), LOSS)
     assert other.fingerprint() == engine.fingerprint()

@@ -23,9 +23,11 @@ from tests.impl.engine.helpers import (
     VARIANTS,
     gradients,
     lengths,
+    load,
     loss_of,
     make_engine,
     make_rows,
+    save,
     weights,
 )
 
@@ -46,12 +48,12 @@ def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
         out[f"{name}_forward"] = engine.forward(parts[rank], lengths(parts))
     parts = [[rows[i] for i in indices] for indices in UNEVEN + more]
     engine.train_batch(parts[rank], lengths(parts), LOSS)
-    engine.save(folder / "step-1", {"step": 1})
+    save(engine, folder / "step-1", {"step": 1})
     out["stats"] = engine.train_batch(parts[rank], lengths(parts), LOSS)
     out["weights"] = weights(engine)
     out["fingerprint"] = engine.fingerprint()
     again = make_engine(model, max_tokens_per_microbatch=64, seed=9, shard_size=shard_size)
-    out["extra"] = again.load(folder / "step-1")
+    out["extra"] = load(again, folder / "step-1")
     again.train_batch(parts[rank], lengths(parts), LOSS)
     out["resumed"] = weights(again)
     out["resumed_fingerprint"] = again.fingerprint()
@@ -75,14 +77,14 @@ def variants(folder: Path, model: str) -> None:
         found = out[name] = {"gradients": gradients(engine, parts[rank], lengths(parts))[0]}
         for path in (folder / f"{name}-1", folder / f"{name}-2"):
             found["stats"] = engine.train_batch(parts[rank], lengths(parts), loss_of(engine))
-            engine.save(path, {"step": 1})
+            save(engine, path, {"step": 1})
         found["forward"] = engine.forward(parts[rank], lengths(parts))
         found["base"] = engine.without_adapter().forward(parts[rank], lengths(parts))
         found["weights"] = weights(engine)
-        other.load(folder / f"{name}-1")
+        load(other, folder / f"{name}-1")
         other.train_batch(parts[rank], lengths(parts), loss_of(engine))
         found["resumed"] = engine.fingerprint() == other.fingerprint()
-        other.load(folder / f"{name}-of-one")
+        load(other, folder / f"{name}-of-one")
         found["of one"] = weights(other)
     torch.save(out, folder / f"out-{rank}.pt")
 
@@ -97,13 +99,13 @@ def buffers(folder: Path, model: str) -> None:
         path = folder / f"shards-{shards}"
         found = {"forward": engine.forward(parts[rank], lengths(parts)), "weights": weights(engine)}
         engine.train_batch(parts[rank], lengths(parts), LOSS)
-        engine.save(path / "step-1", {"step": 1})
+        save(engine, path / "step-1", {"step": 1})
         engine.export(path / "export")
         again = make_engine(path / "export", shard_size=shards)
         found["again"] = again.fingerprint() == engine.fingerprint()
         found["trained"] = weights(engine)
         other = make_engine(model, shard_size=shards)
-        other.load(path / "step-1")
+        load(other, path / "step-1")
         found["resumed"] = other.fingerprint() == engine.fingerprint()
         out[path.name] = found
     torch.save(out, folder / f"out-{rank}.pt")
@@ -131,9 +133,9 @@ def measure(folder: Path, model: str) -> dict[str, int]:
     with measured("load"):
         engine = make_engine(model, optimizer={"type": "sgd", "beta1": 0.0})
     with measured("save"):
-        engine.save(folder / "step-1", {})
+        save(engine, folder / "step-1", {})
     with measured("resume"):
-        engine.load(folder / "step-1")
+        load(engine, folder / "step-1")
     with measured("export"):
         engine.export(folder / "export")
     with measured("stream"):
@@ -158,9 +160,9 @@ def kill_in_save(folder: Path, model: str) -> None:
         rename(source, target)
 
     engine = make_engine(model)
-    engine.save(folder / "step-1", {"step": 1})
+    save(engine, folder / "step-1", {"step": 1})
     os.rename = die_at_the_second
-    engine.save(folder / "step-2", {"step": 2})
+    save(engine, folder / "step-2", {"step": 2})
 
 
 def main(scenario: str, folder: Path, model: str) -> None:

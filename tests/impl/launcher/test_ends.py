@@ -18,12 +18,12 @@ UNEVALUATED = {"step": 3, "time": 2.0, "eval/failed": 8.0}
 
 
 def closed(
-    root: Path, code: int, *lines: dict[str, float], is_companion: bool = False
+    root: Path, code: int, *lines: dict[str, float], is_sidecar: bool = False
 ) -> tuple[int, str, str]:
     """End a run of three steps whose roles ended with `code`; return (code, shown, end.txt)."""
     launcher, shown = ScriptedLauncher(root, {}, steps=3, held_out="some"), list[str]()
     launcher.progress.say = shown.append  # type: ignore[method-assign]
-    if is_companion:
+    if is_sidecar:
         launcher.roles.remove(launcher.trainer)
     for line in lines:
         launcher.progress.show(line)
@@ -72,7 +72,7 @@ def test_roles_beside_torchrun_do_not_count_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
-    assert closed(tmp_path, 0, is_companion=True)[0] == 0
+    assert closed(tmp_path, 0, is_sidecar=True)[0] == 0
 
 
 def test_trainer_that_someone_else_ends_early_fails_the_run(

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,7 @@ import pytest
 
 from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child
-from arealite.impl.launcher.supervisor import HealthMonitor, describe
+from arealite.impl.launcher.supervisor import HealthMonitor, Role, Supervisor, describe
 from arealite.system.health.diagnosis import Finding
 from tests.waiting import until
 
@@ -48,6 +48,31 @@ def stopped(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
+class Watched(Supervisor):
+    """Reports every finding; `child` answers which child it is about."""
+
+    def __init__(
+        self, child: Callable[[Finding], Child | None], say: Callable[[str], object]
+    ) -> None:
+        super().__init__(say)
+        self.child = child
+
+    async def start(self, role: Role) -> None:
+        raise NotImplementedError
+
+    def is_needed(self, role: Role, dead: Child) -> bool:
+        raise NotImplementedError
+
+    def mark(self) -> float:
+        raise NotImplementedError
+
+    def child_of(self, finding: Finding) -> Child | None:
+        return self.child(finding)
+
+    def is_shown(self, finding: Finding) -> bool:
+        return True
+
+
 def as_child(process: subprocess.Popen[bytes]) -> Child:
     """Return a process as the supervisor knows its children."""
     return Child("rollout", cast(asyncio.subprocess.Process, process), None, 0)
@@ -69,7 +94,7 @@ async def test_only_a_child_is_killed(
     def child(finding: Finding) -> Child | None:
         return as_child(mine) if finding.pid == mine.pid and mine.poll() is None else None
 
-    of_mine = HealthMonitor(tmp_path, child, say, silent_s=0.5)
+    of_mine = HealthMonitor(tmp_path, Watched(child, say), silent_s=0.5)
     watching = asyncio.ensure_future(of_mine.run())
     try:
         assert await asyncio.wait_for(asyncio.to_thread(mine.wait), 60) == -signal.SIGKILL
@@ -94,8 +119,7 @@ async def test_who_waits_for_one_that_is_dead_is_ended(
     role.wait()
     of_role = HealthMonitor(
         tmp_path,
-        lambda f: as_child(waiter) if f.culprit == "rollout-0" else None,
-        print,
+        Watched(lambda f: as_child(waiter) if f.blocker == "rollout-0" else None, print),
         silent_s=0.5,
     )
     watching = asyncio.ensure_future(of_role.run())
@@ -123,7 +147,7 @@ async def test_who_gets_no_cpu_is_told_and_lives(
     monkeypatch.setattr(supervisor, "examine", examine)
     said: list[str] = []
     watching = asyncio.ensure_future(
-        HealthMonitor(tmp_path, lambda f: as_child(stopped[0]), said.append).run()
+        HealthMonitor(tmp_path, Watched(lambda f: as_child(stopped[0]), said.append)).run()
     )
     await asyncio.wait_for(enough.wait(), 60)
     watching.cancel()
@@ -145,7 +169,9 @@ async def test_what_cannot_be_examined_does_not_end_it(
 
     monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
     monkeypatch.setattr(supervisor, "examine", examine)
-    watching = asyncio.ensure_future(HealthMonitor(tmp_path, lambda finding: None, print).run())
+    watching = asyncio.ensure_future(
+        HealthMonitor(tmp_path, Watched(lambda finding: None, print)).run()
+    )
     await asyncio.wait_for(looks.wait(), 60)
     watching.cancel()
 

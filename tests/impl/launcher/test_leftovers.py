@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, name_dir, run_paths
+from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.names import TMPFS
 from arealite.impl.launcher.leftovers import clear
 from arealite.system.locks import lock_folder

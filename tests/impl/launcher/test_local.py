@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig
+from arealite.api.config import DatasetConfig, ExperimentConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.impl.launcher import local, processes, supervisor
 from arealite.impl.launcher.local import LocalLauncher

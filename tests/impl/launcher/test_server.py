@@ -16,9 +16,10 @@ from tests.waiting import has_exited, spawned, until, until_exited
 
 RUN = """
 import sys
-from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.api.config import ServerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher import server, supervisor
-supervisor.FIRST_PAUSE_S = 0.02
+supervisor.PAUSES_S = (0.0, 0.02)
 server.TERMINATE_S = float(sys.argv[3])
 config = ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1]))
 sys.exit(server.keep(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))

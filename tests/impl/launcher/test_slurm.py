@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig
+from arealite.api.config import ExperimentConfig
 from arealite.api.launcher import LauncherConfig, SlurmConfig
 from arealite.api.trainer import TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
-from arealite.impl.launcher import slurm
+from arealite.impl.launcher import slurm, slurm_job
+from arealite.impl.launcher.processes import rank_environments
 from arealite.impl.launcher.slurm import SlurmLauncher
 from arealite.impl.launcher.slurm_job import script
 
@@ -55,7 +57,8 @@ async def test_processes_fill_their_nodes_in_order(tmp_path: Path, job: pytest.M
     parts = SlurmConfig(trainers=["--nodes=2"])
     launcher = SlurmLauncher(experiment(tmp_path, trainer_ranks=4, slurm=parts))
     launcher.devices = {("8", "n1"): ["0", "1"], ("8", "n2"): ["0", "1"]}
-    ranks = await launcher.rank_environments()
+    address, local = await launcher.rank_places()
+    ranks = rank_environments(4, address=address, local=local)
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert {rank["MASTER_ADDR"] for rank in ranks} == {"n1"}
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
@@ -103,3 +106,8 @@ def test_outside_of_a_job_it_says_what_to_type(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises(UserError, match=r"outside of the job it needs .*arealite launch slurm"):
         SlurmLauncher(experiment(tmp_path))
+
+
+def test_late_command_returns_what_it_printed_in_time() -> None:
+    late = ["sh", "-c", "echo begin; exec sleep 600"]
+    assert slurm_job.output(late, 1.0) == "begin\n"

@@ -25,7 +25,7 @@ from arealite.base import config as base_config
 from arealite.impl.launcher import supervisor
 from arealite.system.health import vitals
 from tests.impl.launcher.test_local import ScriptedLauncher
-supervisor.FIRST_PAUSE_S = supervisor.LONGEST_PAUSE_S = float(sys.argv[2])
+supervisor.PAUSES_S = (0.0, float(sys.argv[2]))
 scripts = dict(zip(sys.argv[4::2], sys.argv[5::2]))
 launcher = ScriptedLauncher(Path(sys.argv[1]), scripts, restarts=int(sys.argv[3]))
 launcher.vitals.mkdir(parents=True, exist_ok=True)
@@ -44,9 +44,10 @@ DIES = "raise ExceptionGroup('in a TaskGroup', [ValueError('no such card')])\n"
 REASON = "ValueError: no such card"
 SERVER = """
 import os, sys
-from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.api.config import ServerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.launcher import server, supervisor
-supervisor.FIRST_PAUSE_S = supervisor.LONGEST_PAUSE_S = 600.0
+supervisor.PAUSES_S = (0.0, 600.0)
 names = {"name_root": os.environ["NAMES"]}
 config = ServerConfig(experiment_name="e", trial_name="t", cluster=ClusterConfig(**names))
 sys.exit(server.keep(config, [sys.executable, "-c", CHILD]))

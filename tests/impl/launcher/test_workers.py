@@ -102,7 +102,7 @@ def test_more_than_the_most_are_not_started(tmp_path: Path) -> None:
 def test_one_that_dies_again_and_again_is_let_go_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 2.0))
     first = "import os, signal, sys\nif sys.argv[1] == '1':\n"
     dying = f"    open('{{root}}/began-1', 'a').write('x'); {SUICIDE}\n"
     steps = ["wish(2); until('began-1', 2)", "wish(1); until('heard-1', 0)"]

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, LoggerConfig
+from arealite.api.config import ExperimentConfig, LoggerConfig
 from arealite.api.logger import MetricLogger
+from arealite.api.trial import ClusterConfig
 from arealite.impl.logger import guarded
 from arealite.impl.logger.guarded import GuardedLogger, without_secrets
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.impl.trainer.parts import open_loggers
+from arealite.impl.trainer.components import open_loggers
 
 does: dict[str, Callable[[], Any]] = {}
 """What a test wants at a call, by its name."""

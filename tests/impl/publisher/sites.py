@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.publisher import PublishReport
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher

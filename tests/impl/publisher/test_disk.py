@@ -15,8 +15,7 @@ from arealite.api.config import run_paths
 from arealite.base.errors import RoleError
 from arealite.base.names import TMPFS
 from arealite.impl.engine import hf_folder
-from arealite.impl.publisher import staging
-from arealite.impl.publisher.disk import DiskPublisher
+from arealite.impl.publisher.disk import DiskPublisher, DiskSender
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, publishing, servers
 from tests.waiting import eventually
@@ -106,7 +105,7 @@ async def test_a_hanging_server_is_continued_and_quarantined(site: Site) -> None
         slow.fail_next("hang", path="/update_weights_from_disk", count=1000)
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        assert site.patience.ended[0] == 60.0, "publisher.timeout_s"
+        assert 50.0 < (site.patience.ended[0] or 0.0) <= 60.0, "publisher.timeout_s"
         slow.recover()
         await eventually(lambda: slow.version == "1" and slow.paused is None)
 
@@ -274,8 +273,8 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (dead / "v3").mkdir()
     other_user = tmp_path / f"arealite-{os.getuid() + 1}-1-old"
     other_user.mkdir()
-    alive = staging.Staging(tmp_path, tmp_path)
-    second = staging.Staging(tmp_path, tmp_path)
+    alive = DiskSender(tmp_path, tmp_path)
+    second = DiskSender(tmp_path, tmp_path)
     assert not dead.exists()
     assert alive.folder.exists() and other_user.exists()
     alive.close()

@@ -179,13 +179,15 @@ def test_two_servers_take_versions_in_one_group(site: Servers) -> None:
     assert (report.servers, report.quarantined, site.rounds) == (2, [], 1), "one look at the names"
     first = site.holds(one)
     assert first[0] == "1" and site.holds(other) == first
-    group = site.publisher and site.publisher._name
+    group = site.publisher and site.publisher._sender.name
     report = site.publish(2, "b")
-    assert site.publisher and site.publisher._name == group, "the same servers, the same group"
+    assert site.publisher and site.publisher._sender.name == group, (
+        "the same servers, the same group"
+    )
     assert site.holds(one) == site.holds(other) != first
     assert site.holds(one)[0] == "2"
     assert report.num_bytes == sum(tensor.nbytes for tensor in site.weights["b"].values())
-    assert 0 < report.load_s <= report.stall_s and not site.publisher.starving
+    assert 0 < report.load_s <= report.stall_s and not site.publisher.needs_republish
 
 
 def test_a_taken_port_is_told_before_any_server_waits(site: Servers) -> None:
@@ -205,7 +207,7 @@ def test_a_stopped_server_is_quarantined_in_time_and_heals(site: Servers) -> Non
     os.kill(int(stopped), signal.SIGCONT)
     publisher = site.publisher
     assert publisher is not None
-    until(lambda: publisher.starving, what="the server to be back")
+    until(lambda: publisher.needs_republish, what="the server to be back")
     report = site.publish(2, "b")
     assert report.servers == 2
     assert site.holds(stopped) == site.holds(kept)
@@ -223,9 +225,9 @@ def test_a_server_killed_in_the_middle_and_a_new_one_in_its_place(site: Servers)
     assert site.holds(kept) == ("3", tokens), "it held all of the weights the first time"
     site.start(1)
     publisher = site.publisher
-    until(lambda: publisher.starving, what="the newcomer to be found")
+    until(lambda: publisher.needs_republish, what="the newcomer to be found")
     *_, late = site.processes
     report = site.publish(3, "b")
     assert report.servers == 2
     assert site.holds(late) == site.holds(kept)
-    assert len(publisher._members) == 1, "a group of the newcomer only"
+    assert len(publisher._sender.members) == 1, "a group of the newcomer only"

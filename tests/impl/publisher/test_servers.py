@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from arealite.base.errors import UserError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.system.health.waits import PAUSER, Wait, table
 from tests.fakes.sglang import FakeSGLang
@@ -60,8 +60,6 @@ async def test_a_server_silent_when_probed_is_quarantined_and_healed(site: Site,
         await eventually(lambda: silent.version == "1" and silent.paused is None)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 async def test_a_thread_that_fails_as_it_starts_is_not_waited_for(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +68,7 @@ async def test_a_thread_that_fails_as_it_starts_is_not_waited_for(
 
     monkeypatch.setattr("arealite.impl.publisher.servers.aiohttp.ClientSession", full)
     async with asyncio.timeout(60):
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(RoleError, match=r"closed .*Too many open files"):
             await site.publish(1)
 
 

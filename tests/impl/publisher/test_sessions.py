@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from arealite.impl.publisher.control import Server
+from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
@@ -22,16 +22,15 @@ GROUP = "g"
 class TwoParts(DiskPublisher):
     """Tell a server of two parts of each version."""
 
-    async def bring(self, server: Server, version: int) -> None:
-        async def load(server: Server, flush: bool) -> None:
+    async def update_server(self, server: ServerControl, version: int) -> None:
+        async def send(server: ServerControl) -> None:
             await server.begin()
             for name, number in (("a.weight", None), ("b.weight", version)):
                 body = {"names": [name], "group_name": GROUP}
-                await server.update(PATH, body, version=number, flush=flush and number is not None)
-            await server.end()
+                await server.update(PATH, body, version=number)
 
-        mode, seconds = self.config.pause_mode, self.config.timeout_s
-        await server.bring(version, load, mode=mode, seconds=seconds)
+        async with self.updating([server], version) as on_all:
+            await on_all(send)
 
 
 @pytest.fixture(autouse=True)

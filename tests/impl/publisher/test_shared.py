@@ -14,15 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.api.config import (
-    ClusterConfig,
-    ExperimentConfig,
-    ModelConfig,
-)
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.publisher.shared import SharedPublisher
@@ -123,7 +120,7 @@ async def test_it_generates_from_the_trained_parameters_themselves(pair: Pair) -
         logprobs, tokens = zip(
             *((lp, t) for lp, t, _ in meta["output_token_logprobs"]), strict=True
         )
-        await asyncio.to_thread(pair.publisher.hold)
+        await asyncio.to_thread(pair.publisher.pause_generation)
         np.testing.assert_allclose(logprobs, pair.logprobs(list(tokens)), atol=close)
         told.append(pair.logprobs(PROMPT))
         pair.learn()
@@ -139,7 +136,7 @@ async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> 
     brake.hold()
     long = asyncio.create_task(ask(pair.url, count=400))
     await eventually(lambda: [each for each in engine.decoder.running if each.output], "a token")
-    await asyncio.to_thread(pair.publisher.hold)
+    await asyncio.to_thread(pair.publisher.pause_generation)
     brake.let_go()
     held_at = time.perf_counter()
     held = asyncio.create_task(ask(pair.url))
@@ -169,12 +166,12 @@ async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
     def die() -> None:
         raise MemoryError("no memory")
 
-    assert pair.publisher.starving is False
+    assert pair.publisher.needs_republish is False
     engine._post(die)
     with pytest.raises(RoleError, match="the engine died: no memory"):
-        await asyncio.to_thread(pair.publisher.hold)
+        await asyncio.to_thread(pair.publisher.pause_generation)
     with pytest.raises(RoleError, match="no memory"):
-        _ = pair.publisher.starving
+        _ = pair.publisher.needs_republish
 
 
 def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.reward import RewardConfig, RewardFactory
+from arealite.api.reward import RewardConfig, make_reward
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ from arealite.api.reward import RewardConfig, RewardFactory
     ],
 )
 async def test_an_answer_is_the_truth_or_not(completion: str, truth: str, score: float) -> None:
-    reward = RewardFactory(None).make_reward(RewardConfig(type="exact_match"))
+    reward = make_reward(RewardConfig(type="exact_match"))
     assert await reward.score(completion, truth) == score

@@ -17,7 +17,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arealite.api.reward import MathVerifyConfig, RewardConfig, RewardFactory, Score
+from arealite.api.reward import MathVerifyConfig, RewardConfig, Score, make_reward
 from arealite.base.errors import RewardTimeout, failure_class
 from arealite.impl.reward import pool as pools
 from arealite.impl.reward.checker import is_equal
@@ -85,7 +85,7 @@ async def test_scores(reward):
 
 
 def test_the_factory_makes_it():
-    made = RewardFactory(None).make_reward(RewardConfig())
+    made = make_reward(RewardConfig())
     assert isinstance(made, MathVerifyReward)
 
 

@@ -11,12 +11,13 @@ import zmq
 
 from arealite.api.agent import Agent
 from arealite.api.collector import AutoscaleConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.datapipe import DatapipeConfig
 from arealite.api.env import Env, envs
 from arealite.api.llm import LLMClientConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer_messages import Finish, Published
+from arealite.api.trial import ClusterConfig
 from arealite.impl.client.sglang import SGLangClient
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker

@@ -132,7 +132,7 @@ async def test_an_episode_that_swallows_its_deadline_is_not_rewarded(
     assert episode.failure.failure_class == "episode_timeout"
     assert episode.failure.detail.endswith(detail)
     assert (episode.headers, payloads) == ([], [])
-    assert not made._limits.held
+    assert not made._running
     task = asyncio.current_task()
     assert task is not None
     assert not task.cancelling()
@@ -243,11 +243,11 @@ async def test_an_episode_under_way_shows_what_it_waits_for() -> None:
     client.gate.clear()
     playing = asyncio.create_task(made.run(lease(3, prompt="ok"), 1))
     await client.received(1)
-    (limit,) = made._limits.held
-    assert (limit.what, limit.on) == ("episode g3/1 (train-3)", "environment world")
+    (wait,) = made._running
+    assert (wait.what, wait.on) == ("episode g3/1 (train-3)", "environment world")
     client.gate.set()
     await playing
-    assert not made._limits.held
+    assert not made._running
 
 
 # ---------------------------------------------------------------- resuming

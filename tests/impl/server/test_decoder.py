@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
     assert len(banned.output) > 6
 
 
-def test_sampling_follows_the_distribution(qwen: Any) -> None:
+def test_sampler_follows_the_distribution(qwen: Any) -> None:
     """4,000 draws of one token against its probabilities (chi-square, fixed seed)."""
     generations = [wish([5, 6, 7], 1) for _ in range(4000)]
     run(Decoder(qwen, max_rows=4000, seed=3), generations)
@@ -290,10 +291,14 @@ class Running:
         self.brake = Brake(self.engine)
         self.engine.start()
 
+    def call(self, command: Any, *args: Any) -> Future[Any]:
+        """Have the engine's thread run a method of the engine."""
+        return self.engine.call(command, *args)
+
     def start(self, generation: Generation) -> None:
         """Submit; return when its first tokens are there, and it stands still."""
         self.brake.hold(free=3)
-        self.engine.submit([generation])
+        self.call(self.engine.submit, generation)
         self.until(lambda: len(generation.output) > 2)
 
     def until(self, condition: Any) -> None:
@@ -309,11 +314,9 @@ class Running:
 def ask_update(
     running: Running, model: Any, folder: Path, version: str, *, flush: bool = True
 ) -> Future[bool]:
-    return running.engine.update(
-        lambda: stage_weights(model.state_dict(keep_vars=True), str(folder)),
-        version=version,
-        flush=flush,
-    )
+    engine, targets = running.engine, model.state_dict(keep_vars=True)
+    stage = partial(stage_weights, targets, str(folder))
+    return engine.call_between_requests(engine.update, stage, version, flush)
 
 
 def update(running: Running, model: Any, folder: Path, version: str, *, flush: bool = True) -> bool:
@@ -328,13 +331,13 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
     generations = [wish(p, 200) for p in prompts(6, 12)]
     with Running(model, rows=4) as running:
         running.brake.hold(free=6)
-        running.engine.submit(generations)
+        running.call(running.engine.submit, *generations)
         running.until(lambda: len(generations[0].output) >= 5)
-        running.engine.pause(mode).result(timeout=60)
+        running.call(running.engine.pause, mode).result(timeout=60)
         standing = [len(g.output) for g in generations]
         assert update(running, model, folders[1], "1", flush=mode == "retract")
         assert [len(g.output) for g in generations] == standing
-        running.engine.resume().result(timeout=60)
+        running.call(running.engine.resume).result(timeout=60)
         running.brake.let_go()
         running.until(lambda: all(g.ended for g in generations))
     for generation in generations:
@@ -361,7 +364,7 @@ def test_in_place_with_flush_is_updated_but_dirty(folders: list[Path]) -> None:
     generation = wish([5], 300)
     with Running(model) as running:
         running.start(generation)
-        running.engine.pause("in_place").result(timeout=60)
+        running.call(running.engine.pause, "in_place").result(timeout=60)
         assert not update(running, model, folders[1], "1", flush=True)
         assert running.engine.version == "1"
 
@@ -373,11 +376,11 @@ def test_a_command_nobody_waits_for_any_more_is_dropped(folders: list[Path]) -> 
     with Running(model) as running:
         running.start(busy)
         assert ask_update(running, model, folders[1], "1").cancel()
-        running.engine.submit([queued])
-        running.engine.abort(lambda generation: generation is busy)
+        running.call(running.engine.submit, queued)
+        running.call(running.engine.abort, lambda generation: generation is busy)
         running.brake.let_go()
         running.until(lambda: queued.ended)
-        assert running.engine.flush().result(timeout=60)
+        assert running.call(running.engine.flush).result(timeout=60)
         assert running.engine.version == "default"
     check_logprobs(model, queued)
 
@@ -388,7 +391,7 @@ def test_requests_behind_a_waiting_update_get_the_new_weights(folders: list[Path
     with Running(model) as running:
         running.start(first)
         future = ask_update(running, model, folders[1], "1")
-        running.engine.submit([second])
+        running.call(running.engine.submit, second)
         running.brake.let_go()
         running.until(lambda: second.ended)
         assert future.result(timeout=60)
@@ -404,12 +407,12 @@ def test_a_failing_step_fails_its_requests_and_the_loop_goes_on(
             running.engine.decoder, "decode", lambda: (_ for _ in ()).throw(ValueError("boom"))
         )
         failed = [wish([5, 6], 9), wish([7], 9)]
-        running.engine.submit(failed)
+        running.call(running.engine.submit, *failed)
         running.until(lambda: all(g.ended for g in failed))
         assert all("boom" in (g.error or "") for g in failed)
         monkeypatch.undo()
         good = wish([5, 6], 9)
-        running.engine.submit([good])
+        running.call(running.engine.submit, good)
         running.until(lambda: good.ended)
         check_logprobs(qwen, good)
 
@@ -420,7 +423,7 @@ def test_broken_weights_fail_requests_instead_of_sampling_noise(tmp_path: Path) 
         model.model.norm.weight.fill_(float("nan"))
     with Running(model) as running:
         generation = wish([5], 9)
-        running.engine.submit([generation])
+        running.call(running.engine.submit, generation)
         running.until(lambda: generation.ended)
     assert "not finite" in (generation.error or "")
 
@@ -435,7 +438,7 @@ def test_a_load_that_fails_half_way_is_the_engines_death(qwen: Any) -> None:
     def load() -> None:
         raise OSError("the disk went away")
 
-    future = engine.update(lambda: load, version="1", flush=True)
+    future = engine.call_between_requests(engine.update, lambda: load, "1", True)
     with pytest.raises(OSError, match="went away"):
         future.result(timeout=60)
     assert died.wait(60)

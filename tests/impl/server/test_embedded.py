@@ -147,12 +147,21 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         (b'{"input_ids": [5], "sampling_params": {"top_k": 9999999999}}', "Expected `int` <="),
         (b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}', "malformed"),
         (b'{"input_ids": [5], "sampling_params": {"temperature": 1e999}}', "out of range"),
-        ({"sampling_params": {"temperature": -0.5}}, "temperature must be a non-negative finite"),
-        ({"sampling_params": {"top_p": -0.5}}, "top_p must be in (0, 1]"),
-        ({"sampling_params": {"top_k": -2}}, "top_k must be"),
-        ({"sampling_params": {"min_new_tokens": -1}}, "min_new_tokens must be"),
-        ({"sampling_params": {"stop": ["a"] * 1025}}, "at most 1024 members each"),
-        ({"sampling_params": {"stop_token_ids": [5] * 1025}}, "at most 1024 members each"),
+        ({"sampling_params": {"temperature": -0.5}}, "temperature must be a non-negative"),
+        (
+            {"sampling_params": {"top_p": -0.5}},
+            "> 0.0 - at `$.sampling_params.top_p`",
+        ),
+        ({"sampling_params": {"top_k": -2}}, "Expected `int` >= -1 - at `$.sampling_params.top_k`"),
+        ({"sampling_params": {"min_new_tokens": -1}}, ">= 0 - at `$.sampling_params.min_new_t"),
+        (
+            {"sampling_params": {"stop": ["a"] * 1025}},
+            "<= 1024 - at `$.sampling_params.stop`",
+        ),
+        (
+            {"sampling_params": {"stop_token_ids": [5] * 1025}},
+            "<= 1024 - at `$.sampling_params.stop_t",
+        ),
         ({"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids must lie"),
         ({"input_ids": "abc"}, "Expected"),
         ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),
@@ -163,8 +172,15 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"input_ids": [64]}, "input_ids must lie"),
         ({"sampling_params": {"foo": 1}}, "unknown field `foo`, expected one of"),
         ({"sampling_params": {"max_new_tokens": "3"}}, "Expected `int"),
-        ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be"),
-        ({"sampling_params": {"top_p": 0.0}}, "top_p must be in (0, 1]"),
+        ({"sampling_params": {"max_new_tokens": -1}}, ">= 0 - at `$.sampling_params.max_new_t"),
+        (
+            {"sampling_params": {"top_p": 1.5}},
+            "<= 1.0 - at `$.sampling_params.top_p`",
+        ),
+        (
+            {"sampling_params": {"top_p": 0.0}},
+            "> 0.0 - at `$.sampling_params.top_p`",
+        ),
         ({"sampling_params": {"top_k": 0}}, "top_k must be"),
         ({"sampling_params": {"min_new_tokens": 500}}, "min_new_tokens must be"),
         ({"sampling_params": {"n": 2}}, "unknown field `n`, expected one of"),
@@ -357,6 +373,17 @@ async def test_the_name_follows_the_version_but_keeps_the_model(
             lambda: (v := registry.list("llm_server")[0].value)["version"] == "5" and v, "version 5"
         )
         assert value["model_path"] == str(folders[0])
+
+
+async def test_a_new_version_is_in_the_name_at_once(folders: list[Path], tmp_path: Path) -> None:
+    config = server_config(folders[0], tmp_path)
+    object.__setattr__(config.cluster, "heartbeat_s", 600.0)
+    registry = NameRegistry.of(config)
+    async with running(config) as server, aiohttp.ClientSession(server.address) as session:
+        body = {"model_path": str(folders[1]), "weight_version": "5"}
+        assert (await post(session, "/update_weights_from_disk", **body))[0] == 200
+        version = lambda: registry.list("llm_server")[0].value["version"]  # noqa: E731
+        await eventually(lambda: version() == "5", "version 5")
 
 
 async def test_a_used_port_is_one_clear_line(folders: list[Path], tmp_path: Path) -> None:

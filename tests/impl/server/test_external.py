@@ -16,8 +16,9 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.llm_server import ExternalServersConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.cli import role
 from arealite.impl.server import external
@@ -239,7 +240,8 @@ async def test_a_silent_server_loses_its_name(
         speaking(experiment(tmp_path, at(server))) as named,
     ):
         first = await named(lambda value: True)
-        server.on_hang = lambda: patience.end(f"llm_server-{external.entry_id(at(server))}")
+        on, what = f"llm_server-{external.entry_id(at(server))}", "model_info"
+        server.on_hang = lambda: patience.end(on, what=what)
         server.fail_next("hang", path="/model_info")
         await named(lambda value: value["pid"] != first["pid"])
     assert patience.ended == [600.0], "as long as a name lives"

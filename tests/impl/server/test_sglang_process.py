@@ -23,6 +23,7 @@ import structlog.testing
 
 from arealite.api.config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
+from arealite.impl.launcher.processes import Child
 from arealite.impl.server import sglang, sglang_process
 from arealite.impl.server.sglang import SGLangServer
 from arealite.impl.server.sglang_process import SGLangProcess, take_ports
@@ -39,7 +40,7 @@ PORTS = itertools.count(10_000 + os.getpid() % 900 * 10, 5)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is waited for between starts, long for answers; ports are free until they are used."""
-    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.1, 0.2, 0.4))
     monkeypatch.setattr(sglang_process, "TERMINATE_S", 60.0)
     monkeypatch.setattr(sglang_process, "LOAD_S", 60.0)
     for module in (sglang, sglang_process):
@@ -144,7 +145,7 @@ async def test_server_is_shown_as_starting_and_restarting_until_it_answers(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shown = lambda: [w.what for w in waits.table if w.owner == waits.KEEPER]  # noqa: E731
-    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr(sglang_process, "PAUSES_S", (600.0,))
     settings = quick_config(program, model_folder)
     limit = settings.llm_server.sglang.max_restarts
     async with serving(settings):
@@ -169,10 +170,42 @@ async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
         assert after.value["pid"] != before.value["pid"]
 
 
+async def test_restart_that_fails_counts_as_a_death(
+    program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    spawn = sglang_process.spawn
+
+    async def refuse(name: str, *_: Any, **__: Any) -> Child:
+        monkeypatch.setattr(sglang_process, "spawn", spawn)
+        raise UserError(f"{name} cannot be started: no memory")
+
+    settings = quick_config(program, model_folder)
+    with structlog.testing.capture_logs() as events:
+        async with serving(settings):
+            (before,) = names(settings)
+            monkeypatch.setattr(sglang_process, "spawn", refuse)
+            os.kill(before.value["pid"], signal.SIGKILL)
+            await eventually(lambda: not names(settings), "the name to go")
+            await eventually(lambda: names(settings), "the name to come back")
+    assert [e["restart_in_s"] for e in events if e["event"] == "server lost"] == [0.1, 0.2]
+
+
+async def test_a_silent_server_has_its_name_renewed_no_more(program: Program, model_folder: Path):
+    settings = quick_config(program, model_folder)
+    object.__setattr__(settings.cluster, "ttl_s", 0.5)
+    async with serving(settings):
+        registry = NameRegistry.of(settings)
+        await eventually(lambda: registry.list("llm_server"), "its name")
+        program.tell(hangs=["/model_info"])
+        await eventually(lambda: not registry.list("llm_server"), "its name to die")
+        assert names(settings), "it is started again after silence_s only"
+        program.tell(hangs=[])
+
+
 async def test_a_port_that_somebody_took_meanwhile_is_given_up(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.5,))
     settings = quick_config(program, model_folder)
     async with serving(settings):
         (before,) = names(settings)
@@ -187,8 +220,7 @@ async def test_a_port_that_somebody_took_meanwhile_is_given_up(
 async def test_restarts_wait_longer_and_longer_until_one_holds(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(sglang_process, "LONGEST_PAUSE_S", 0.15)
+    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02, 0.04, 0.08, 0.15))
     settings = quick_config(program, model_folder)
     with structlog.testing.capture_logs() as events:
         async with serving(settings):
@@ -213,7 +245,7 @@ async def test_restarts_wait_longer_and_longer_until_one_holds(
 async def test_a_server_that_never_holds_is_given_up(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_process, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02,))
     settings = quick_config(program, model_folder, max_restarts=2)
     with structlog.testing.capture_logs() as events, pytest.raises(RoleError, match="every SGLang"):
         async with serving(settings) as task:
@@ -222,7 +254,7 @@ async def test_a_server_that_never_holds_is_given_up(
             await task
     (wait,) = [each for each in waits.table if each.owner == waits.KEEPER]
     assert wait.what == "given up after 3 deaths"
-    assert wait.detail.endswith(" died (exit code 9)"), "the last death, in one line"
+    assert " died (exit code 9: " in wait.detail and "\n" not in wait.detail, "the last death"
     assert wait.on.startswith("llm_server-127.0.0.1-")
     (end,) = [e for e in events if e["event"] == "server given up"]
     assert end["deaths"] == 3
@@ -280,22 +312,19 @@ async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sglang_process, "LOAD_S", 0.5)
-    load, deadlines = SGLangProcess._load, list[str]()
-
-    async def noted(server: SGLangProcess, seconds: float) -> Any:
-        deadlines.extend(wait.what for wait in waits.table if wait.seconds == 600.0)
-        return await load(server, seconds)
-
     settings = quick_config(program, model_folder)
     async with serving(settings):
-        monkeypatch.setattr(SGLangProcess, "_load", noted)
         (entry,) = names(settings)
         program.tell(hangs=["/v1/loads"])
-        (later,) = await eventually(
+        await eventually(
             lambda: [e for e in names(settings) if "load" not in e.value], "a name without load"
         )
+        told = program.orders["answers"] | {"/model_info": {"weight_version": "6"}}
+        program.tell(answers=told)
+        (later,) = await eventually(
+            lambda: [e for e in names(settings) if e.value["version"] == "6"], "its new version"
+        )
         assert later.value["pid"] == entry.value["pid"]
-        assert not deadlines, "silence is counted while it is asked for its load"
 
 
 @pytest.mark.parametrize(
@@ -357,13 +386,13 @@ async def test_sigterm_lets_running_requests_end(program: Program, model_folder:
 async def test_what_does_not_listen_is_killed_after_its_time(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    terminate = asyncio.subprocess.Process.terminate
+    send = Child.send
 
-    def heard(process: asyncio.subprocess.Process) -> None:
-        terminate(process)
+    def heard(child: Child, number: int) -> None:
+        send(child, number)
         until(program.terms, what="the signal to come")
 
-    monkeypatch.setattr(asyncio.subprocess.Process, "terminate", heard)
+    monkeypatch.setattr(Child, "send", heard)
     monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
     program.tell(ignores_term=True, grandchild=True)
     settings = quick_config(program, model_folder)
@@ -400,9 +429,9 @@ async def test_a_second_signal_does_not_wait(
 ):
     leave, leaving = SGLangProcess._leave, asyncio.Event()
 
-    async def tell(server: SGLangProcess) -> None:
+    async def tell(server: SGLangProcess, child: Child) -> None:
         leaving.set()
-        await leave(server)
+        await leave(server, child)
 
     monkeypatch.setattr(SGLangProcess, "_leave", tell)
     settings = quick_config(program, model_folder, drain_timeout_s=600.0)

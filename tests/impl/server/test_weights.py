@@ -55,6 +55,10 @@ def reshape(tensors: Tensors) -> None:
     tensors["model.norm.weight"] = torch.zeros(31)
 
 
+def quantize(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = torch.zeros(32).to(torch.float8_e4m3fn)
+
+
 def retype(tensors: Tensors) -> None:
     tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int64)
 
@@ -65,7 +69,8 @@ def retype(tensors: Tensors) -> None:
         (drop, "lacks model.norm.weight"),
         (add, "'model.surprise' is no tensor of the model"),
         (reshape, r"has shape \[31\], the model \[32\]"),
-        (retype, "has dtype I64"),
+        (retype, "has dtype torch.int64"),
+        (quantize, "has dtype torch.float8_e4m3fn"),
     ],
 )
 def test_what_does_not_fit_is_refused_untouched(

@@ -26,8 +26,7 @@ from arealite.api.trainer_messages import (
     Unusable,
     Waiting,
 )
-from arealite.impl.engine import checkpoint
-from arealite.impl.trainer.parts import Parts
+from arealite.impl.trainer.components import TrainerComponents
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, group
 
@@ -57,6 +56,9 @@ class ScriptedEngine(TrainEngine):
         self.extra: dict[str, Any] = {}
         self.on_update: Callable[[int], None] = lambda count: None
 
+    def without_adapter(self) -> TrainEngine:
+        return self
+
     def forward(
         self, rows: list[Sequence], all_lengths: list[list[int]]
     ) -> dict[str, list[np.ndarray]]:
@@ -74,11 +76,11 @@ class ScriptedEngine(TrainEngine):
         all_lengths: list[list[int]],
         loss_fn: Any,
         *,
-        together: int = 1,
-        noting: Mapping[str, str] | None = None,
+        rows_per_example: int = 1,
+        record_outputs: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        assert all(("prox_logprobs" in row.fields) != bool(noting) for row in rows)
-        for row in rows if noting else []:
+        assert all(("prox_logprobs" in row.fields) != bool(record_outputs) for row in rows)
+        for row in rows if record_outputs else []:
             row.fields["prox_logprobs"] = row.loss_mask * np.float32(-1.0)
             row.fields["entropy"] = row.loss_mask * np.float32(0.5)
         self.updates += 1
@@ -87,14 +89,14 @@ class ScriptedEngine(TrainEngine):
         return {"loss": 0.0, "weight": 1.0, "grad_norm": 1.0, "lr": 1e-3, "skipped_update": 0.0}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        self.events.add(f"{self.name}save {path.name}")
-        (checkpoint.begin(path) / "extra").write_text(f"{extra['step']} {self.updates}")
-        checkpoint.commit(path, {"step": extra["step"]})
+        self.events.add(f"{self.name}save step-{extra['step']:06d}")
+        path.mkdir(exist_ok=True)
+        (path / "extra").write_text(f"{extra['step']} {self.updates}")
         self.extra = extra
 
     def load(self, path: Path) -> dict[str, Any]:
-        self.events.add(f"{self.name}load {path.name}")
         step, self.updates = map(int, (path / "extra").read_text().split())
+        self.events.add(f"{self.name}load step-{step:06d}")
         return {"step": step, "interruptions": 5}
 
     def export(self, path: Path) -> None:
@@ -116,17 +118,17 @@ class ScriptedPublisher(WeightPublisher):
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
-        self.hungry = self.shares = False
+        self.is_stale = self.shares = False
         self.on_second_push: Callable[[], None] = lambda: None
         """Called when a version is pushed that was pushed before."""
 
     @property
-    def starving(self) -> bool:
-        return self.hungry
+    def needs_republish(self) -> bool:
+        return self.is_stale
 
-    def hold(self) -> None:
+    def pause_generation(self) -> None:
         if self.shares:
-            self.events.add("hold")
+            self.events.add("pause")
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         self.staged = float(dict(weights)["weight"])
@@ -286,7 +288,9 @@ class Stage:
         self.publisher = ScriptedPublisher(self.events)
         self.logger = ListLogger(Path())
 
-    def parts(self) -> Parts:
+    def components(self) -> TrainerComponents:
         connect: Any = self.pipe.connect
         others: Any = self.others
-        return Parts(World(), self.engine, connect, self.publisher, [self.logger], **others)
+        return TrainerComponents(
+            World(), self.engine, connect, self.publisher, [self.logger], **others
+        )

@@ -78,7 +78,7 @@ def test_payloads_may_come_in_any_order_of_indices() -> None:
     assert [len(row.tokens) for row in rows] == [3, 4]
 
 
-@pytest.mark.parametrize("policy", ["pace", "drop"])
+@pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_a_token_older_than_the_bound_stops_the_run_and_names_the_trajectory(policy: str) -> None:
     config = replace(CONFIG, staleness_policy=policy)
     fresh, old = group("g", [1.0, 0.0], version=3), group("h", [1.0, 0.0], version=2)
@@ -110,13 +110,13 @@ def test_rewards_stand_at_sampled_tokens_and_turns_are_runs_of_them() -> None:
     )
     parts = [first, segment([5, 6, 7], sampled=2, reward=-1.0)]
     whole = [(header("g/0/agent", parts, reward=2.5, trained_tokens=5), parts)]
-    (own,) = make_train_batch(*batch(whole), CONFIG, rank=0, world_size=1).owned
+    (own,) = make_train_batch(*batch(whole), CONFIG, rank=0, world_size=1).local
     assert own.rewards_N.tolist() == [0.0, 0.5, 3.0, 0.0, -1.0]
     assert own.turns() == [(1, 2), (2, 1), (4, 2)]
-    own.lay("advantages", np.arange(1.0, 6.0))
+    own.scatter("advantages", np.arange(1.0, 6.0))
     assert own.rows[0].fields["advantages"].tolist() == [0, 1, 2, 0, 0, 3, 0]
     assert own.rows[1].fields["advantages"].tolist() == [0, 4, 5]
-    assert own.pick("advantages").tolist() == [1, 2, 3, 4, 5]
+    assert own.gather("advantages").tolist() == [1, 2, 3, 4, 5]
 
 
 def test_groups_that_cannot_be_trained_are_named_with_what_is_wrong() -> None:

@@ -44,7 +44,7 @@ def test_token_metrics() -> None:
 
 def test_current_tokens_are_those_of_the_step_itself() -> None:
     made = train_batch(step=2, prox=-1.0)
-    old = made.owned[0].versions[0] == 1
+    old = made.local[0].versions[0] == 1
     made.rows[0].fields["prox_logprobs"][old] = -3.0
     got = metrics.token_metrics(*metrics.token_sums(made))
     assert got["mismatch/logprob_abs_diff_max"] == pytest.approx(2.0)
@@ -64,7 +64,7 @@ def test_what_only_some_algorithms_have() -> None:
 
 
 def test_a_rank_without_rows_adds_nothing() -> None:
-    made = replace(train_batch(step=2, prox=-1.0), owned=[])
+    made = replace(train_batch(step=2, prox=-1.0), local=[])
     sums, maxima = metrics.token_sums(made)
     assert set(sums.values()) == set(maxima.values()) == {0.0}
     assert all(np.isfinite(v) for v in metrics.token_metrics(sums, maxima).values())

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from arealite.api.config import (
-    ClusterConfig,
     DatasetConfig,
     ExperimentConfig,
     LoggerConfig,
@@ -30,10 +29,11 @@ from arealite.api.engine_config import (
 )
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.trainer import TrainerConfig, trainers
+from arealite.api.trial import ClusterConfig
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
+from arealite.impl.trainer.components import TrainerComponents
 from arealite.impl.trainer.offline import OfflineTrainer, Rows
-from arealite.impl.trainer.parts import Parts
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
 from tests.models import tiny_model
@@ -105,7 +105,7 @@ class FakeEngine:
         return {n: [np.full(len(row.tokens), -0.5, np.float32) for row in rows] for n in names}
 
     def train_batch(
-        self, rows: list[Sequence], all_lengths: Any, loss_fn: LossFn, *, together: int = 1
+        self, rows: list[Sequence], all_lengths: Any, loss_fn: LossFn, *, rows_per_example: int = 1
     ) -> dict[str, float]:
         self.batches.append(rows)
         self.all_lengths.append(all_lengths)
@@ -113,8 +113,7 @@ class FakeEngine:
         return {"loss": 1.0, "lr": 0.1}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        (checkpoint.begin(path) / "extra.json").write_text(json.dumps({"extra": extra}))
-        checkpoint.commit(path, {})
+        (path / "extra.json").write_text(json.dumps({"extra": extra}))
         self.saved.append(extra["step"])
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -126,7 +125,7 @@ class FakeEngine:
 
 def faked(config: ExperimentConfig, *, rank: int = 0, size: int = 1) -> OfflineTrainer:
     kind = config.trainer.type
-    parts = Parts(
+    parts = TrainerComponents(
         World(rank, size),
         FakeEngine(HEADS[kind]),  # type: ignore[arg-type]
         connect=TrainerLink,  # type: ignore[arg-type]

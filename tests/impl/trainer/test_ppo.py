@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from arealite.api.algorithm import AdvantageConfig, KLConfig
-from arealite.api.config import ClusterConfig, DatasetConfig, ExperimentConfig, run_paths
+from arealite.api.config import DatasetConfig, ExperimentConfig, run_paths
 from arealite.api.trainer import CheckpointConfig, EvalConfig, PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import InvariantError, RoleError, UserError
+from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import ppo
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
@@ -47,7 +49,7 @@ def config(tmp_path: Path) -> MakeConfig:
 
 def test_a_synchronous_run_in_order(config: MakeConfig) -> None:
     stage = Stage()
-    PPOTrainer(config(total_steps=2), stage.parts()).train()
+    PPOTrainer(config(total_steps=2), stage.components()).train()
     assert stage.events.words == [
         *("start 0", "gather", "push 0", "published 0"),
         *("ask 0", "update 1", "report 0", "gather", "push 1", "published 1"),
@@ -66,9 +68,9 @@ def test_who_shares_the_parameters_is_held_while_they_are_used(
 ) -> None:
     stage = Stage()
     stage.publisher.shares = True
-    trainer(config(total_steps=2), stage.parts()).train()
-    turns = [w for w in stage.events.words if w.split()[0] in ("hold", "update", "gather")]
-    assert turns == ["gather", *(w for k in (1, 2) for w in ("hold", f"update {k}", "gather"))]
+    trainer(config(total_steps=2), stage.components()).train()
+    turns = [w for w in stage.events.words if w.split()[0] in ("pause", "update", "gather")]
+    assert turns == ["gather", *(w for k in (1, 2) for w in ("pause", f"update {k}", "gather"))]
 
 
 def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: MakeConfig) -> None:
@@ -83,7 +85,7 @@ def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: Ma
             stage.publisher.gate.set()
 
     stage.engine.on_update = on_update
-    AsyncPPOTrainer(config(max_staleness=2), stage.parts()).train()
+    AsyncPPOTrainer(config(max_staleness=2), stage.components()).train()
     stage.events.order("ask 1", "report 0", "update 2", "push 1", "published 1", "push 2")
     stage.events.order("push 3", "save step-000003", "checkpointed 3", "export")
     assert stage.publisher.weights == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
@@ -98,13 +100,13 @@ def test_the_start_version_is_published_before_the_first_batch_is_trained(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
-    trainer(config(), stage.parts()).train()
+    trainer(config(), stage.components()).train()
     stage.events.order("start 0", "push 0", "published 0", "report 0", "push 1")
 
 
 def test_every_update_of_a_batch_sees_one_proximal_policy(config: MakeConfig) -> None:
     stage = Stage(minibatches=2)
-    PPOTrainer(config(total_steps=1, updates=2), stage.parts()).train()
+    PPOTrainer(config(total_steps=1, updates=2), stage.components()).train()
     stage.events.order("forward", "update 1", "update 2", "report 0")
     assert stage.events.words.count("forward") == 1
 
@@ -112,7 +114,7 @@ def test_every_update_of_a_batch_sees_one_proximal_policy(config: MakeConfig) ->
 def test_a_batch_without_any_advantage_is_counted_as_trained(config: MakeConfig) -> None:
     stage = Stage()
     stage.pipe.rewards = [1.0, 1.0]
-    PPOTrainer(config(total_steps=1), stage.parts()).train()
+    PPOTrainer(config(total_steps=1), stage.components()).train()
     assert stage.engine.updates == 0
     (report,) = stage.pipe.reports
     assert report.trained == ["a/0/agent", "a/1/agent", "b/0/agent", "b/1/agent"]
@@ -124,7 +126,7 @@ def test_every_step_has_a_line_whose_times_add_up(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
-    trainer(config(), stage.parts()).train()
+    trainer(config(), stage.components()).train()
     assert [step for step, _ in stage.logger.lines] == [1, 2, 3]
     for _, line in stage.logger.lines:
         whole = line.pop("time/step_s")
@@ -141,7 +143,7 @@ def test_every_step_has_a_line_whose_times_add_up(
 def test_checkpoints_are_kept_on_schedule(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     stage = Stage()
     made = config(total_steps=5, checkpoint=CheckpointConfig(every_steps=2, keep=2, export=False))
-    trainer(made, stage.parts()).train()
+    trainer(made, stage.components()).train()
     saves = [word for word in stage.events.words if word.startswith("save")]
     assert saves == ["save step-000002", "save step-000004", "save step-000005"]
     kept = checkpoint.list_good(run_paths(made).checkpoints)
@@ -154,7 +156,7 @@ def test_evaluations_first_scheduled_and_last(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
-    trainer(config(total_steps=4, held_out=True, every=2), stage.parts()).train()
+    trainer(config(total_steps=4, held_out=True, every=2), stage.components()).train()
     stage.events.order("published 0", "evaluate 0", "update 1", "update 2", "evaluate 2")
     stage.events.order("published 4", "evaluate 4", "finish: all steps are trained")
     assert sum(word.startswith("evaluate") for word in stage.events.words) == 3
@@ -168,7 +170,7 @@ def test_a_first_sigterm_ends_after_the_step(config: MakeConfig, trainer: type[P
     stage.engine.on_update = lambda count: os.kill(os.getpid(), signal.SIGTERM)
     before = signal.getsignal(signal.SIGTERM)
     made = config(held_out=True)
-    trainer(made, stage.parts()).train()
+    trainer(made, stage.components()).train()
     assert stage.engine.updates == 1
     stage.events.order("report 0", "published 1", "save step-000001", "finish: asked to stop")
     assert "export" not in stage.events.words
@@ -180,7 +182,7 @@ def test_a_first_sigterm_ends_after_the_step(config: MakeConfig, trainer: type[P
 def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     stage = Stage()
     stage.pipe.empty_from = 1
-    made = trainer(config(), stage.parts())
+    made = trainer(config(), stage.components())
 
     def press() -> None:
         assert stage.pipe.waiting.wait(60.0)
@@ -202,7 +204,7 @@ def test_a_sigterm_during_an_evaluation_gives_it_up(
 ) -> None:
     stage = Stage()
     stage.pipe.eval_hangs = eval_id
-    made = trainer(config(held_out=True), stage.parts())
+    made = trainer(config(held_out=True), stage.components())
 
     def press() -> None:
         assert stage.pipe.waiting.wait(60.0)
@@ -230,16 +232,16 @@ def test_a_second_sigterm_ends_the_process_at_once(
         os.kill(os.getpid(), signal.SIGTERM)
 
     stage.engine.on_update = press
-    PPOTrainer(config(), stage.parts()).train()
+    PPOTrainer(config(), stage.components()).train()
     assert codes == [128 + signal.SIGTERM]
 
 
 @BOTH
 def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     first = Stage()
-    trainer(config(total_steps=2), first.parts()).train()
+    trainer(config(total_steps=2), first.components()).train()
     second = Stage()
-    trainer(config(total_steps=4, held_out=True), second.parts()).train()
+    trainer(config(total_steps=4, held_out=True), second.components()).train()
     second.events.order("load step-000002", "start 2", "push 2", "published 2", "update 3")
     assert second.publisher.weights == {2: 2.0, 3: 3.0, 4: 4.0}
     assert [step for step, line in second.logger.lines if "reward/mean" in line] == [3, 4]
@@ -252,18 +254,18 @@ def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOT
 def test_an_evaluation_due_at_the_checkpoint_is_asked_for_again(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
-    trainer(config(total_steps=2), Stage().parts()).train()
+    trainer(config(total_steps=2), Stage().components()).train()
     again = Stage()
-    trainer(config(total_steps=4, held_out=True, every=2), again.parts()).train()
+    trainer(config(total_steps=4, held_out=True, every=2), again.components()).train()
     again.events.order("push 2", "evaluate 2", "report 2", "evaluate 4")
     scores = [line["eval/reward"] for _, line in again.logger.lines if "eval/reward" in line]
     assert scores == [2.0, 4.0]
 
 
 def test_resuming_a_finished_run_trains_nothing(config: MakeConfig) -> None:
-    PPOTrainer(config(), Stage().parts()).train()
+    PPOTrainer(config(), Stage().components()).train()
     again = Stage()
-    PPOTrainer(config(), again.parts()).train()
+    PPOTrainer(config(), again.components()).train()
     assert again.events.words == [
         *("load step-000003", "start 3", "gather", "push 3", "published 3"),
         *("export", "finish: all steps are trained", "publisher closed"),
@@ -274,10 +276,10 @@ def test_resume_must_and_never(config: MakeConfig) -> None:
     with pytest.raises(
         UserError, match=r"resume=must, but the newest good checkpoint in .* is none"
     ):
-        PPOTrainer(config(resume="must"), Stage().parts()).train()
-    PPOTrainer(config(), Stage().parts()).train()
+        PPOTrainer(config(resume="must"), Stage().components()).train()
+    PPOTrainer(config(), Stage().components()).train()
     with pytest.raises(UserError, match=r"resume=never, but .* is step-000003"):
-        PPOTrainer(config(resume="never"), Stage().parts()).train()
+        PPOTrainer(config(resume="never"), Stage().components()).train()
 
 
 @BOTH
@@ -290,7 +292,7 @@ def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrai
 
     stage.engine.on_update = fail
     with pytest.raises(RoleError, match="no server took version 1"):
-        trainer(config(), stage.parts()).train()
+        trainer(config(), stage.components()).train()
     assert "publisher closed" in stage.events.words
     assert not any(word.startswith("finish") for word in stage.events.words)
 
@@ -301,7 +303,7 @@ def test_a_failed_fetch_ends_the_run(config: MakeConfig, trainer: type[PPOTraine
     stage.pipe.empty_from = 1
     stage.pipe.failure = RoleError("the datapipe has been silent for 10 s")
     with pytest.raises(RoleError, match="silent for 10 s"):
-        trainer(config(), stage.parts()).train()
+        trainer(config(), stage.components()).train()
     assert "publisher closed" in stage.events.words
     assert not any(word.startswith("finish") for word in stage.events.words)
 
@@ -318,7 +320,7 @@ def test_closing_hides_no_earlier_error_and_goes_on(
 
     monkeypatch.setattr(stage.logger, "close", lambda: fail("no space left"))
     stage.engine.on_update = lambda count: fail("a broken update")
-    made = trainer(config(), stage.parts())
+    made = trainer(config(), stage.components())
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError, match="a broken update"):
         made.train()
@@ -339,7 +341,7 @@ def test_a_broken_update_ends_the_publish_and_the_fetch_under_way(config: MakeCo
 
     stage.engine.on_update = on_update
     with pytest.raises(RuntimeError, match="a broken update"):
-        AsyncPPOTrainer(config(), stage.parts()).train()
+        AsyncPPOTrainer(config(), stage.components()).train()
     stage.events.order("ask 2", "publisher closed")
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     assert not [name for name in left if name.startswith(("fetch", "publish"))]
@@ -354,7 +356,7 @@ def test_another_ranks_missing_batch_ends_this_rank_too(
     answers = iter([True, False])
     monkeypatch.setattr(World, "all", lambda self, flag: next(answers))
     stage = Stage()
-    trainer(config(), stage.parts()).train()
+    trainer(config(), stage.components()).train()
     assert stage.engine.updates == 1
     stage.events.order("report 0", "save step-000001", "finish: asked to stop")
 
@@ -365,7 +367,7 @@ def test_batch_that_cannot_be_trained_is_set_aside_and_asked_for_again(
 ) -> None:
     stage = Stage()
     stage.pipe.garbled = [1, 1]
-    trainer(config(), stage.parts()).train()
+    trainer(config(), stage.components()).train()
     words = [w for w in stage.events.words if w.startswith(("ask", "set", "report"))]
     assert words.count("set aside 1: b") == 2 and words.count("ask 1") == 3
     assert words.index("ask 2") > words.index("set aside 1: b"), "never a batch ahead of it"
@@ -379,12 +381,12 @@ def test_batch_that_never_can_be_trained_stops_the_run(
     stage = Stage()
     stage.pipe.garbled = [0] * 99
     with pytest.raises(InvariantError, match="batch 0 could not be trained 10 times"):
-        trainer(config(), stage.parts()).train()
+        trainer(config(), stage.components()).train()
     assert stage.engine.updates == 0
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, AsyncPPOTrainer])
-def test_a_starving_server_is_fed_while_a_batch_is_waited_for(
+def test_stale_server_is_updated_while_a_batch_is_waited_for(
     config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ppo, "SLICE_S", 0.01)
@@ -392,15 +394,15 @@ def test_a_starving_server_is_fed_while_a_batch_is_waited_for(
     stage.pipe.empty_from = 1
 
     def starve(count: int) -> None:
-        stage.publisher.hungry = True
+        stage.publisher.is_stale = True
 
     def fed() -> None:
-        stage.publisher.hungry = False
+        stage.publisher.is_stale = False
         stage.pipe.empty_from = None
 
     stage.engine.on_update, stage.publisher.on_second_push = starve, fed
     staleness = 0 if trainer is PPOTrainer else 1
-    trainer(config(total_steps=2, max_staleness=staleness), stage.parts()).train()
+    trainer(config(total_steps=2, max_staleness=staleness), stage.components()).train()
     pushes = [word for word in stage.events.words if word.startswith("push")]
     assert pushes == ["push 0", "push 1", "push 1", "push 2"]
     assert stage.publisher.weights[1] == 1.0, "the same weights again"
@@ -427,17 +429,17 @@ def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPa
             self.world = Pair(rank, 2)
 
         @property
-        def is_starving(self) -> bool:
-            return self.world.lead and healed[0] < 2
+        def needs_republish(self) -> bool:
+            return self.world.is_rank0 and healed[0] < 2
 
-        def heal(self) -> None:
+        def republish(self) -> None:
             healed[self.world.rank] += 1
             barrier.wait()
-            if self.world.lead and healed[0] == 2:
+            if self.world.is_rank0 and healed[0] == 2:
                 answers[0].set_result("batch of rank 0")
 
     with ThreadPoolExecutor(2) as pool:
-        got = list(pool.map(lambda rank: Rank(rank).together(answers[rank]), (0, 1)))
+        got = list(pool.map(lambda rank: Rank(rank).wait_on_all_ranks(answers[rank]), (0, 1)))
     assert got == ["batch of rank 0", "batch of rank 1"]
     assert healed == [2, 2]
 
@@ -450,12 +452,12 @@ GAE = AdvantageConfig(type="gae")
 def test_critic_and_reference_have_their_places_in_a_step(config: MakeConfig) -> None:
     stage = Stage(actors=["critic", "reference"])
     kl = KLConfig(coef=0.1, reference="initial")
-    PPOTrainer(config(total_steps=1, advantage=GAE, kl=kl), stage.parts()).train()
+    PPOTrainer(config(total_steps=1, advantage=GAE, kl=kl), stage.components()).train()
     step = stage.events.words[stage.events.words.index("ask 0") :]
     assert step == [
         *("ask 0", "reference forward", "critic forward"),
         *("update 1", "critic update 1", "report 0", "gather", "push 1", "published 1"),
-        *("critic save step-000001", "save step-000001", "checkpointed 1"),
+        *("save step-000001", "critic save step-000001", "checkpointed 1"),
         *("export", "finish: all steps are trained", "publisher closed"),
     ]
     (report,) = stage.pipe.reports
@@ -466,7 +468,9 @@ def test_critic_and_reference_have_their_places_in_a_step(config: MakeConfig) ->
 
 def test_epochs_repeat_the_updates_of_a_batch_on_one_proximal_policy(config: MakeConfig) -> None:
     stage = Stage(minibatches=2, actors=["critic"])
-    PPOTrainer(config(total_steps=1, updates=2, epochs=3, advantage=GAE), stage.parts()).train()
+    PPOTrainer(
+        config(total_steps=1, updates=2, epochs=3, advantage=GAE), stage.components()
+    ).train()
     assert stage.engine.updates == stage.others["critic"].updates == 6
     assert stage.events.words.count("forward") == stage.events.words.count("critic forward") == 1
     assert stage.pipe.reports[0].metrics["update/count"] == 6
@@ -479,23 +483,30 @@ def test_the_critics_checkpoints_come_and_go_with_the_policys(
     keep = CheckpointConfig(every_steps=1, keep=2, export=False)
     made = config(total_steps=4, advantage=GAE, checkpoint=keep)
     first = Stage(actors=["critic"])
-    trainer(made, first.parts()).train()
+    trainer(made, first.components()).train()
     paths = run_paths(made)
-    for folder in (paths.checkpoints, paths.critic):
-        assert [p.name for p in checkpoint.list_good(folder)] == ["step-000003", "step-000004"]
-    # Killed between the two saves of step 5: the critic's is not of a checkpoint.
-    late = ScriptedEngine(Events(), "critic ")
+    assert parts_of_checkpoints(paths) == {"step-000003": ["critic"], "step-000004": ["critic"]}
+    # Killed between the two saves of step 5: there is no such checkpoint.
+    late = ScriptedEngine(Events())
     late.updates = 99
-    late.save(paths.critic / "step-000005", {"step": 5})
+    late.save(checkpoint.begin(paths.checkpoints / "step-000005"), {"step": 5})
     again = Stage(actors=["critic"])
     more = replace(made.trainer.ppo, total_steps=6)
-    trainer(replace(made, trainer=TrainerConfig(ppo=more)), again.parts()).train()
-    again.events.order("critic load step-000004", "load step-000004", "start 4", "critic update 5")
+    trainer(replace(made, trainer=TrainerConfig(ppo=more)), again.components()).train()
+    again.events.order("load step-000004", "critic load step-000004", "start 4", "critic update 5")
     assert again.others["critic"].updates == 6
-    assert sorted(path.name for path in paths.critic.iterdir()) == ["step-000005", "step-000006"]
+    assert parts_of_checkpoints(paths) == {"step-000005": ["critic"], "step-000006": ["critic"]}
+
+
+def parts_of_checkpoints(paths: RunPaths) -> dict[str, list[str]]:
+    """Return the folders inside each good checkpoint."""
+    good = checkpoint.list_good(paths.checkpoints)
+    return {path.name: [each.name for each in path.iterdir() if each.is_dir()] for path in good}
 
 
 def test_a_run_begun_without_a_critic_cannot_go_on_with_one(config: MakeConfig) -> None:
-    PPOTrainer(config(total_steps=1), Stage().parts()).train()
+    PPOTrainer(config(total_steps=1), Stage().components()).train()
     with pytest.raises(UserError, match=r"step-000001.*has no critic.*resume=never"):
-        PPOTrainer(config(total_steps=2, advantage=GAE), Stage(actors=["critic"]).parts()).train()
+        PPOTrainer(
+            config(total_steps=2, advantage=GAE), Stage(actors=["critic"]).components()
+        ).train()

@@ -15,17 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import (
-    ClusterConfig,
-    ExperimentConfig,
-    LoggerConfig,
-    ModelConfig,
-    run_paths,
-)
+from arealite.api.config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import encode_segments
+from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.system.datapipe.datapipe import Datapipe

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, run_paths
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.impl.trainer.ppo import PPOTrainer
@@ -40,8 +41,8 @@ def rows(rank: int = 0) -> TrainBatch:
 
 def test_each_sampled_token_has_its_numbers() -> None:
     own = rows()
-    for number, each in enumerate(own.owned):
-        each.lay("advantages", 0.5 - number)
+    for number, each in enumerate(own.local):
+        each.scatter("advantages", 0.5 - number)
     own.rows[0].fields["prox_logprobs"] = np.array([9.0, -1.0, -1.25, 1e6], np.float32)
     stats = metrics.token_stats(own)
     assert stats.trajectory_ids == ["a/0/agent", "a/1/agent"]
@@ -61,7 +62,7 @@ def test_a_rank_without_rows_has_none() -> None:
 
 def test_each_step_leaves_a_file(tmp_path: Path) -> None:
     config = experiment(tmp_path)
-    PPOTrainer(config, Stage().parts()).train()
+    PPOTrainer(config, Stage().components()).train()
     folder = run_paths(config).token_stats
     assert [file.name for file in sorted(folder.iterdir())] == [
         "000000-0.msgpack", "000001-0.msgpack", "000002-0.msgpack",
@@ -76,7 +77,7 @@ def test_each_step_leaves_a_file(tmp_path: Path) -> None:
 
 def test_none_where_none_are_wanted(tmp_path: Path) -> None:
     config = experiment(tmp_path, token_stats=False)
-    PPOTrainer(config, Stage().parts()).train()
+    PPOTrainer(config, Stage().components()).train()
     assert not run_paths(config).token_stats.exists()
 
 
@@ -92,7 +93,7 @@ def test_a_disk_that_fails_is_told_once_and_the_run_goes_on(
     monkeypatch.setattr("arealite.system.ledger.token_stats.write", full)
     stage = Stage()
     with capture_logs() as logs:
-        PPOTrainer(experiment(tmp_path), stage.parts()).train()
+        PPOTrainer(experiment(tmp_path), stage.components()).train()
     assert [report.step for report in stage.pipe.reports] == [0, 1, 2]
     assert tried == [0]
     assert [line["error"] for line in logs if line["event"] == "token stats end"] == [

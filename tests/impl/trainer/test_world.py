@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from arealite.base.errors import RoleError
 from arealite.impl.trainer import world as module
-from arealite.impl.trainer.world import World, meet
+from arealite.impl.trainer.world import World, rendezvous
 from arealite.system.health import waits
 from arealite.system.health.waits import OTHER_RANKS
 
@@ -52,7 +52,7 @@ def test_ranks_of_one_attempt_meet_past_what_an_earlier_one_left(monkeypatch) ->
     }.items():
         held.set(key, value)
     with ThreadPoolExecutor(3) as ranks:
-        stores = list(ranks.map(lambda rank: meet(rank, 3, seconds=60.0), (2, 1, 0)))
+        stores = list(ranks.map(lambda rank: rendezvous(rank, 3, seconds=60.0), (2, 1, 0)))
     stores[0].set("address", "mine")
     assert [store.get("address") for store in stores] == [b"mine"] * 3
 
@@ -62,4 +62,4 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(held.port))
     with pytest.raises(RoleError, match=r"trainer-0 waited 0.2 s for ranks 1, 2"):
-        meet(0, 3, seconds=0.2)
+        rendezvous(0, 3, seconds=0.2)

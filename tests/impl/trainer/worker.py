@@ -20,12 +20,13 @@ from arealite.api.algorithm import (
     ShapingConfig,
 )
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig, TrainEngineConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.impl.trainer.parts import Parts, make_engines
+from arealite.api.trial import ClusterConfig
+from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.scripted import Events, ScriptedLink, ScriptedPipe, ScriptedPublisher
@@ -114,25 +115,27 @@ class GivenLink(ScriptedLink):
 def main(folder: Path) -> None:
     """Train with one kind of advantage, then with another."""
     out = dict[str, Any]()
-    world = Stays.join(threads=1, seed=1)
+    world = Stays.init(threads=1, seed=1)
     GivenLink.rank, GivenLink.size = world.rank, world.size
     for kind in KINDS:
         config, pipe = experiment(folder, kind, world.size), ScriptedPipe(Events())
         connect: Any = lambda: GivenLink(pipe)  # noqa: B023, E731
-        publisher = Publisher(pipe.events) if world.lead else None
-        parts = Parts(world, connect=connect, publisher=publisher, **make_engines(config))
+        publisher = Publisher(pipe.events) if world.is_rank0 else None
+        parts = TrainerComponents(
+            world, connect=connect, publisher=publisher, **load_ppo_engines(config)
+        )
         trainer, found = PPOTrainer(config, parts), out.setdefault(kind, {})
-        trainer.settle = lambda: found.update(weights(parts))  # type: ignore[method-assign]  # noqa: B023
+        trainer.join_publish = lambda: found.update(weights(parts))  # type: ignore[method-assign]  # noqa: B023
         trainer.train()
         found["metrics"] = [report.metrics for report in pipe.reports]
     torch.save(out, folder / f"out-{world.size}-{world.rank}.pt")
-    World.leave(world)
+    World.destroy(world)
 
 
 class Stays(World):
     """One process group for several trainers."""
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         pass
 
 
@@ -144,7 +147,7 @@ class Publisher(ScriptedPublisher):
         return False
 
 
-def weights(parts: Parts) -> dict[str, torch.Tensor]:
+def weights(parts: TrainerComponents) -> dict[str, torch.Tensor]:
     """Gather both models; at the end the process group is gone."""
     engines = {"policy": parts.engine, "critic": parts.critic}
     return {

@@ -111,11 +111,11 @@ def test_a_run_is_told_whole():
 
 
 def test_who_holds_the_run_up_is_named():
-    finding = Finding("rollout-1", "stopped", 9.0, "SIGSTOP", victims=("trainer-0: batch 3, 9 s",))
+    finding = Finding("rollout-1", "stopped", 9.0, "SIGSTOP", waiters=("trainer-0: batch 3, 9 s",))
     lines = drawn(shot(findings=[finding]), width=100)
     assert "held up by" in lines[-2]
     assert "rollout-1 is stopped: SIGSTOP; waiting: trainer-0: batch 3, 9 s" in lines[-2]
-    alone = drawn(shot(findings=[replace(finding, victims=())]))
+    alone = drawn(shot(findings=[replace(finding, waiters=())]))
     assert "in trouble" in alone[-2] and "held up" not in alone[-2], "nobody waits for it"
 
 

@@ -35,6 +35,12 @@ from tests.impl.view.runs import (
 CUP = "☕".encode()
 
 
+def unpack(planes: bytes, kind: np.dtype) -> np.ndarray:
+    """Return the values of a block of byte planes."""
+    bytes_ = np.frombuffer(planes, np.uint8).reshape(kind.itemsize, -1).T
+    return np.ascontiguousarray(bytes_).view(kind)[:, 0]
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     """Two trained groups at step 3, one of them of two segments, and a filtered one."""
@@ -84,19 +90,19 @@ def test_the_table(paths: RunPaths) -> None:
 def test_every_token_with_all_that_is_known_of_it(paths: RunPaths) -> None:
     write_report(paths, paths.report, most=100)
     blocks = page_data(paths.report)
-    planes = np.frombuffer(blocks["t0"], np.uint8).reshape(3, -1).astype(int)
-    ids = planes[0] + 256 * planes[1] + 65536 * planes[2]
+    ids = unpack(blocks["t0"], np.dtype("<u4"))
     assert ids.tolist() == [0, 2, 3, 4, 0, 1, 0, 1, 5, 0, 1, 0, 1, 5]
     end = json.loads(blocks["end"])
     pieces = dict(zip(end["vocabulary"]["ids"], end["vocabulary"]["pieces"], strict=True))
     text = b"".join(pieces[token].encode("latin-1") for token in ids.tolist())
     assert text.decode() == "a☕abab</script>abab</script>"
-    rest = blocks["x0"]
-    assert list(rest[:14]) == [0, 1, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
-    halves = np.frombuffer(rest[14 : 14 + 8 * 7], np.uint8).reshape(4, 2, 7).astype("<u2")
-    ages, *floats = halves[:, 0] + 256 * halves[:, 1]
-    assert ages.tolist() == [0, 0, 2, 0, 1, 0, 1]
-    logprobs, advantages, differences = (bits.astype("<u2").view("<f2") for bits in floats)
+    known = unpack(blocks["x0"], report_rows.TOKEN)
+    assert known["mask"].tolist() == [0, 1, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
+    sampled = known[known["mask"] == 1]
+    assert sampled["age"].tolist() == [0, 0, 2, 0, 1, 0, 1]
+    logprobs, advantages, differences = (
+        sampled[name] for name in ("logprob", "advantage", "difference")
+    )
     np.testing.assert_array_equal(logprobs, np.array([-0.5] * 3 + [-1.0] * 4, "<f2"))
     np.testing.assert_array_equal(
         advantages, np.array([0.25, 0.25, np.nan, -1.0, -2.0, np.nan, np.nan], "<f2")
@@ -104,11 +110,8 @@ def test_every_token_with_all_that_is_known_of_it(paths: RunPaths) -> None:
     np.testing.assert_array_equal(
         differences, np.array([0.0, 1e-4, 0.5, 0.0, 0.0, np.nan, np.nan], "<f2")
     )
-    rewards = np.frombuffer(rest[14 + 8 * 7 :], "<f4").reshape(-1, 2)
-    places = rewards[:, 0].copy().view("<u4")
-    assert list(zip(places.tolist(), rewards[:, 1].tolist(), strict=True)) == [
-        (3, 1.5), (8, -1.0), (13, -1.0),
-    ]  # fmt: skip
+    rewards = {at: reward for at, reward in enumerate(known["reward"].tolist()) if reward}
+    assert rewards == {3: 1.5, 8: -1.0, 13: -1.0}
 
 
 def test_no_text_of_a_trajectory_stands_in_the_file(paths: RunPaths) -> None:
@@ -128,7 +131,9 @@ def test_without_the_model_the_export_is_asked_and_then_ids_stand_for_themselves
     assert json.loads(page_data(paths.report)["end"])["vocabulary"]["ids"] == [0, 1, 2, 3, 4, 5]
     (paths.export / "tokenizer.json").write_text("{")
     write_report(paths, paths.report, most=100)
-    assert json.loads(page_data(paths.report)["end"])["vocabulary"] is None
+    vocabulary = json.loads(page_data(paths.report)["end"])["vocabulary"]
+    assert vocabulary["pieces"] == [f"{token} " for token in vocabulary["ids"]]
+    assert vocabulary["special"] == []
 
 
 def test_a_payload_that_cannot_be_read_is_left_blank_and_counted(paths: RunPaths) -> None:
@@ -138,7 +143,8 @@ def test_a_payload_that_cannot_be_read_is_left_blank_and_counted(paths: RunPaths
     write_report(paths, paths.report, most=100)
     blocks = page_data(paths.report)
     assert json.loads(blocks["end"])["unreadable"] == 1
-    assert list(blocks["t0"][:9]) == [0, 0, 0, 0, 0, 1, 0, 1, 5]
+    ids = unpack(blocks["t0"], np.dtype("<u4"))
+    assert ids[:9].tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 5]
 
 
 @pytest.mark.parametrize("most", [0, 1, 50, 333, 400, 10_000])
@@ -166,7 +172,7 @@ def test_chunks_are_cut_alike_for_table_and_tokens(
     assert len(table["chunks"]) > 5
     begin = 0
     for number, count in enumerate(table["chunks"]):
-        assert len(blocks[f"t{number}"]) == 3 * sum(table["num_tokens"][begin : begin + count])
+        assert len(blocks[f"t{number}"]) == 4 * sum(table["num_tokens"][begin : begin + count])
         begin += count
     assert f"t{len(table['chunks'])}" not in blocks
 
@@ -234,7 +240,8 @@ def test_the_balance_and_the_failures(paths: RunPaths) -> None:
     }
     assert ledger["filtered_by_reason"] == {"zero_variance": 1}
     assert ledger["examples"] == {"crash": "KeyError: x"}
-    assert ledger["ages"] == [(4, 1, 1), (4, 2, 1)]
+    younger = [0, 1, 2, 2, 2, 2, 2]  # one trajectory of age 1, one of age 2
+    assert ledger["ages"] == [(4,), *((count,) for count in younger), (2,)]
 
 
 def test_configs_by_the_step_from_which_they_held(tmp_path: Path) -> None:
@@ -256,7 +263,8 @@ def test_many_steps_are_thinned_and_the_last_is_kept(
     paths = make_run(tmp_path / "run", [], lines=metrics(11))
     about = report_run.describe(paths)
     assert about["stride"] == 3
-    assert about["metrics"]["step"] == [1, 4, 7, 10, 11]
+    assert about["metrics"]["step"] == [0, 1, 4, 7, 10, 11]
+    assert about["metrics"]["eval/reward"] == [0.25, *[None] * 5]
 
 
 def test_pieces_of_other_tokenizers(tmp_path: Path) -> None:
@@ -306,13 +314,9 @@ def test_token_stats_of_a_large_run_are_found_by_step(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", drawn)
     add_token_stats(paths, drawn)
     write_report(paths, paths.report, most=16)
-    rest = np.frombuffer(page_data(paths.report)["x0"], np.uint8)
-    tokens, sampled = (
-        sum(h.num_tokens for _, h, _ in drawn),
-        sum(h.trained_tokens for _, h, _ in drawn),
-    )
-    planes = rest[tokens : tokens + 8 * sampled].reshape(4, 2, -1).astype("<u2")
-    advantages = (planes[2, 0] + 256 * planes[2, 1]).astype("<u2").view("<f2")
+    known = unpack(page_data(paths.report)["x0"], report_rows.TOKEN)
+    advantages = known["advantage"][known["mask"] == 1]
+    assert len(advantages) == sum(h.trained_tokens for _, h, _ in drawn)
     assert np.isfinite(advantages).all()
     assert len(set(advantages.tolist())) == 16
 

@@ -126,6 +126,23 @@ def texts(page: Any, selector: str) -> list[str]:
     return page.locator(selector).all_inner_texts()
 
 
+def pixels(card: Any, colour: str) -> int:
+    """Count the pixels of a chart that have a colour, as the browser writes it: rgb(1, 2, 3)."""
+    return card.locator("canvas").evaluate(
+        """(canvas, colour) => {
+            const { width, height } = canvas;
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            const wanted = colour.match(/\\d+/g).map(Number);
+            let found = 0;
+            for (let at = 0; at < data.length; at += 4) {
+                if (wanted.every((value, i) => Math.abs(value - data[at + i]) < 9)) found++;
+            }
+            return found;
+        }""",
+        colour,
+    )
+
+
 def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
     add_failure(paths, "g0", HOSTILE)
     write_report(paths, paths.report, most=100)
@@ -135,39 +152,43 @@ def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
             "Every metric", "Config",
         ]  # fmt: skip
         assert "balanced" in page.inner_text("#head")
-        titles = texts(page, "#main-curves .title")
+        titles = texts(page, "#curves figcaption")
         assert titles[:2] == ["Reward", "Staleness, versions"]
-        assert page.locator("#main-curves svg .points").count() == 1  # the evaluation
+        reward = page.locator("#curves .card").first
+        evaluation = reward.locator(".u-series", has_text="held-out")
+        assert evaluation.locator(".u-value").inner_text() == "0.25"
+        colour = evaluation.evaluate("e => getComputedStyle(e).color")
+        assert pixels(reward, colour) > 5  # its point
         roles = {}
         for role in page.locator(".role").all():
             shares = role.locator("[data-share]").all_inner_texts()
             roles[role.get_attribute("data-role")] = sum(float(s.split()[0]) for s in shares)
         assert set(roles) == {"trainer", "episodes", "workers", "datapipe", "servers"}
         assert all(total == pytest.approx(100.0, abs=1e-9) for total in roles.values())
-        balance = page.inner_text("#balance")
+        balance = page.inner_text("#ledger")
         assert HOSTILE in balance
         assert "Lost: nothing" in balance
-        page.locator("#all-curves summary", has_text="Reward").click()
-        title = page.locator("#all-curves .title", has_text="reward/mean")
+        page.locator("#metrics summary", has_text="Reward").click()
+        title = page.locator("#metrics figcaption", has_text="reward/mean")
         assert "as the environment gave it" in (title.get_attribute("title") or "")
-        assert "max_staleness" in page.inner_text("#configs pre")
+        assert "max_staleness" in page.inner_text("#config pre")
 
 
 def test_hovering_tells_the_value_in_every_chart(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        box = page.locator("#main-curves svg").first.bounding_box()
+        box = page.locator("#curves .u-over").first.bounding_box()
         page.mouse.move(box["x"] + box["width"] * 2 / 3, box["y"] + box["height"] / 2)
-        page.locator("#main-curves .place", has_text="step 2").first.wait_for()
-        places = texts(page, "#main-curves .place")
-        assert set(places) == {"step 2"}
-        assert "0.3333" in page.locator("#main-curves .values").first.inner_text()
+        steps = "#curves .u-series:first-child .u-value"
+        page.locator(steps, has_text="2").first.wait_for()
+        assert set(texts(page, steps)) == {"2"}
+        assert "0.3333" in page.locator("#curves .u-legend").first.inner_text()
 
 
 def test_a_trajectory_turn_by_turn(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        page.locator("#grid .body .row").first.click()
+        page.locator("#grid [data-row]").first.click()
         page.wait_for_selector("#detail[data-row='0']")
         detail = page.locator("#detail")
         assert texts(page, "#detail h3") == ["g0/0/agent"]
@@ -187,13 +208,13 @@ def test_a_trajectory_turn_by_turn(paths: RunPaths, opened: Open) -> None:
         assert texts(page, "#detail .group button") == ["1.5", "0"]
         page.locator("#detail .group button").nth(1).click()
         page.wait_for_selector("#detail[data-row='1']")
-        assert page.locator("#grid .row.selected").get_attribute("data-row") == "1"
+        assert page.locator("#grid [aria-selected=true]").get_attribute("data-row") == "1"
 
 
 def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        page.locator("#grid .body .row").first.click()
+        page.locator("#grid [data-row]").first.click()
         page.wait_for_selector("#detail[data-row='0']")
 
         def colours() -> list[str]:
@@ -205,11 +226,11 @@ def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> Non
         sampled = [colour for colour in by_version if colour]
         assert len(sampled) == 6
         assert len(set(sampled)) == 2  # versions 0 and 1
-        assert texts(page, ".legend .chip") == ["version 0: 2 tokens", "version 1: 4 tokens"]
+        assert texts(page, "#legend .chip") == ["version 0: 2 tokens", "version 1: 4 tokens"]
         for mode in ("advantages", "differences", "logprobs"):
-            page.click(f"[data-mode={mode}]")
+            page.check(f"[value={mode}]")
             assert len({colour for colour in colours() if colour}) == 6
-        page.click("[data-mode=none]")
+        page.check("[value=none]")
         assert not any(colours())
         page.locator(".token.sampled").last.hover()
         page.wait_for_selector("#tip")  # seen
@@ -218,16 +239,16 @@ def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> Non
             "token", '"<|im_end|>"', "id", "15", "version", "1", "logprob", "−0.1 (90.5 %)",
             "advantage", "1", "trainer − sampler", "1", "reward here", "1.5",
         ]  # fmt: skip
-        page.locator("#grid .body .row").nth(1).click()
+        page.locator("#grid [data-row]").nth(1).click()
         page.wait_for_selector("#detail[data-row='1']")
-        page.click("[data-mode=advantages]")
-        assert "Not kept" in page.inner_text(".legend")
+        page.check("[value=advantages]")
+        assert "Not kept" in page.inner_text("#legend")
 
 
 def test_hostile_text_is_text(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        page.locator("#grid .body .row").nth(2).click()
+        page.locator("#grid [data-row]").nth(2).click()
         page.wait_for_selector("#detail[data-row='2']")
         shown = page.locator("#detail .words").evaluate_all("all => all.map(e => e.textContent)")
         assert "".join(shown) == "user" + HOSTILE + ODD + "<tool_call>{never closed" + "\ufffd"
@@ -241,7 +262,7 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
     with opened(paths.report) as page:
 
         def rows() -> list[str]:
-            return texts(page, "#grid .body .trajectory")
+            return texts(page, "#grid .trajectory")
 
         every = ["g0/0/agent", "g0/1/agent", "g1/0/guest", "g1/1/guest"]
         assert rows() == [*every, "g2/0/agent"]
@@ -255,7 +276,7 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
             page.fill(f"[name={name}]", value)
             assert rows() == left
             page.fill(f"[name={name}]", "")
-        for name, label in (("environment", "odd"), ("seat", "guest")):
+        for name, label in (("source", "odd"), ("seat", "guest")):
             page.select_option(f"[name={name}]", label=label)
             assert rows() == every[2:]
             assert "2 of 5" in page.inner_text("output")
@@ -272,9 +293,9 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
         page.click("[type=reset]")
         page.locator("output", has_text="5 trajectories").wait_for()
         page.fill("[name=step-from]", "0")
-        page.locator(".head button", has_text="reward").click()
+        page.locator("#grid th button", has_text="reward").click()
         assert (rows())[0] == "g0/0/agent"
-        page.locator(".head button", has_text="reward").click()
+        page.locator("#grid th button", has_text="reward").click()
         assert rows() == ["g1/0/guest", "g1/1/guest", "g0/1/agent", "g0/0/agent"]
         for key, row in (("j", 2), ("ArrowDown", 3), ("k", 2), ("End", 0), ("ArrowUp", 1)):
             page.keyboard.press(key)
@@ -284,16 +305,16 @@ def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
 def test_clear_ends_sorting_and_filters(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        every = texts(page, "#grid .body .trajectory")
-        page.locator(".head button", has_text="reward").click()
+        every = texts(page, "#grid .trajectory")
+        page.locator("#grid th button", has_text="reward").click()
         page.fill("[name=reward-to]", "2")
-        assert texts(page, "#grid .body .trajectory") == [every[0], every[1], *every[2:4]]
-        page.locator(".head button", has_text="reward").click()
-        assert texts(page, "#grid .body .trajectory") != every[:4]
+        assert texts(page, "#grid .trajectory") == [every[0], every[1], *every[2:4]]
+        page.locator("#grid th button", has_text="reward").click()
+        assert texts(page, "#grid .trajectory") != every[:4]
         page.click("[type=reset]")
         page.locator("output", has_text="5 trajectories").wait_for()
-        assert texts(page, "#grid .body .trajectory") == every
-        sorted_by = page.locator(".head [role=columnheader]").evaluate_all(
+        assert texts(page, "#grid .trajectory") == every
+        sorted_by = page.locator("#grid th").evaluate_all(
             "all => all.map((each) => each.getAttribute('aria-sort'))"
         )
         assert set(sorted_by) <= {"none", None}
@@ -302,23 +323,23 @@ def test_clear_ends_sorting_and_filters(paths: RunPaths, opened: Open) -> None:
 def test_trajectory_that_the_filters_leave_out_is_not_shown(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        page.locator("#grid .body .row").first.click()
+        page.locator("#grid [data-row]").first.click()
         page.wait_for_selector("#detail[data-row='0']")
         page.fill("[name=reward-from]", "1")  # it is among those that are left
         assert page.locator("#detail[data-row='0']").count() == 1
         page.fill("[name=reward-from]", "100")
-        assert texts(page, "#grid .body .row") == []
+        assert texts(page, "#grid [data-row]") == []
         assert page.inner_text("#detail") == "No trajectory matches the filters."
         page.click("[type=reset]")
         page.locator("output", has_text="5 trajectories").wait_for()
-        page.locator("#grid .body .row").first.click()
+        page.locator("#grid [data-row]").first.click()
         page.wait_for_selector("#detail[data-row='0']")
         page.fill("[name=words]", "g1/1")
         page.wait_for_selector("output[data-busy=false]", state="attached")
         assert "does not match the filters" in page.inner_text("#detail")
         assert page.locator("#detail[data-row]").count() == 0
         page.keyboard.press("Tab")
-        page.locator("#grid .body .row").first.click()
+        page.locator("#grid [data-row]").first.click()
         page.wait_for_selector("#detail[data-row='3']")
 
 
@@ -335,13 +356,11 @@ def test_seconds_have_a_unit_that_fits(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         for name in ("time", "throughput", "episode"):
-            page.locator(
-                "#all-curves details", has=page.locator(f"text={LABELS[name]}")
-            ).first.click()
+            page.locator("#metrics details", has=page.locator(f"text={LABELS[name]}")).first.click()
 
         def value(name: str) -> str:
-            card = page.locator("#all-curves figure", has=page.locator(f".title:text-is('{name}')"))
-            return card.locator(".values b").inner_text()
+            title = page.locator(f"figcaption:text-is('{name}')")
+            return page.locator("#metrics .card", has=title).locator(".u-value").last.inner_text()
 
         shown = [value(f"time/made{n}_s") for n in range(len(seconds))]
         assert shown == [*seconds.values()]
@@ -356,8 +375,8 @@ def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
     assert write_report(paths, paths.report, most=10_000)["shown"] == 10_000
     with opened(paths.report) as page:
         assert "10,000 trajectories" in page.inner_text("output")
-        assert page.locator("#grid .body .row").count() < 100
-        page.locator("#grid .scroller").evaluate("e => { e.scrollTop = e.scrollHeight }")
+        assert page.locator("#grid [data-row]").count() < 100
+        page.locator("#grid").evaluate("e => { e.scrollTop = e.scrollHeight }")
         page.locator(".trajectory", has_text="g1249/7").click()
         page.wait_for_selector("#detail[data-row='9999']")
         page.fill("[name=words]", " w98.")
@@ -374,9 +393,9 @@ def test_a_very_long_trajectory_that_no_step_trained(tmp_path: Path, opened: Ope
     paths = make_run(tmp_path / "run", [(None, header("g0/0/agent", [one], reward=0.0), [one])])
     write_report(paths, paths.report, most=1)
     with opened(paths.report) as page:
-        page.locator("#grid .body .row").click()
+        page.locator("#grid [data-row]").click()
         page.wait_for_selector("#detail h3")
-        assert texts(page, ".legend .chip") == ["version 3: 200,000 tokens"]
+        assert texts(page, "#legend .chip") == ["version 3: 200,000 tokens"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -403,11 +422,11 @@ def test_a_run_without_a_ledger_and_one_without_a_model(
     write_report(bare, bare.report, most=10)
     with opened(bare.report) as page:
         assert texts(page, "nav a") == ["Curves", "Every metric"]
-        assert texts(page, "#main-curves .title") == ["Loss"]
+        assert texts(page, "#curves figcaption") == ["Loss"]
     shutil.rmtree(paths.root / "model")
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
-        page.locator("#grid .body .row").nth(2).click()
+        page.locator("#grid [data-row]").nth(2).click()
         page.wait_for_selector("#detail[data-row='2']")
         assert "10 11 12 13" in page.inner_text("#detail .block.policy")
 
@@ -426,7 +445,7 @@ def test_chunks_are_cut_as_the_table_says(
     )
     with opened(paths.report) as page:
         for row in (0, 7, 29):
-            page.locator("#grid .scroller").evaluate(f"e => {{ e.scrollTop = {28 * row} }}")
+            page.locator("#grid").evaluate(f"e => {{ e.scrollTop = {28 * row} }}")
             page.locator(f"#grid [data-row='{row}']").click()
             page.wait_for_selector(f"#detail[data-row='{row}']")
             words = page.locator("#detail .words")

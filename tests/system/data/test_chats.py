@@ -18,7 +18,7 @@ from arealite.api.trainer import TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.impl.rollout.segments import make_segments
+from arealite.impl.rollout.collector import make_segments
 from arealite.system.data import chats
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer

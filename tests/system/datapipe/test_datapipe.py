@@ -413,7 +413,7 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         assert db.execute("SELECT group_id, class FROM failures").fetchall() == [("g2", "too_old")]
 
 
-async def test_a_stall_names_its_culprit(tmp_path: Path, refused: Callable[[], None]) -> None:
+async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], None]) -> None:
     config = experiment(tmp_path, pipe={"stall_timeout_s": 0.3})
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())

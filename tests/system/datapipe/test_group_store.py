@@ -346,7 +346,7 @@ def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
     assert train_step(store) == [1]
 
 
-@pytest.mark.parametrize("policy", ["pace", "drop"])
+@pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: str) -> None:
     """The only way to get there under pace: the run is begun again with less staleness."""
     about = {"group_size": 1, "staleness_policy": policy, "num_groups": 1}

@@ -183,12 +183,12 @@ def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
 
 def test_batches_that_leave_too_much_hold_rollouts_back(site: Any) -> None:
     it = site()
-    for surplus, thrift in ((4, 0.9), (2, 0.9), (0, 1.0)):  # of 4 that may wait
+    for surplus, damping in ((4, 0.9), (2, 0.9), (0, 1.0)):  # of 4 that may wait
         it.store.next_step += 1
         it.store.counts["complete"] = surplus
         it.scaling.take_batch()
         it.scaling.take_batch()
-        assert it.scaling.metrics()["rollout/thrift"] == pytest.approx(thrift)
+        assert it.scaling.metrics()["rollout/damping"] == pytest.approx(damping)
 
 
 def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:

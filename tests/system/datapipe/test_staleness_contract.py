@@ -1,4 +1,4 @@
-"""No trained token is older than η, under any history; under pace nothing is discarded or stuck.
+"""No trained token is older than η, under any history; under wait nothing is discarded or stuck.
 
 Trials in virtual time on the real store and ledger, with everything that happens to a run: workers
 that die with durable turns or without, results that come late, failures, restarts, roll-backs.
@@ -231,7 +231,7 @@ CASES = {"seed": st.integers(0, 2**32), "eta": st.integers(0, 4), "num_groups": 
 @settings(max_examples=30, deadline=None)
 @given(**CASES)
 def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_groups: int) -> None:
-    with played(seed, "pace", eta, num_groups) as trial:
+    with played(seed, "wait", eta, num_groups) as trial:
         check(trial, eta)
         assert not [name for name in trial.store.counts if name.startswith("filtered")]
         trained = {key.split("/")[0] for s in range(trial.steps) for key in trial.history[s]}
@@ -255,7 +255,7 @@ def test_mask_and_drop_keep_their_bound(policy: str, seed: int, eta: int, num_gr
 
 
 def test_the_trials_are_hard_enough(tmp_path: Path) -> None:
-    """Each disaster happens, and without pace the bound would be broken."""
+    """Each disaster happens, and without the policy wait the bound would be broken."""
     happened: set[str] = set()
     oldest = stale = 0
     for seed in range(6):
@@ -283,6 +283,6 @@ def test_a_broken_rule_is_found(name: str, rule: Callable[..., bool]) -> None:
     """The property notices pacing that lets batches go too early, and admission of one too many."""
     with patch.object(staleness, name, rule), pytest.raises(AssertionError):
         for seed in range(10):
-            with played(seed, "pace", 1, 2) as trial:
+            with played(seed, "wait", 1, 2) as trial:
                 check(trial, 1)
                 assert not [n for n in trial.store.counts if n.startswith("filtered")]

@@ -1,4 +1,4 @@
-"""Who is named as the culprit, and who is not, by hand-written vitals; see also test_culprits."""
+"""Which role is the blocker, and which is not, by hand-written vitals; see also test_blockers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
-# ---------------------------------------------------------------- who is nobody's culprit
+# ---------------------------------------------------------------- roles that block no other
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     assert examine(tmp_path) == []
 
 
-def test_a_trainer_in_a_long_step_is_no_culprit(tmp_path: Path) -> None:
+def test_trainer_in_a_long_step_is_no_blocker(tmp_path: Path) -> None:
     show(tmp_path, "trainer-0", counters={"ranks": 2, "collectives": 7})
     counters = {"ranks": 2, "collectives": 8}
     show(tmp_path, "trainer-1", wait("collective 8", OTHER_RANKS, 90.0), counters=counters)
@@ -73,7 +73,7 @@ def test_an_empty_folder_and_broken_files_are_nothing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- who is
 
 
-def test_who_shows_no_life_is_silent_and_all_who_wait_are_its_victims(tmp_path: Path) -> None:
+def test_role_without_a_beat_is_silent_and_has_all_waiters(tmp_path: Path) -> None:
     """Also those who wait for somebody who waits, and who is named by a wait's last word."""
     show(tmp_path, "rollout-1", wait("g3/0", "llm_server-a", 9.0), age_s=6.0)
     show(tmp_path, "datapipe-0")
@@ -84,9 +84,9 @@ def test_who_shows_no_life_is_silent_and_all_who_wait_are_its_victims(tmp_path: 
     show(tmp_path, "trainer-1", meets, counters={"ranks": 2, "collectives": 8})
     show(tmp_path, "rollout-10", wait("a lease", "datapipe-0", 8.0))
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("rollout-1", "silent")
+    assert (finding.blocker, finding.cause) == ("rollout-1", "silent")
     assert finding.since_s == pytest.approx(6.0, abs=0.1)
-    assert [victim.split(",")[0] for victim in finding.victims] == [
+    assert [waiter.split(",")[0] for waiter in finding.waiters] == [
         "trainer-0: BatchRequest 12",
         "trainer-1: collective 8",
     ]
@@ -100,9 +100,9 @@ def test_server_paused_by_another_client_is_named_at_once(tmp_path: Path) -> Non
     seen = wait("its continuation", "llm_server-a", 1.5, owner=PAUSER, detail=why)
     show(tmp_path, "trainer-0", seen)
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("llm_server-a", "paused")
+    assert (finding.blocker, finding.cause) == ("llm_server-a", "paused")
     assert finding.since_s == pytest.approx(1.5, abs=0.1)
-    assert finding.victims == ("rollout-0: g3/0 (and 255 more), 9.0 s",)
+    assert finding.waiters == ("rollout-0: g3/0 (and 255 more), 9.0 s",)
     assert finding.detail == why
 
 
@@ -111,7 +111,7 @@ def test_a_blocked_loop_is_named_with_its_stack_only_after_a_while(tmp_path: Pat
     assert examine(tmp_path) == []
     show(tmp_path, "rollout-0", blocked_s=2.5, blocked_stack="File x", age_s=0.9)
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause, finding.stack) == ("rollout-0", "blocked", "File x")
+    assert (finding.blocker, finding.cause, finding.stack) == ("rollout-0", "blocked", "File x")
 
 
 def test_a_rank_that_ended_before_a_collective_is_named(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_rank_that_ended_before_a_collective_is_named(tmp_path: Path) -> None:
     for rank in (0, 2):
         show(tmp_path, f"trainer-{rank}", wait("collective 8", OTHER_RANKS, 3), counters=counters)
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("trainer-1", "dead")
-    assert len(finding.victims) == 2
+    assert (finding.blocker, finding.cause) == ("trainer-1", "dead")
+    assert len(finding.waiters) == 2
 
 
 def test_ranks_that_end_a_moment_apart_are_fine(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_a_server_that_lives_and_does_not_answer_is_overdue(tmp_path: Path) -> N
         wait("its version", "llm_server-a", 1.0, quiet_s=6.0, prompt=True),
     )
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("llm_server-a", "overdue")
-    assert finding.victims[0].startswith("rollout-0: g3/0 (and 39 more), 8.0 s")
+    assert (finding.blocker, finding.cause) == ("llm_server-a", "overdue")
+    assert finding.waiters[0].startswith("rollout-0: g3/0 (and 39 more), 8.0 s")
     assert examine(tmp_path, overdue_s=7.0) == []
 
 
@@ -148,16 +148,16 @@ def test_the_chain_of_waits_is_followed_to_its_end(tmp_path: Path) -> None:
     show(tmp_path, "trainer-0", wait("a continue", "llm_server-a", 7.0, prompt=True))
     show(tmp_path, "llm_server-a", wait("/model_info", "SGLang http://a", 6.0, prompt=True))
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("SGLang http://a", "overdue")
-    assert [victim.split(":")[0] for victim in finding.victims] == ["llm_server-a", "trainer-0"]
+    assert (finding.blocker, finding.cause) == ("SGLang http://a", "overdue")
+    assert [waiter.split(":")[0] for waiter in finding.waiters] == ["llm_server-a", "trainer-0"]
 
 
-def test_who_waits_for_a_culprit_is_none(tmp_path: Path) -> None:
+def test_waiter_for_a_blocker_is_no_blocker(tmp_path: Path) -> None:
     show(tmp_path, "trainer-0", wait("Published 3", "datapipe-0", 7.0, prompt=True))
     show(tmp_path, "datapipe-0", age_s=6.0)
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("datapipe-0", "silent")
-    assert len(finding.victims) == 1
+    assert (finding.blocker, finding.cause) == ("datapipe-0", "silent")
+    assert len(finding.waiters) == 1
 
 
 @pytest.mark.parametrize("woken", ["trainer-0", "datapipe-0"])
@@ -178,7 +178,7 @@ def test_two_who_wait_for_each_other_end_the_search(tmp_path: Path) -> None:
 def test_a_role_that_nobody_has_seen_is_dead_to_who_waits_for_it(tmp_path: Path) -> None:
     show(tmp_path, "trainer-0", wait("BatchRequest 3", "datapipe-0", 6.0, prompt=True))
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("datapipe-0", "dead")
+    assert (finding.blocker, finding.cause) == ("datapipe-0", "dead")
 
 
 def test_other_hosts_are_judged_by_their_beat_alone(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_clocks_apart_make_nobody_silent_and_hide_no_silence(
     here = time.time
     monkeypatch.setattr(time, "time", lambda: here() + apart_s)
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("rollout-1", "silent")
+    assert (finding.blocker, finding.cause) == ("rollout-1", "silent")
     assert 19.9 < finding.since_s < 30.0
 
 
@@ -221,7 +221,7 @@ def test_on_a_full_disk_silence_tells_nothing(tmp_path: Path, monkeypatch) -> No
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     finding = only(examine(tmp_path))
-    assert finding.culprit == str(tmp_path) and "No space left" in finding.detail
+    assert finding.blocker == str(tmp_path) and "No space left" in finding.detail
 
 
 def test_the_worst_comes_first(tmp_path: Path) -> None:
@@ -338,18 +338,18 @@ def kept(name: str, what: str, waited_s: float, why: str = "") -> Waits:
 def test_role_that_its_parent_starts_is_starting(tmp_path: Path):
     show(tmp_path, "launcher-0", kept("rollout-0", "start", 0.5))
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("rollout-0", "starting")
+    assert (finding.blocker, finding.cause) == ("rollout-0", "starting")
     assert finding.detail == "start: it is not up yet"
-    assert not finding.victims, "its parent is not held up"
+    assert not finding.waiters, "its parent is not held up"
 
 
 def test_crash_loop_is_found_with_its_last_death_and_who_waits_for_it(tmp_path: Path):
     show(tmp_path, "launcher-0", kept("datapipe-0", "restart 2 of 5", 1.0, "died (exit code 1)"))
     show(tmp_path, "trainer-0", wait("batch 7", "datapipe-0", 30.0, prompt=True))
     finding = only(examine(tmp_path))
-    assert (finding.culprit, finding.cause) == ("datapipe-0", "crashing")
+    assert (finding.blocker, finding.cause) == ("datapipe-0", "crashing")
     assert finding.detail == "restart 2 of 5: died (exit code 1)"
-    assert [victim.partition(",")[0] for victim in finding.victims] == ["trainer-0: batch 7"]
+    assert [waiter.partition(",")[0] for waiter in finding.waiters] == ["trainer-0: batch 7"]
 
 
 def test_restarted_role_is_no_longer_dead_and_its_own_trouble_comes_first(tmp_path: Path):
@@ -363,4 +363,4 @@ def test_restarted_role_is_no_longer_dead_and_its_own_trouble_comes_first(tmp_pa
 
 def test_dead_launcher_restarts_no_role(tmp_path: Path):
     show(tmp_path, "launcher-0", kept("rollout-0", "start", 0.5), started=MY_START + 1, age_s=1.0)
-    assert only(examine(tmp_path)).culprit == "launcher-0"
+    assert only(examine(tmp_path)).blocker == "launcher-0"

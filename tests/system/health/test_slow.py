@@ -25,14 +25,14 @@ def test_a_rank_that_computes_far_too_long_is_named_and_not_who_meets_it(tmp_pat
     show(tmp_path, "rollout-0", wait("a lease", "datapipe-0", 70.0))
     show(tmp_path, "datapipe-0")
     (finding,) = examine(tmp_path)
-    assert (finding.culprit, finding.cause) == ("trainer-1", "overdue")
+    assert (finding.blocker, finding.cause) == ("trainer-1", "overdue")
     assert finding.detail.startswith("time/update_s never took so long")
 
 
 def test_where_all_ranks_meet_for_ever_all_are_named(tmp_path: Path) -> None:
     update("trainer-0", tmp_path, 70.0, meets=True)
     update("trainer-1", tmp_path, 70.0, meets=True)
-    assert {finding.culprit for finding in examine(tmp_path)} == {"trainer-0", "trainer-1"}
+    assert {finding.blocker for finding in examine(tmp_path)} == {"trainer-0", "trainer-1"}
 
 
 def test_nobody_is_named_in_time_or_while_what_it_waits_for_is_known(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_who_holds_the_run_up_is_said_while_it_runs(run: Run):
     show(run.vitals, "datapipe-0", blocked_s=9.0)
     show(run.vitals, "trainer-0", wait("batch 1", "datapipe-0", 9.0))
     (finding,) = Watch(run.paths).read().findings
-    assert (finding.culprit, finding.cause) == ("datapipe-0", "blocked")
+    assert (finding.blocker, finding.cause) == ("datapipe-0", "blocked")
 
 
 def test_failures_are_seen_before_a_step_comes_of_it(run: Run):
@@ -211,7 +211,7 @@ def test_run_whose_roles_start_or_crash_is_running_and_names_them(run: Run):
     show(run.vitals, "launcher-0", wait("start", "trainer-0", 1.0, owner=KEEPER))
     shot = watch.read()
     assert shot.state == "running" and not watch.is_over
-    assert [(each.culprit, each.cause) for each in shot.findings] == [("trainer-0", "starting")]
+    assert [(each.blocker, each.cause) for each in shot.findings] == [("trainer-0", "starting")]
     why = "trainer-0 died (exit code 1: ValueError: x)"
     crashing = wait("restart 3 of 5", "trainer-0", 1.0, owner=KEEPER, detail=why)
     show(run.vitals, "launcher-0", crashing)

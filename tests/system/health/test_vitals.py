@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from arealite.system.health import vitals, waits
-from arealite.system.health.waits import Limit, Limits
+from arealite.system.health.waits import Wait
 from tests.system.health.living import (
     BLOCKED,
     BLOCKED_UVLOOP,
@@ -82,15 +82,13 @@ def test_what_is_left_behind_tells_of_a_death(tmp_path: Path) -> None:
 
 
 async def test_equal_waits_are_one_with_their_count_and_the_oldest(tmp_path: Path) -> None:
-    limits, loop, begin = Limits(), asyncio.get_running_loop(), time.monotonic()
+    begin = time.monotonic()
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(300):
             what, on = f"g{number}/0", f"llm_server-{number % 2}"
-            limit = Limit(limits, loop.time() + 60, what=what, owner="llm client", on=on)
-            stack.enter_context(limit)
-        stack.enter_context(Limit(limits, loop.time() + 60))  # without a name it is nobody's
+            stack.enter_context(Wait(what, owner="llm client", on=on, seconds=60))
         wait = stack.enter_context(
-            waits.waiting("batch 3", owner="trainer rank 0", on="datapipe-0", prompt=True)
+            Wait("batch 3", owner="trainer rank 0", on="datapipe-0", prompt=True)
         )
         wait.since -= 9
         wait.heard -= 7
@@ -301,12 +299,10 @@ def test_a_folder_that_cannot_be_made_is_only_logged(tmp_path: Path, capfd) -> N
 
 
 async def test_a_thousand_waits_are_two_lines(tmp_path: Path) -> None:
-    limits, loop = Limits(), asyncio.get_running_loop()
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(512):
             for what in (f"episode g{number}/0", f"g{number}/0/agent/0"):
-                limit = Limit(limits, loop.time() + 60, what=what, owner="x", on="llm_server-1")
-                stack.enter_context(limit)
+                stack.enter_context(Wait(what, owner="x", on="llm_server-1", seconds=60))
         recorder.beat()
         shown = [wait for wait in recorder.vitals.waits if wait.on == "llm_server-1"]
     assert sorted(wait.count for wait in shown) == [512, 512]

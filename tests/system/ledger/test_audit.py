@@ -106,7 +106,7 @@ def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bounds", "policy", "ok"),
-    [((1,), "pace", True), ((0,), "pace", False), ((0, 1), "drop", True), ((0,), "mask", True)],
+    [((1,), "wait", True), ((0,), "wait", False), ((0, 1), "drop", True), ((0,), "mask", True)],
 )
 def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
     path: Path, bounds: tuple[int, ...], policy: str, ok: bool

@@ -135,6 +135,35 @@ async def test_registered_beats_with_fresh_values_and_removes(names: NameRegistr
     assert names.list("llm_server") == []
 
 
+async def test_a_change_is_written_at_once(names: NameRegistry) -> None:
+    value, changed = {"version": "1"}, asyncio.Event()
+    async with names.registered("llm_server", "0", value.copy, heartbeat_s=600.0, changed=changed):
+        value["version"] = "2"
+        assert names.list("llm_server")[0].value == {"version": "1"}
+        changed.set()
+        await eventually(lambda: names.list("llm_server")[0].value == value, "the change")
+
+
+async def test_a_name_without_a_value_is_not_renewed(names: NameRegistry) -> None:
+    values: list[dict[str, Any] | None] = [{"version": "1"}]
+    asked = asyncio.Queue[None]()
+
+    def value() -> dict[str, Any] | None:
+        asked.put_nowait(None)
+        return values[-1]
+
+    async with names.registered("llm_server", "0", value, heartbeat_s=0.01):
+        file = names.root / "llm_server" / "0.json"
+        values.append(None)
+        for _ in range(3):
+            await asked.get()
+        written = file.stat().st_mtime_ns
+        for _ in range(3):
+            await asked.get()
+        assert file.stat().st_mtime_ns == written
+    assert not file.exists()
+
+
 async def test_who_is_cancelled_while_the_name_is_written_leaves_none(
     names: NameRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ServerConfig, name_dir
+from arealite.api.config import ExperimentConfig, ServerConfig, name_dir
 from arealite.api.llm_server import ExternalServersConfig
+from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE, Secret, create, read, rotate

@@ -14,7 +14,7 @@ from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.reward import RewardFactory
+from arealite.api.reward import make_reward
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
@@ -32,7 +32,7 @@ class MathEnv(Env):
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
-        self.scorer = RewardFactory(args).make_reward(config.reward)
+        self.scorer = make_reward(config.reward)
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,152 @@
+"""Estimates of what a run needs: memory, episodes in flight, disk. `arealite check` prints them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rich.filesize import decimal
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.base.model_folder import Shapes, text_part
+from arealite.cli import configs
+from arealite.cli.info import said
+from arealite.system.ledger.payloads import TOKEN_BYTES
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Need(NamedTuple):
+    """Memory of the processes of one role."""
+
+    role: str
+    processes: int
+    size: float
+    """Bytes of one process."""
+
+
+def memory(config: ExperimentConfig, model: dict[str, Any], shapes: Shapes) -> Iterator[Need]:
+    """Yield the memory that trainer ranks, and servers started with the run, will need.
+
+    Args:
+        model: config.json of the model.
+        shapes: of its tensors.
+    """
+    ranks, text = config.launcher.trainer_ranks, text_part(model)
+    yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes))
+    if not config.trainer.is_offline:
+        yield from _servers(config, text, count(shapes))
+
+
+def memory_lines(
+    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes
+) -> Iterator[tuple[str, str]]:
+    """Yield a line for each role, and a warning if this host has less than its roles need."""
+    needs = [*memory(config, model, shapes)]
+    yield from (("memory", f"{need.role}: about {decimal(int(need.size))}") for need in needs)
+    gpu, where = _gpu_memory(), "this host has free"
+    has = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = sum(need.size * need.processes for need in needs)
+    if gpu:
+        has, total, where = gpu, max(need.size for need in needs), "a GPU has"
+    if total > has and config.launcher.type == "local":
+        yield "WARNING", f"that is {decimal(int(total))}, and {where} {decimal(int(has))}"
+
+
+def staleness(config: ExperimentConfig) -> str:
+    """Return how many trajectories may be in flight, and whether workers can use that."""
+    ppo, workers = config.trainer.ppo, config.launcher.rollout_workers
+    bound = (ppo.max_staleness + 1) * ppo.batch_size
+    slots = workers * ppo.collector.concurrency
+    text = (
+        f"η={ppo.max_staleness}: (η + 1) × batch_size = {bound} trajectories under way at most, "
+        f"{workers} × concurrency = {slots} slots for them"
+    )
+    if slots < ppo.batch_size:
+        rounds = math.ceil(ppo.batch_size / slots)
+        return f"{text}; a batch takes {rounds} rounds: raise concurrency"
+    if slots > bound:
+        return f"{text}; {slots - bound} stay empty: raise max_staleness to use them"
+    return text
+
+
+def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
+    """Return what checkpoints, export and ledger will take, beside what is free."""
+    trainer, ppo = config.trainer, config.trainer.ppo
+    own = trainer.offline if trainer.is_offline else ppo
+    kept = trainer.offline.checkpoint_keep if trainer.is_offline else ppo.checkpoint.keep
+    saved = 12 * numel * (kept + 1) + BYTES[own.engine.fsdp.dtype] * numel
+    tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
+    ledger = 0 if trainer.is_offline else TOKEN_BYTES * tokens
+    text = (
+        f"{run_paths(config).root}: at most {decimal(saved)} of checkpoints and export, "
+        f"{decimal(ledger)} of answers; {decimal(free_bytes)} free"
+    )
+    return text + (". WARNING: it may fill up" if saved + ledger > free_bytes else "")
+
+
+def count(shapes: Shapes) -> int:
+    """Return the number of parameters in a model's files."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def _trainer_bytes(config: ExperimentConfig, text: dict[str, Any], shapes: Shapes) -> float:
+    """Return the bytes of one rank: parameters and moments exactly, activations roughly.
+
+    Activations of a layer: 8 × hidden + 4 × intermediate numbers a token; of a layer that is
+    recomputed its input only.
+    """
+    trainer, ppo, ranks = config.trainer, config.trainer.ppo, config.launcher.trainer_ranks
+    own = trainer.offline if trainer.is_offline else ppo
+    fsdp, numel = own.engine.fsdp, count(shapes)
+    shards, low = fsdp.shard_size or ranks, BYTES[fsdp.dtype]
+    hidden, layers = _hidden_and_layers(text)
+    frozen = low / shards
+    trained = (16 if own.optimizer.type == "adamw" else 12) / shards
+    if fsdp.lora.rank:
+        names = tuple(f"{name}.weight" for name in fsdp.lora.targets)
+        sides = sum(sum(shape) for name, shape in shapes.items() if name.endswith(names))
+        size = frozen * numel + trained * fsdp.lora.rank * sides
+    else:
+        gathered = numel if shards == 1 else 2 * numel / layers
+        size = trained * numel + low * gathered * (fsdp.dtype != "float32")
+    if not trainer.is_offline:
+        has_reference = ppo.kl.coef > 0 and not (fsdp.lora.rank and ppo.kl.reference == "initial")
+        size += frozen * numel * has_reference + trained * numel * (ppo.advantage.type == "gae")
+    inner = text.get("intermediate_size") or 4 * hidden
+    width = hidden if fsdp.gradient_checkpointing else 8 * hidden + 4 * inner
+    vocabulary = text.get("vocab_size") or 0
+    logits = min(fsdp.logits_chunk, fsdp.max_tokens_per_microbatch * vocabulary)
+    size += fsdp.max_tokens_per_microbatch * layers * width * low
+    return size + 4 * (2 * logits + hidden * vocabulary)
+
+
+def _servers(config: ExperimentConfig, text: dict[str, Any], numel: int) -> Iterator[Need]:
+    """Yield the memory of the servers that this run starts: weights, and keys and values."""
+    context, ppo = text.get("max_position_embeddings", 0), config.trainer.ppo
+    queries = text.get("num_attention_heads") or 1
+    heads = text.get("num_key_value_heads") or queries
+    hidden, layers = _hidden_and_layers(text)
+    token = 2 * layers * heads * (text.get("head_dim") or hidden // queries)
+    if ppo.publisher.type == "shared":  # it generates from the trainer's own weights
+        rows, each = ppo.publisher.shared.max_running_requests, BYTES[ppo.engine.fsdp.dtype]
+        yield Need("shared server", 1, token * each * rows * context)
+    if servers := config.launcher.llm_servers:
+        own = configs.own_server(config)
+        if own.llm_server.type == "embedded":  # SGLang takes what mem_fraction gives it
+            rows, each = own.llm_server.embedded.max_running_requests, BYTES.get(own.model.dtype, 2)
+            size = each * (numel + token * rows * (own.llm_server.context_length or context))
+            yield Need(f"server, each of {servers}", servers, size)
+
+
+def _hidden_and_layers(text: dict[str, Any]) -> tuple[int, int]:
+    hidden, layers = text.get("hidden_size"), text.get("num_hidden_layers")
+    return hidden or text.get("n_embd", 0), layers or text.get("n_layer", 1)
+
+
+def _gpu_memory() -> int:
+    """Return the bytes of this host's smallest GPU, 0 without one."""
+    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return min((int(word) << 20 for word in said(words).split() if word.isdigit()), default=0)

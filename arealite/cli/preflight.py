@@ -1,0 +1,300 @@
+"""`arealite check CONFIG`, and the checks that `train` makes before it starts a process.
+
+`preflight` lists all of them in order, cheap ones first. Each raises UserError with one line that
+names the fix. Rules between options stand beside the options, in the method `constraints` of their
+config class; rules about files stand beside the functions that read the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
+from arealite.api.env import Env, envs
+from arealite.api.llm_server import servers
+from arealite.api.trial import ClusterConfig
+from arealite.base.config import check_constraints
+from arealite.base.errors import DeadlineError, UserError
+from arealite.base.model_folder import (
+    Shapes,
+    check_layers,
+    check_logits,
+    check_tensor_names,
+    check_vocabulary,
+    exact_length,
+    other_model,
+    read_model,
+)
+from arealite.base.places import check_address, check_folder
+from arealite.cli import configs, estimates
+from arealite.cli.fold import fold
+from arealite.cli.resume import check_resume
+from arealite.impl.env_client import make_env
+from arealite.impl.rollout.collector import check_seats
+from arealite.system.data.chats import check_examples
+from arealite.system.data.dataset import identity
+from arealite.system.data.prompts import check_prompts
+from arealite.system.data.tasks import check_first_rows, load_split, shares
+from arealite.system.datapipe.curriculum import Curriculum
+from arealite.system.names.registry import Entry, NameRegistry
+
+MIN_FREE_BYTES = 64 << 20
+
+
+class Facts(NamedTuple):
+    """What the checks have read of a run."""
+
+    model: dict[str, Any]
+    """Of config.json."""
+    shapes: Shapes
+    """Of the model's tensors, by name."""
+    free_bytes: int
+    """Of the run folder's disk."""
+    tasks: tuple[int, int] = (0, 0)
+    """To train and held out; rows of offline trainers are not counted."""
+    addresses: Sequence[str] = ()
+    """Of the servers that were started before the run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line for each part of each stage; the first error ends it, as in `train`."""
+    description = "Check a run without starting it: config, model, data, servers, memory, disk."
+    stages = configs.parse_stages(argv, command="arealite check", description=description)
+    for config in stages:
+        check_options(config)
+    for number, config in enumerate(stages, start=1):
+        if len(stages) > 1:
+            print(f"stage {number} of {len(stages)}")
+        made = [str(run_paths(earlier).export) for earlier in stages[: number - 1]]
+        if config.model.path in made and not Path(config.model.path).exists():
+            print(f"{'model':<10} comes from an earlier stage; look again when that has ended")
+            continue
+        for what, text in report(config):
+            print(fold(f"{what:<10} {text}"), flush=True)
+    print("ok: nothing was found that would keep it from starting")
+    return 0
+
+
+def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Check one run, and yield a heading and a text for each of its parts.
+
+    Raises:
+        UserError: see preflight.
+    """
+    is_served = bool(config.llm_server.addresses or NameRegistry.of(config).list("llm_server"))
+    facts = preflight(config, has_servers=is_served)
+    model, numel = facts.model, estimates.count(facts.shapes)
+    kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
+    yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
+    if not config.trainer.is_offline:
+        yield "data", f"{facts.tasks[0]} tasks to train, {facts.tasks[1]} held out"
+        yield "servers", ", ".join(facts.addresses) or _server_hint(config)
+        yield "staleness", estimates.staleness(config)
+    yield from estimates.memory_lines(config, model, facts.shapes)
+    yield "disk", estimates.disk(config, numel, facts.free_bytes)
+
+
+def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
+    """Check an experiment, and return what was read for it.
+
+    Args:
+        has_servers: False: servers that are started apart from the run need not be there yet.
+
+    Raises:
+        UserError: the first check that failed.
+    """
+    NameRegistry.of(config).check()
+    check_options(config)
+    path, trainer, ppo = config.model.path, config.trainer, config.trainer.ppo
+    model, shapes = read_model(required(path, "model.path"))
+    if trainer.type != "reward":
+        check_logits(model, path)
+    free = check_run_folder(config)
+    check_addresses(config)
+    if trainer.is_offline:
+        check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
+        rows, unused = check_examples(config, model)
+        if unused:
+            what = f"{len(unused)} rows have nothing to learn and are left out"
+            print(fold(f"{what}; the first: {unused[0]}"))
+        check_resume(config, rows)
+        return Facts(model, shapes, free)
+    if ppo.publisher.type != "shared":
+        check_tensor_names(shapes, path)
+    if is_self_served(config) and configs.own_server(config).llm_server.type == "embedded":
+        check_layers(model, path)
+    check_sources(config)
+    check_first_rows(config)
+    tasks, held_out = load_split(config, "train"), load_split(config, "eval")
+    if len(tasks) < ppo.num_groups:
+        raise UserError(
+            f"{config.dataset.train or 'dataset.rows'} has {len(tasks)} rows, a batch needs "
+            f"{ppo.num_groups} (batch_size {ppo.batch_size} / group_size "
+            f"{ppo.collector.group_size}). Use a smaller batch_size or more rows."
+        )
+    if config.datapipe.curriculum.by:
+        Curriculum(config, tasks)
+    check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
+    check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
+    check_resume(config, identity(config, tasks))
+    is_served = has_servers and not is_self_served(config)
+    found = find_servers(config, model) if is_served else []
+    check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
+    addresses = [str(server.value["address"]) for server in found]
+    return Facts(model, shapes, free, (len(tasks), len(held_out)), addresses)
+
+
+def required(value: str | None, key: str) -> str:
+    """Return `value`; raise UserError if it is empty: `key` is missing."""
+    if not value:
+        or_made = f", or {key}=generated" if key.startswith("dataset.") else ""
+        raise UserError(f"{key} is not set. Give {key}=PATH{or_made}.")
+    return value
+
+
+# ------------------------------------------------------------ options
+
+
+def check_options(config: ExperimentConfig) -> None:
+    """Check names, and options against each other; this reads no file."""
+    configs.check_names(config)
+    if config.trainer.is_offline:
+        check_constraints(config.trainer.sft, "trainer.sft.")
+        return
+    check_constraints(config, "")
+    check_envs(config)
+
+
+def check_envs(config: ExperimentConfig) -> None:
+    """Check the shares, addresses and seats of a run's environments.
+
+    Seats that only an environment itself knows are left to the workers.
+    """
+    collector, rows = config.trainer.ppo.collector, config.dataset.rows
+    counts = shares({name: part.weight for name, part in collector.envs.items()}, rows)
+    if none := [name for name, count in counts.items() if not count]:
+        raise UserError(
+            f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g} is no whole row "
+            f"of dataset.rows={rows}. Raise one of them."
+        )
+    for part in collector.parts.values():
+        if part.env.runtime.type != "in_process":
+            make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
+        seats = getattr(envs.get(part.env.type), "seats", None)
+        if seats and isinstance(seats, tuple) and seats is not Env.seats:
+            check_seats(part, cast(tuple[str, ...], seats))
+
+
+def check_sources(config: ExperimentConfig) -> None:
+    """Check that the run names the source of its tasks exactly once."""
+    if not config.trainer.ppo.collector.envs:
+        required(config.dataset.train, "dataset.train")
+    elif config.dataset.train or config.dataset.eval or config.trainer.ppo.collector.seats:
+        raise UserError(
+            "collector.envs has several environments: set train, eval and seats in each of them "
+            "(trainer.ppo.collector.envs.NAME.train=…), not dataset.train, dataset.eval and "
+            "collector.seats."
+        )
+
+
+# ------------------------------------------------------------ this host
+
+
+def check_run_folder(config: ExperimentConfig) -> int:
+    """Check that the trial's folder can be made and written, leave nothing, return free bytes."""
+    root = run_paths(config).root
+    free = check_folder(root, "run folder", "cluster.run_root")
+    if free < MIN_FREE_BYTES:
+        raise UserError(
+            f"the disk of run folder {root} has {free >> 20} MiB free, a run needs at least "
+            f"{MIN_FREE_BYTES >> 20} MiB. Free some, or set cluster.run_root to another disk."
+        )
+    return free
+
+
+def check_addresses(config: ExperimentConfig) -> None:
+    """Check that the roles that certainly run on this machine can listen at their addresses."""
+    where, publisher = config.launcher.type, config.trainer.ppo.publisher
+    if config.trainer.is_offline or where == "slurm":
+        return
+    if config.cluster.host != "auto":
+        check_address(config.cluster.host, at="cluster")
+    if where == "local" and publisher.type == "distributed":
+        at, port = "trainer.ppo.publisher.distributed", publisher.distributed.port
+        check_address(config.cluster.host, port, at=at)
+    if where == "local" and config.launcher.llm_servers:
+        server = configs.own_server(config).llm_server
+        servers.check(server.type)
+        if server.port and config.launcher.llm_servers > 1:
+            what = f"is one port for {config.launcher.llm_servers} servers"
+            raise UserError(f"llm_server.port={server.port} {what}. Leave it out of server_args.")
+        check_address(server.host, server.port, at="llm_server")
+
+
+# ------------------------------------------------------------ servers
+
+
+def is_self_served(config: ExperimentConfig) -> bool:
+    """Whether the run generates by itself, or starts its servers."""
+    return config.trainer.ppo.publisher.type == "shared" or config.launcher.llm_servers > 0
+
+
+def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    """Return at least one server: external ones are asked, a live one of this trial is waited for.
+
+    Raises:
+        UserError: there is none, or one of them serves another model.
+    """
+    names = NameRegistry.of(config)
+    known, wait_s = names.list("llm_server"), config.server_wait_s
+    try:
+        if config.llm_server.addresses:
+            from arealite.impl.server import external  # imports aiohttp
+
+            found = [*external.examine(config, model), *known]
+        else:
+            if not known:
+                print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)
+            found = asyncio.run(names.wait("llm_server", seconds=wait_s, owner="train.py"))
+    except DeadlineError as error:
+        raise UserError(
+            f"no language-model server for {config.experiment_name}/{config.trial_name} within "
+            f"{wait_s:g} s (looked in {name_dir(config)}). Start one: python3 "
+            f"arealite/launch_llm_server.py experiment_name={config.experiment_name} "
+            f"trial_name={config.trial_name} model.path={config.model.path}, or let the run start "
+            "one: launcher.llm_servers=1"
+        ) from error
+    for server in found:
+        if difference := other_model(server.value, model):
+            raise UserError(
+                f"the server at {server.value['address']}: {difference} Start it with "
+                f"model.path={config.model.path}, or use another trial_name."
+            )
+    return found
+
+
+def contexts(config: ExperimentConfig, model: dict[str, Any], found: Sequence[Entry]) -> list[int]:
+    """Return the known context lengths of the servers `found`, or of those that the run starts."""
+    if found:
+        lengths = [server.value.get("context_length") for server in found]
+    else:
+        own = config.launcher.llm_servers and configs.own_server(config).llm_server.context_length
+        lengths = [own or exact_length(model) or model.get("max_position_embeddings")]
+    return [length for length in lengths if length]
+
+
+def _server_hint(config: ExperimentConfig) -> str:
+    """Return which servers a run will use that has none yet, and how to start them."""
+    if is_self_served(config):
+        return "started with the run" if config.launcher.llm_servers else "the trainer itself"
+    words = [f"{key}={getattr(config, key)}" for key in ("experiment_name", "trial_name")]
+    given, usual = asdict(config.cluster), asdict(ClusterConfig())  # else nobody would find it
+    words += [f"cluster.{key}={given[key]}" for key in given if given[key] != usual[key]]
+    if config.cluster.bound != ServerConfig().llm_server.host:
+        words.append(f"llm_server.host={config.cluster.bound}")
+    words.append(f"model.path={config.model.path}")
+    return f"none yet; start one: arealite serve-llm {' '.join(words)}"

@@ -1,0 +1,55 @@
+"""The shards of a model and its optimizer in a folder, written and read by all ranks together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from arealite.base.errors import UserError
+from arealite.impl.engine.lora import held_tensors
+from arealite.impl.engine.optimizer import Optimizer
+
+
+def save(folder: Path, module: Any, optimizer: Optimizer, extra: dict[str, Any]) -> None:
+    """Write what training changes, and `extra`, into `folder`."""
+    save_state(_live_state(module, optimizer), checkpoint_id=folder / "state")
+    if dist.get_rank() == 0:
+        inside = {"updates": optimizer.updates, "extra": extra}
+        (folder / "extra.json").write_text(json.dumps(inside))
+
+
+def load(folder: Path, module: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """Read what `save` wrote, at any number of ranks; return `extra`.
+
+    Raises:
+        UserError: the folder is of other parameters or another optimizer.
+    """
+    state = _live_state(module, optimizer)
+    stored = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
+    names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
+    if absent := next((name for name in names if name not in stored), None):
+        raise UserError(
+            f"Checkpoint '{folder}' has no '{absent}': go on with the model, engine.fsdp.lora "
+            "and optimizer.type it was written with, or begin anew with resume=never."
+        )
+    load_state(state, checkpoint_id=folder / "state")
+    inside = json.loads((folder / "extra.json").read_text())
+    optimizer.updates = inside["updates"]
+    return inside["extra"]
+
+
+def _live_state(module: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the tensors that training changes, to be read, or filled in place."""
+    model = {
+        name: tensor.detach()
+        for name, tensor in held_tensors(module)
+        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+    }
+    return {"model": model, "optimizer": optimizer.state()}

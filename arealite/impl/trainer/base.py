@@ -1,0 +1,149 @@
+"""What all trainers share: components, checkpoints, metric loggers, and stop requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.engine import TrainEngine
+from arealite.api.trainer import Trainer
+from arealite.base import log
+from arealite.base.signals import STOP
+from arealite.impl.engine import checkpoint
+from arealite.impl.trainer import checkpoints
+from arealite.impl.trainer.components import TrainerComponents, build_components
+from arealite.impl.trainer.metrics import Stopwatch
+
+logger = log.get(__name__)
+
+
+class BaseTrainer(Trainer):
+    """One rank of a trainer; subclasses add the loop."""
+
+    checkpoint_keep: int
+    """Newest checkpoints kept."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        components: TrainerComponents | None,
+        load_engines: Callable[[ExperimentConfig], dict[str, Any]],
+    ) -> None:
+        """Build the components, unless they are given; `load_engines` is as in that function."""
+        self.config = config
+        self.paths = run_paths(config)
+        self.stop = StopRequest()
+        self.read_data()
+        self.components = components or build_components(config, load_engines)
+        self.world, self.engine = self.components.world, self.components.engine
+        self.clock = Stopwatch()
+        self.saved_step: int | None = None
+        """Step of the newest checkpoint of this process."""
+        self._resources = ExitStack()
+        loggers, publisher = self.components.loggers, self.components.publisher
+        for close in (self.stop.restore, self.world.destroy, *(each.close for each in loggers)):
+            self.close_at_end(close)
+        if publisher is not None:
+            self.close_at_end(publisher.close)
+
+    def read_data(self) -> None:
+        """Read the data that loading the engines depends on; none here."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the models and the step."""
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """Return the engines that are trained, by their folder in a checkpoint."""
+        critic = self.components.critic
+        return {".": self.engine} | ({"critic": critic} if critic is not None else {})
+
+    # ------------------------------------------------------------ checkpoints
+
+    def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
+        """Load the newest checkpoint, if there is one.
+
+        Returns:
+            (the step to train next, `progress` of the checkpoint; (0, {}) without a checkpoint).
+
+        Raises:
+            UserError: `resume` does not fit, or the checkpoint is of other models.
+        """
+        step, extra, path = 0, dict[str, Any](), checkpoints.find(self.config)
+        if path is not None:
+            extra = checkpoints.load(path, self.engines)
+            step = self.saved_step = int(extra["step"])
+        logger.info("training starts", step=step, checkpoint=str(path or "none"))
+        return step, extra
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint of the steps below `step`, and remove old ones."""
+        path = self.paths.checkpoints / f"step-{step:06d}"
+        with self.clock("time/checkpoint_s"):
+            checkpoints.save(path, self.engines, {"step": step} | self.progress, self.world)
+            self.saved_step = step
+            if self.world.is_rank0:
+                self.on_checkpoint(step, path)
+                checkpoint.prune(self.paths.checkpoints, self.checkpoint_keep)
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Run on rank 0 when a checkpoint is durable, before old ones are removed."""
+
+    # ------------------------------------------------------------ metrics and end
+
+    def write_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one line to every metric logger; rank 0 alone has any."""
+        for each in self.components.loggers:
+            each.log(step, metrics)
+
+    def rewind_metrics(self, step: int) -> None:
+        """Remove the lines of steps that are trained again."""
+        for each in self.components.loggers:
+            each.rewind(step)
+
+    def close_at_end(self, close: Callable[[], None]) -> None:
+        """Call `close` at the end of training, in reverse order of these calls.
+
+        A failure in it is logged: it hides neither the error of the loop nor the other calls.
+        """
+        self._resources.callback(_close, close)
+
+    def close(self) -> None:
+        """Release threads, links, files, the process group and signal handlers."""
+        self._resources.close()
+
+
+def _close(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception as error:  # noqa: BLE001  (see close_at_end)
+        logger.error("not closed", part=close.__qualname__, error=repr(error))
+
+
+class StopRequest:
+    """The first SIGTERM or SIGINT sets `asked`; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        handled = (STOP, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._on_signal) for number in handled}
+
+    def restore(self) -> None:
+        """Restore the handlers that were set before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # No locks here, logging included: the signal may have interrupted their holder.
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = True

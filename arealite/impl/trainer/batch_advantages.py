@@ -1,0 +1,181 @@
+"""Computes the advantages of a batch from rewards and model outputs, and then its minibatches.
+
+Ranks share one number for each trajectory, exactly, and compute everything over the batch from
+these numbers in the headers' order. So no result depends on the number of ranks. Shape letters: T =
+tokens of one row, N = tokens that the policy sampled in one trajectory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from arealite.algo.advantages import (
+    discounted_returns,
+    gae,
+    group_advantages,
+    m2_threshold,
+    overlong_penalty,
+    shape_rewards,
+)
+from arealite.algo.losses import kl_estimate
+from arealite.api.algorithm import ShapingConfig
+from arealite.api.engine import Sequence
+from arealite.api.trainer import PPOConfig
+from arealite.impl.trainer.batch import LocalTrajectory, Minibatch, TrainBatch
+from arealite.impl.trainer.world import World
+
+
+def compute_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> list[Minibatch]:
+    """Set the field `advantages` of the rows; return the minibatches.
+
+    With a critic the rows also get `returns`, with M2PO `keep`. Rows already have prox_logprobs,
+    and where the config needs them ref_logprobs and values. Trajectories whose gradient is 0 on
+    every token are left out of the minibatches, on every rank.
+    """
+    advantages: Seq[np.ndarray | float]
+    if config.advantage.is_relative:
+        advantages = _relative(batch, config, world)
+    else:
+        advantages = [_by_token(batch, each, config) for each in batch.local]
+    if config.advantage.normalize:
+        advantages = _normalized(batch, world, advantages, eps=config.advantage.eps)
+    for trajectory, advantages_N in zip(batch.local, advantages, strict=True):
+        trajectory.scatter("advantages", advantages_N)
+    if config.loss.m2_threshold is not None:
+        _mask_outliers(batch, world, config.loss.m2_threshold)
+    return batch.minibatches(with_gradient(batch, config, world, advantages))
+
+
+def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], list[list[int]]]:
+    """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
+
+    The last row of a truncated episode has one token more: its value is the value of the state in
+    which the episode was cut.
+    """
+    cut = {i for i, header in enumerate(batch.headers) if header.truncated}
+    rows: list[Sequence] = []
+    for trajectory in batch.local:
+        pairs = zip(trajectory.rows, trajectory.sampled, strict=True)
+        rows += [Sequence(row.tokens, mask_T, row.temperature) for row, mask_T in pairs]
+        if trajectory.index in cut:
+            last = rows[-1]
+            last.tokens = np.append(last.tokens, last.tokens[-1:])
+            last.loss_mask = np.append(last.loss_mask, True)
+    return rows, batch.lengths(range(len(batch.headers)), longer=cut)
+
+
+def take_values(batch: TrainBatch, values: Seq[np.ndarray]) -> None:
+    """Set the field `values` of the batch's rows from the critic's output for `critic_rows`."""
+    begin = 0
+    for trajectory in batch.local:
+        output = values[begin : begin + len(trajectory.rows)]
+        for row, values_T in zip(trajectory.rows, output, strict=True):
+            row.fields["values"] = values_T[: len(row.tokens)]
+        if batch.headers[trajectory.index].truncated:
+            trajectory.bootstrap = float(output[-1][-1])
+        begin += len(trajectory.rows)
+
+
+def _relative(batch: TrainBatch, config: PPOConfig, world: World) -> list[float]:
+    """Return the advantage of each local trajectory over its group, the same for all its tokens."""
+    rewards = [header.reward for header in batch.headers]
+    if config.reward != ShapingConfig() or _has_kl_reward(config):
+        batch.scores = [float(_rewards(batch, each, config).sum()) for each in batch.local]
+        rewards = _share(batch, world, batch.scores)
+    groups = [(header.group_id, header.seat) for header in batch.headers]
+    kind, eps = config.advantage.type, config.advantage.eps
+    advantages = group_advantages(rewards, groups, kind=kind, eps=eps)
+    return [advantages[each.index] for each in batch.local]
+
+
+def _by_token(batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig) -> np.ndarray:
+    """Return advantages [N] from the returns over the trajectory's sampled tokens."""
+    rewards_N, options = _rewards(batch, trajectory, config), config.advantage
+    batch.scores.append(float(rewards_N.sum()))
+    if options.type == "reinforce":
+        return discounted_returns(rewards_N, gamma=options.gamma)
+    advantages_N, returns_N = gae(
+        rewards_N,
+        trajectory.gather("values"),
+        bootstrap=trajectory.bootstrap,
+        gamma=options.gamma,
+        lam=options.gae_lambda,
+    )
+    trajectory.scatter("returns", returns_N)
+    return advantages_N
+
+
+def _rewards(batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig) -> np.ndarray:
+    """Return the shaped reward of each sampled token, float64 [N]."""
+    shaping = config.reward
+    rewards_N = shape_rewards(trajectory.rewards_N, shaping)
+    if shaping.overlong_buffer > 0:
+        limit = config.collector.sampling.max_new_tokens
+        for last, length in trajectory.turns():
+            rewards_N[last] -= overlong_penalty(
+                length,
+                limit=limit,
+                buffer=shaping.overlong_buffer,
+                penalty=shaping.overlong_penalty,
+            )
+    if _has_kl_reward(config):
+        log_ratio_N = trajectory.gather("prox_logprobs") - trajectory.gather("ref_logprobs")
+        kl_N = kl_estimate(torch.from_numpy(log_ratio_N), config.kl.estimator)
+        rewards_N -= config.kl.coef * kl_N.numpy()
+    return rewards_N
+
+
+def _has_kl_reward(config: PPOConfig) -> bool:
+    return config.kl.coef > 0 and config.kl.place == "reward"
+
+
+def _normalized(
+    batch: TrainBatch, world: World, advantages: Seq[np.ndarray | float], *, eps: float
+) -> list[np.ndarray]:
+    """Return advantages of mean 0 and standard deviation 1 over the batch's sampled tokens."""
+    counts = [header.trained_tokens for header in batch.headers]
+    pairs = zip(batch.local, advantages, strict=True)
+    by_token = [np.broadcast_to(advantage, counts[each.index]) for each, advantage in pairs]
+    count = sum(counts)
+    mean = math.fsum(_share(batch, world, [float(a_N.sum()) for a_N in by_token])) / count
+    centred = [a_N - mean for a_N in by_token]
+    square = math.fsum(_share(batch, world, [float(np.square(a_N).sum()) for a_N in centred]))
+    scale = math.sqrt(square / count) + eps or 1.0
+    return [a_N / scale for a_N in centred]
+
+
+def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
+    """Set the field `keep` of the rows: 0 for the tokens farthest off policy in the whole batch."""
+    ends = np.cumsum([header.trained_tokens for header in batch.headers])
+    squares, local = np.zeros(int(ends[-1])), list[np.ndarray]()
+    for each in batch.local:
+        squares_N = np.square(each.gather("prox_logprobs") - each.gather("behav_logprobs"))
+        squares_N[~each.trained_N] = -1.0
+        squares[ends[each.index] - len(squares_N) : ends[each.index]] = squares_N
+        local.append(squares_N)
+    squares = world.add(squares)
+    limit = m2_threshold(squares[squares >= 0.0], threshold)
+    for each, squares_N in zip(batch.local, local, strict=True):
+        each.scatter("keep", squares_N <= limit)
+
+
+def with_gradient(
+    batch: TrainBatch, config: PPOConfig, world: World, advantages: Seq[np.ndarray | float]
+) -> set[int]:
+    """Return the trajectories that have a gradient: an advantage, or another term of the loss."""
+    in_loss = config.kl.coef > 0 and config.kl.place == "loss"
+    if in_loss or config.loss.entropy_coef or config.advantage.type == "gae":
+        return set(range(len(batch.headers)))
+    largest = [float(np.abs(advantage).max()) for advantage in advantages]
+    return {i for i, peak in enumerate(_share(batch, world, largest)) if peak != 0.0}
+
+
+def _share(batch: TrainBatch, world: World, values: Seq[float]) -> list[float]:
+    """Return one number for every trajectory of the batch, given those of the local ones."""
+    numbers = np.zeros(len(batch.headers))
+    numbers[[each.index for each in batch.local]] = values
+    return world.add(numbers).tolist()

@@ -1,0 +1,122 @@
+"""Builds the components of a trainer from the config: ranks, engines, links, publisher, loggers.
+
+The loop itself names no implementation, so tests can pass others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.engine import Head, TrainEngine, Training, engines
+from arealite.api.engine_config import TrainEngineConfig
+from arealite.api.logger import MetricLogger, loggers
+from arealite.api.publisher import WeightPublisher, publishers
+from arealite.impl.logger.guarded import GuardedLogger
+from arealite.impl.trainer.world import World
+from arealite.system.links.trainer_link import TrainerLink
+from arealite.system.names.registry import NameRegistry
+
+
+@dataclass
+class TrainerComponents:
+    """What a trainer is built from."""
+
+    world: World
+    engine: TrainEngine
+    connect: Callable[[], TrainerLink]
+    """Opens a link to the datapipe; only one thread may use a link."""
+    publisher: WeightPublisher | None = None
+    """None except on rank 0 of a trainer with servers."""
+    loggers: list[MetricLogger] = field(default_factory=list)
+    """[] except on rank 0."""
+    reference: TrainEngine | None = None
+    """Frozen; None where the algorithm uses no reference."""
+    critic: TrainEngine | None = None
+    """None where no advantage needs it."""
+
+
+def build_components(
+    config: ExperimentConfig, load_engines: Callable[[ExperimentConfig], dict[str, Any]]
+) -> TrainerComponents:
+    """Join the other ranks, load the engines, and open what rank 0 alone has."""
+    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
+    registry = NameRegistry.of(config)
+    components = TrainerComponents(
+        world=world,
+        **load_engines(config),
+        connect=lambda: TrainerLink(
+            lambda: registry.address("datapipe"),
+            rank=world.rank,
+            world_size=world.size,
+            secret=registry.secret,
+        ),
+    )
+    if world.is_rank0:
+        if not config.trainer.is_offline:
+            publisher = publishers.get(config.trainer.ppo.publisher.type)
+            components.publisher = publisher(config, components.engine)
+        components.loggers = open_loggers(config)
+    return components
+
+
+def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
+    """Open the metric loggers of rank 0: metrics.jsonl, and those of the config.
+
+    metrics.jsonl is the run's own record, from which the launcher reads the progress: its failures
+    end the trainer. A failure of any other logger does not reach the trainer.
+    """
+    root, names = run_paths(config).root, dict.fromkeys(config.logger.types)
+    names.pop("jsonl", None)
+    others = [GuardedLogger(root, loggers.get(name)) for name in names]
+    return [loggers.get("jsonl")(root), *others]
+
+
+def load_ppo_engines(config: ExperimentConfig) -> dict[str, Any]:
+    """Load this rank's shards of the models that PPO needs, by their names in TrainerComponents."""
+    ppo, kl, critic = config.trainer.ppo, config.trainer.ppo.kl, config.trainer.ppo.critic
+    updates = ppo.total_steps * ppo.updates * ppo.epochs
+    made = {"engine": make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates))}
+    if kl.coef > 0:
+        path = kl.reference if kl.reference != "initial" else None
+        made["reference"] = make_reference(config, made["engine"], path)
+    if ppo.advantage.type == "gae":
+        training = Training(critic.optimizer, critic.lr, updates)
+        made["critic"] = make_engine(config, critic.path, training=training, head="value")
+    return made
+
+
+def make_reference(config: ExperimentConfig, engine: TrainEngine, path: str | None) -> TrainEngine:
+    """Return a frozen engine with the model at `path`; None: the model that `engine` began with.
+
+    Where `engine` trains adapters only, that is the same engine without its adapters.
+    """
+    if path is None and _options(config).fsdp.lora.rank:
+        return engine.without_adapter()
+    return make_engine(config, path)
+
+
+def _options(config: ExperimentConfig) -> TrainEngineConfig:
+    trainer = config.trainer
+    return trainer.offline.engine if trainer.is_offline else trainer.ppo.engine
+
+
+def make_engine(
+    config: ExperimentConfig,
+    path: str | None = None,
+    *,
+    training: Training | None = None,
+    head: Head = "lm",
+) -> TrainEngine:
+    """Load the model at `path` (None: at model.path); without `training` it is frozen."""
+    options = _options(config)
+    engine: Any = engines.get(options.type)
+    return engine(
+        getattr(options, options.type, options.fsdp),
+        model_path=path or config.model.path,
+        seed=config.seed,
+        training=training,
+        head=head,
+    )

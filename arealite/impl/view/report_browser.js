@@ -1,0 +1,191 @@
+// The table of trajectories with its filters, and the start of the page.
+
+const ROW = 28; // pixels: the height of a row in report.css, which the head has, too
+const MARGIN = 8; // rows drawn above and below those in sight
+const TYPED = "input:not([type=radio]), select"; // elements whose keys are their own
+
+/** Return the columns: `of` gives a row's value to sort by, `show` its text. */
+function columnsOf(table) {
+  const { step, oldest_version: oldest, newest_version: newest, trajectory_id: ids } = table;
+  const [hasSources, hasSeats] = ["source", "seat"].map((name) => new Set(table[name]).size > 1);
+  const parts = (row) => Object.entries(table.reward_parts[row]).filter(([, value]) => value) // 0 says little
+    .map(([name, value]) => `${name} ${format(value)}`).join("  ");
+  const number = (name, width, of) => ({ name, width, isNumber: true, of, show: (row) => format(of(row)) });
+  return [
+    number("step", "4em", (row) => step[row]),
+    { name: "trajectory", of: (row) => row,
+      show: (row) => (hasSeats ? ids[row] : ids[row].replace(/\/[^/]*$/, "")) },
+    hasSources && { name: "environment", of: (row) => table.source[row] },
+    hasSeats && { name: "seat", of: (row) => table.seat[row] },
+    number("reward", "5em", (row) => table.reward[row]),
+    table.reward_parts.some((each) => Object.keys(each).length) && { name: "parts", of: parts },
+    { ...number("tokens", "5em", (row) => table.num_tokens[row]),
+      show: (row) => `${table.truncated[row] ? "✂ " : ""}${count(table.num_tokens[row])}` },
+    number("turns", "4.2em", (row) => table.turns[row]),
+    number("age", "3.4em", (row) => (step[row] === null ? null : step[row] - 1 - oldest[row])),
+    { ...number("versions", "5.8em", (row) => oldest[row]),
+      show: (row) => (oldest[row] === newest[row] ? oldest[row] : `${oldest[row]}–${newest[row]}`) },
+  ].filter(Boolean).map((column) => ({ show: column.of, ...column }));
+}
+
+class Browser {
+  constructor(run) {
+    const { table } = run;
+    Object.assign(this, { run, table, tokens: new Tokens(table), selected: -1, sort: null, isDown: false });
+    Object.assign(this, { found: null, searches: 0, isSearching: false, columns: columnsOf(table) });
+    [this.form, this.grid] = [find("#filters"), find("#grid")];
+    this.detail = new Detail(run, this.tokens, (row) => this.select(row));
+    this.heads = this.columns.map((column) => make("th", {
+      scope: "col", className: column.isNumber ? "number" : "", style: { width: column.width } },
+      make("button", { type: "button", onclick: () => this.order(column) }, column.name)));
+    find("#grid thead tr").append(...this.heads);
+    for (const name of ["source", "seat", "state"]) {
+      const select = this.form.elements[name], values = [...new Set(table[name])];
+      select.append(...values.map((value) => new Option(value || "(none)", `=${value}`)));
+      select.parentElement.hidden = values.length < 2;
+    }
+    this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.form.addEventListener("input", (event) => this.change(event.target.name === "words"));
+    this.form.addEventListener("reset", () => setTimeout(() => {
+      this.sort = null;
+      this.change(true);
+    }));
+    this.grid.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(this.grid);
+    document.addEventListener("keydown", (event) => this.key(event));
+    this.update();
+  }
+
+  /** Filter and sort the rows again, after new words were searched for. */
+  change(hasNewWords) {
+    if (hasNewWords) this.search().catch(fail);
+    this.update();
+  }
+
+  /** Search all texts for the words; the table fills as rows are found. */
+  async search() {
+    const search = ++this.searches, words = this.form.elements.words.value.trim().toLowerCase();
+    const isOld = () => search !== this.searches, found = words ? new Set() : null;
+    Object.assign(this, { found, isSearching: words !== "" });
+    if (!words) return;
+    await new Promise((resolve) => setTimeout(resolve, 120)); // more may be typed
+    if (isOld()) return;
+    let shown = performance.now();
+    await this.tokens.search((row, text) => {
+      const about = () => `${this.table.trajectory_id[row]} ${this.table.task_id[row]}`.toLowerCase();
+      if (text.includes(words) || about().includes(words)) found.add(row);
+      if (performance.now() - shown > 250) {
+        this.update();
+        shown = performance.now();
+      }
+    }, isOld);
+    if (isOld()) return;
+    this.isSearching = false;
+    this.update();
+  }
+
+  /** Return the rows that pass all filters. */
+  filtered() {
+    const { table, found } = this, asked = Object.fromEntries(new FormData(this.form));
+    const isIn = (value, name) => [[`${name}-from`, 1], [`${name}-to`, -1]].every(([end, sign]) =>
+      asked[end] === "" || (value !== null && sign * (value - Number(asked[end])) >= 0));
+    const isPicked = (row, name) => !asked[name] || asked[name] === `=${table[name][row]}`;
+    return [...table.reward.keys()].filter((row) => isIn(table.reward[row], "reward")
+      && isIn(table.step[row], "step") && (!found || found.has(row))
+      && ["source", "seat", "state"].every((name) => isPicked(row, name)));
+  }
+
+  update() {
+    const { run, sort } = this, { length } = this.rows = this.filtered();
+    const sign = this.isDown ? -1 : 1, keys = new Map(sort && this.rows.map((row) => [row, sort.of(row)]));
+    const compare = (x, y) => (x < y ? -sign : x > y ? sign : 0);
+    if (sort) this.rows.sort((a, b) => compare(keys.get(a), keys.get(b)) || a - b);
+    this.heads.forEach((head, i) => (head.ariaSort =
+      this.columns[i] !== sort ? "none" : this.isDown ? "descending" : "ascending"));
+    find("#grid table").ariaRowCount = length;
+    if (this.selected >= 0 && !this.isSearching && !this.rows.includes(this.selected)) {
+      this.selected = -1;
+      this.detail.blank(length ? "The trajectory that was chosen does not match the filters."
+        : "No trajectory matches the filters.");
+    }
+    const leftOut = run.trajectories - run.shown;
+    const output = find("#count");
+    output.textContent = (length === run.shown ? plural(length, "trajectory", "trajectories")
+      : `${count(length)} of ${count(run.shown)}`)
+      + (leftOut ? ` (${count(leftOut)} left out of this report)` : "")
+      + (this.isSearching ? ", searching …" : "");
+    output.dataset.busy = this.isSearching;
+    this.draw();
+  }
+
+  /** Sort by a column, the second time in the other direction, then by none. */
+  order(column) {
+    const isNumber = Boolean(column.isNumber);
+    if (this.sort !== column) Object.assign(this, { sort: column, isDown: isNumber });
+    else if (this.isDown === isNumber) this.isDown = !isNumber;
+    else this.sort = null;
+    this.update();
+  }
+
+  /** Make elements of the rows in sight, however many rows there are. */
+  draw() {
+    const { scrollTop, clientHeight } = this.grid;
+    const first = Math.max(0, Math.floor(scrollTop / ROW) - MARGIN);
+    const drawn = this.rows.slice(first, first + Math.ceil(clientHeight / ROW) + 2 * MARGIN);
+    const gap = (rows) => make("tr", { style: { height: `${rows * ROW}px` } });
+    find("#grid tbody").replaceChildren(gap(first), ...drawn.map((row) => make("tr", {
+      ariaSelected: row === this.selected, dataset: { row }, onclick: () => this.select(row) },
+      this.columns.map((column) => make("td", {
+        className: `${column.name} ${column.isNumber ? "number" : ""}` }, column.show(row)))),
+    ), gap(this.rows.length - first - drawn.length));
+  }
+
+  select(row) {
+    this.selected = row;
+    const top = this.rows.indexOf(row) * ROW, bottom = top + 2 * ROW - this.grid.clientHeight;
+    if (top >= 0) this.grid.scrollTop = Math.min(top, Math.max(this.grid.scrollTop, bottom));
+    this.draw();
+    this.detail.show(row).catch(fail);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest(TYPED)) return;
+    const page = Math.max(1, Math.floor(this.grid.clientHeight / ROW) - 2);
+    const anywhere = { j: 1, k: -1 }, inGrid = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page,
+      Home: -Infinity, End: Infinity };
+    const move = anywhere[event.key] ?? (this.grid.contains(event.target) ? inGrid[event.key] : undefined);
+    if (event.key === "/") this.form.elements.words.focus();
+    else if (move === undefined) return;
+    event.preventDefault();
+    if (!move || !this.rows.length) return;
+    const place = this.rows.indexOf(this.selected), wanted = place < 0 ? 0 : place + move;
+    this.select(this.rows[Math.min(Math.max(wanted, 0), this.rows.length - 1)]);
+  }
+}
+
+function fail(error) {
+  find("#head").append(make("p", { className: "bad" }, `This report cannot be shown whole: ${error}`));
+  throw error;
+}
+
+/** Draw all sections. A section without content is removed, and has no link. */
+async function draw() {
+  const run = await readJson("about");
+  drawHead(run);
+  const sections = { curves: drawCurves, waits: drawWaits, weights: drawWeights,
+    trajectories: () => run.table !== null, ledger: drawLedger, metrics: drawAll, config: drawConfig };
+  for (const [name, drawSection] of Object.entries(sections)) {
+    const section = document.getElementById(name);
+    if (!drawSection(run)) section.remove();
+    else find("#nav").append(make("a", { href: `#${name}` }, section.firstElementChild.textContent));
+  }
+  if (run.table) new Browser(run);
+  document.documentElement.dataset.ready = "true";
+  const { unreadable } = await readJson("end");
+  if (unreadable) {
+    find("#filters")?.after(make("p", { className: "bad" }, `${plural(unreadable, "payload")} could `
+      + "not be read: those tokens are left blank. `arealite audit` says more."));
+  }
+}
+
+draw().catch(fail);

@@ -1,0 +1,77 @@
+"""Checks tasks against the model's tokenizer and the servers' contexts, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import ExperimentConfig
+from arealite.api.env import envs
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.base.model_folder import read_json, vocab_size
+from arealite.system.data.chats import tokenize
+from arealite.system.data.tasks import FIRST_ROWS
+
+SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
+"""Environments that show a row's prompt to the agent; others may use it as a name of a task."""
+ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
+
+
+def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Sequence[int]) -> None:
+    """Check that every prompt and its answer fit the shortest context of a server."""
+    budget = config.trainer.ppo.collector.sampling.max_new_tokens
+    if not contexts:
+        return
+    context = min(contexts)
+    if budget >= context:
+        raise UserError(
+            f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
+            f"{context} tokens. Lower {ANSWER}."
+        )
+    if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
+        raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
+    parts = config.trainer.ppo.collector.parts.values()
+    if {envs.base_of(part.env.type) for part in parts} <= SHOWN:
+        check_tokens(config.model.path, tasks)
+    # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
+    long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
+    tokenizer: Any = load_tokenizer(config.model.path) if long else None
+    for task in long:
+        length = len(tokenize(tokenizer, task.prompt))
+        if length + budget > context:
+            raise UserError(
+                f"row {task.task_id}: its prompt has {length} tokens, with max_new_tokens {budget} "
+                f"that is over the server's context of {context}. Remove the row, lower {ANSWER} "
+                "or raise llm_server.context_length."
+            )
+
+
+def check_tokens(path: str, tasks: Sequence[Task]) -> None:
+    """Check that text prompts of the first rows have tokens, all of them in the vocabulary."""
+    from tokenizers import Tokenizer
+
+    file = Path(path).expanduser() / "tokenizer.json"
+    rows = [task for task in tasks[:FIRST_ROWS] if isinstance(task.prompt, str)]
+    size = vocab_size(read_json(path)) or 1 << 62
+    if not rows or not file.is_file():
+        return
+    try:
+        encode = Tokenizer.from_file(str(file)).encode_batch
+    except Exception as error:  # tokenizers has no narrower class
+        raise UserError(f"{file} cannot be read: {error}. Download it again.") from error
+    for row, encoding in zip(rows, encode([str(row.prompt) for row in rows]), strict=True):
+        if not encoding.ids or max(encoding.ids) >= size:
+            found = max(encoding.ids, default="no token")
+            raise UserError(
+                f"row {row.task_id}: the tokenizer of model.path={path} makes {found} of its "
+                f"prompt; the model has {size} tokens. Remove the row, or use another tokenizer."
+            )
+
+
+def _text_length(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(str(message["content"]).encode()) + 32 for message in prompt)

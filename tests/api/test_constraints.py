@@ -1,0 +1,84 @@
+"""Options that make no sense together: each is refused in one line that names the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arealite.api.config import ExperimentConfig
+from arealite.api.trainer import PPOConfig
+from arealite.base.config import check_constraints
+from arealite.base.errors import UserError
+from arealite.cli.configs import load
+
+
+def configured(folder: Path, options: str) -> PPOConfig:
+    file = folder / "empty.yaml"
+    file.write_text("")
+    words = [f"trainer.ppo.{word}" for word in options.split()]
+    return load(ExperimentConfig, file, words).trainer.ppo
+
+
+ONE = "collector.group_size=1 batch_size=4"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("loss.eps_low=-0.1", "must be a number of at least 0."),
+        ("loss.dual_clip=1.0", "must be a number above 1, or null"),
+        ("loss.dual_clip=3 loss.objective=cispo", "objective=cispo has no such bound. Use null"),
+        ("loss.sapo_tau=0", "must be a number above 0"),
+        ("loss.objective=reinforce loss.decoupled=false", "trainer.ppo.loss.decoupled=true"),
+        ("loss.objective=reinforce loss.ratio=sequence", "Use token"),
+        ("loss.behav_weight_cap=0", "must be a number above 0, or null"),
+        ("loss.behav_weight=mask loss.behav_weight_cap=1", "behav_weight_cap=5.0"),
+        ("loss.behav_weight=mask loss.behav_weight_cap=null", "behav_weight_cap=5.0"),
+        ("loss.behav_weight=mask loss.decoupled=false", "are of the decoupled loss"),
+        ("loss.behav_weight_level=sequence loss.decoupled=false", "are of the decoupled loss"),
+        ("loss.m2_threshold=0", "above 0, or null"),
+        ("loss.entropy_coef=nan", "must be a number."),
+        ("kl.coef=-1", "at least 0"),
+        ("kl.coef=0.1", "Use trainer.ppo.kl.reference=initial"),
+        ("kl.coef=0.1 kl.reference=initial kl.estimator=k1", "Use k2 or k3"),
+        ("reward.scale=0", "Use another number"),
+        ("reward.clip=0", "must be a number above 0, or null"),
+        ("reward.bias=inf", "must be a number."),
+        ("reward.overlong_buffer=300 collector.sampling.max_new_tokens=256", "at most"),
+        ("reward.overlong_buffer=-1", "at least 0"),
+        ("reward.overlong_penalty=0", "must be a number above 0"),
+        (ONE, "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae"),
+        (f"{ONE} advantage.type=gae filter_zero_variance=true", "filter_zero_variance=false"),
+        ("advantage.eps=-1", "at least 0"),
+        ("advantage.type=gae advantage.gamma=1.1", "above 0 and at most 1"),
+        ("advantage.gae_lambda=2", "of at least 0 and at most 1"),
+        ("advantage.gamma=0.9", "Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae"),
+        ("critic.path=x", "Use trainer.ppo.advantage.type=gae"),
+        ("critic.lr=0", "must be a number above 0"),
+        ("critic.value_clip=0", "must be a number above 0, or null"),
+    ],
+)
+def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_constraints(configured(tmp_path, options), "trainer.ppo.")
+    text = str(refused.value)
+    assert text.startswith("trainer.ppo.") and says in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        f"{ONE} advantage.type=gae",
+        f"{ONE} advantage.type=reinforce advantage.normalize=true",
+        "advantage.normalize=true advantage.type=rloo",
+        "advantage.type=gae advantage.gamma=0.99 critic.path=x critic.value_clip=null",
+        "loss.objective=cispo loss.eps_low=1.0",
+        "kl.coef=0.1 kl.reference=initial kl.estimator=k1 kl.place=reward",
+        "loss.decoupled=false loss.dual_clip=3 loss.m2_threshold=0.04",
+        "reward.scale=-1 reward.clip=1 reward.bias=0.5 reward.overlong_buffer=256",
+    ],
+)
+def test_it_is_allowed(tmp_path: Path, options: str) -> None:
+    check_constraints(configured(tmp_path, options), "trainer.ppo.")

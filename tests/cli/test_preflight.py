@@ -1,0 +1,192 @@
+"""`arealite check`: a run's needs, said before it starts."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.base.printable import unguarded
+from arealite.cli import estimates
+from arealite.cli.main import main
+from tests.e2e.conftest import write_rows
+from tests.models import tiny_model
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    tiny_model(tmp_path / "model")
+    write_rows(tmp_path / "train.jsonl", 64, seed=1)
+    return [
+        "check",
+        f"model.path={tmp_path / 'model'}",
+        f"dataset.train={tmp_path / 'train.jsonl'}",
+        f"cluster.run_root={tmp_path}",
+        f"cluster.name_root={tmp_path / 'names'}",
+        "trainer.ppo.batch_size=16",
+        "trainer.ppo.collector.group_size=4",
+        "trainer.ppo.collector.concurrency=8",
+        "trainer.ppo.collector.sampling.max_new_tokens=6",
+        "trainer.ppo.max_staleness=1",
+    ]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    return {line[0]: line[1] for line in lines}
+
+
+def test_a_good_run_is_described(words: list[str], capsys: Any) -> None:
+    assert main(words) == 0
+    told = said(capsys)
+    assert told["model"] == "qwen2, 0.02 M parameters, context 512"
+    assert told["data"] == "64 tasks to train, 0 held out"
+    assert told["servers"].startswith("none yet; start one: arealite serve-llm experiment_name=")
+    names = next(word for word in words if word.startswith("cluster.name_root="))
+    assert f" {names} " in told["servers"] and "host=" not in told["servers"]
+    assert told["staleness"].startswith("η=1: (η + 1) × batch_size = 32 trajectories")
+    assert told["staleness"].endswith("a batch takes 2 rounds: raise concurrency")
+    assert "WARNING" not in told
+    assert "ok:" in told
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_terminal_gets_whole_words(
+    words: list[str], width: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=10**10)  # else it may change in between
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert main(words) == 0
+    rows = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(unguarded(sys.stdout), "isatty", lambda: True)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.split() == rows.split()
+    over = [line for line in shown.splitlines() if len(line) > width and " " in line.strip()]
+    assert [line.split()[0] for line in over] == ["servers"], "a command to copy stays whole"
+    folded = [line for line in shown.splitlines() if line.startswith(" ")]
+    assert folded and all(len(line) - len(line.lstrip()) == 11 for line in folded)
+
+
+@pytest.mark.parametrize(
+    ("more", "what", "text"),
+    [
+        (["trainer.ppo.collector.concurrency=64"], "staleness", "32 stay empty"),
+        (["trainer.ppo.publisher.type=shared"], "servers", "the trainer itself"),
+        (["launcher.llm_servers=2"], "servers", "started with the run"),
+        (["cluster.host=auto"], "servers", " cluster.host=auto llm_server.host=0.0.0.0 "),
+    ],
+)
+def test_what_depends_on_settings(
+    words: list[str], capsys: Any, more: list[str], what: str, text: str
+):
+    assert main([*words, *more]) == 0
+    assert text in said(capsys)[what]
+
+
+def test_memory_counts_what_each_role_holds() -> None:
+    """Against sums by hand: 16 bytes a trained parameter in float32, 2 a frozen one in bfloat16."""
+    from arealite.api.algorithm import KLConfig
+    from arealite.api.config import ExperimentConfig
+    from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
+    from arealite.api.trainer import PPOConfig, TrainerConfig
+
+    model = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 10}
+    numel = 10**9
+
+    def held(dtype: Any = "float32", **ppo: Any) -> float:
+        fsdp = FSDPConfig(dtype=dtype, max_tokens_per_microbatch=1, logits_chunk=1)
+        engine = TrainEngineConfig(fsdp=fsdp)
+        config = ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(engine=engine, **ppo)))
+        (trainer,) = estimates.memory(config, model, {"weight": [numel]})
+        assert trainer.role == "trainer, each of 1"
+        return trainer.size
+
+    assert held() == pytest.approx(16 * numel, rel=1e-3)
+    assert held("bfloat16") == pytest.approx(18 * numel, rel=1e-3)
+    assert held("bfloat16", kl=KLConfig(coef=0.1)) == pytest.approx(20 * numel, rel=1e-3)
+
+
+def test_a_server_counts_the_type_it_holds() -> None:
+    """The trainer's own model has that of its compute, a server's may be set for it alone."""
+    from arealite.api.config import ExperimentConfig
+    from arealite.cli import configs
+
+    model = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
+    model |= {"max_position_embeddings": 100}
+    file = configs.CONFIG_DIR / "async_ppo.yaml"
+
+    def held(*words: str) -> float:
+        config = configs.load(ExperimentConfig, file, [*words, "model.path=m"])
+        return [*estimates.memory(config, model, {"weight": [1000]})][-1].size
+
+    keys = 2 * 2 * 8 * 256 * 100
+    shared = "trainer.ppo.publisher.type=shared"
+    assert held(shared) == 4 * keys
+    low = ["trainer.ppo.engine.fsdp.dtype=bfloat16", "trainer.ppo.engine.fsdp.lora.rank=1"]
+    assert held(shared, *low) == 2 * keys
+    own = "launcher.llm_servers=1"
+    assert held(own) == 4 * (keys + 1000)
+    assert held(own, "launcher.server_args=[model.dtype=bfloat16]") == 2 * (keys + 1000)
+
+
+def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(estimates.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(estimates, "_gpu_memory", lambda: 0)
+    assert main(words) == 0
+    assert "this host has free 1 byte" in said(capsys)["WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("more", "fix"),
+    [
+        (["model.path=/nowhere"], "is no Hugging Face model folder"),
+        ([f"trial_name={'x' * 300}"], "up to 200"),
+        (["launcher.llm_servers=1", "launcher.server_args=[llm_server.nope=1]"], "unknown key"),
+        (["trainer.ppo.publisher.type=shared", "launcher.trainer_ranks=2"], "trainer_ranks=1"),
+        (
+            ["trainer.ppo.publisher.type=shared", "launcher.llm_servers=1"],
+            "updates no other server",
+        ),
+        (
+            ["trainer.ppo.publisher.type=shared", "trainer.ppo.engine.fsdp.dtype=bfloat16"],
+            "use engine.fsdp.dtype=float32",
+        ),
+    ],
+)
+def test_what_would_not_start_is_one_line(words: list[str], capsys: Any, more: list[str], fix: str):
+    assert main([*words, *more]) == 2
+    error = capsys.readouterr().err
+    assert fix in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["check"], ["train", "--dry-run"]])
+def test_it_leaves_nothing_behind(words: list[str], tmp_path: Path, command: list[str]) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    more = [f"cluster.run_root={tmp_path / 'runs' / 'of mine'}", "launcher.llm_servers=1"]
+    assert main([*command, *words[1:], *more]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_folder_that_cannot_be_made_is_refused(
+    words: list[str], tmp_path: Path, capsys: Any, kind: str
+) -> None:
+    place = tmp_path / "place"
+    place.touch() if kind == "file" else place.symlink_to(tmp_path / "nowhere")
+    assert main([*words, f"cluster.run_root={place}"]) == 2
+    assert "cannot be written: No" in capsys.readouterr().err
+
+
+def test_a_config_may_stand_without_its_option(
+    words: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer: {ppo: {max_staleness: 3}}\n")
+    assert main(["check", str(file), *words[1:-1]]) == 0
+    assert said(capsys)["staleness"].startswith("η=3: ")

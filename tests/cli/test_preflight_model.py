@@ -1,0 +1,240 @@
+"""Unusable models are refused in a line, before torch is imported or a process is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.task import Task
+from arealite.base.errors import UserError
+from arealite.base.model_folder import read_model, weight_files
+from arealite.cli.main import main
+from arealite.system.data.prompts import check_prompts, check_tokens
+from tests.e2e.conftest import ENVIRONMENT, ROOT, write_rows
+from tests.models import tiny_mixture, tiny_model
+
+TORCHLESS = """
+import sys
+from arealite.cli.main import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+sys.exit(code)
+"""
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_tensors(folder: Path, **tensors: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    changed = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(load_file(file) | changed, file, {"format": "pt"})
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    where = {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def take_a_tokenizer(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["foreign"] = 64
+    file.write_text(json.dumps(tokenizer))
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (cut, "is no safetensors file: "),
+    "foreign": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"PK\x03\x04" * 99),
+        "model.safetensors is no safetensors file: ",
+    ),
+    "empty": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        "model.safetensors is no safetensors file: ",
+    ),
+    "shard": (lose_a_shard, "model-00002.safetensors"),
+    "json": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+    "vocabulary": (
+        lambda folder: change_config(folder, vocab_size=72),
+        "model.embed_tokens.weight has shape [64, 32], but config.json has vocab_size=72",
+    ),
+    "width": (
+        lambda folder: change_config(folder, hidden_size=48),
+        "has shape [32], but config.json has hidden_size=48",
+    ),
+    "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, its model only 64 tokens"),
+}
+"""How a model's folder is spoiled, and what is said of it."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path / "model")
+
+
+def words(model: Path, *more: str) -> list[str]:
+    write_rows(model.parent / "train.jsonl", 64, seed=1)
+    return [
+        f"model.path={model}",
+        f"dataset.train={model.parent / 'train.jsonl'}",
+        f"cluster.run_root={model.parent}",
+        f"cluster.name_root={model.parent / 'names'}",
+        "trainer.ppo.batch_size=16",
+        "trainer.ppo.collector.group_size=4",
+        "trainer.ppo.collector.concurrency=8",
+        "trainer.ppo.collector.sampling.max_new_tokens=6",
+        "launcher.llm_servers=1",
+        *more,
+    ]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert main(list(argv)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_folder_is_refused_by_all_commands(
+    how: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, says = SPOILED[how]
+    spoil(model)
+    served = [word for word in words(model) if word.startswith(("model.", "cluster."))]
+    assert says in refused(capsys, "train", *words(model))
+    assert says in refused(capsys, "check", *words(model))
+    assert says in refused(capsys, "serve-llm", *served)
+    with pytest.raises(UserError, match=r"trainer\.ppo\.critic\.path="):
+        read_model(str(model), "trainer.ppo.critic.path")
+    assert not (model.parent / "names").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "check", "serve-llm"])
+def test_a_refusal_imports_no_torch(command: str, model: Path) -> None:
+    cut(model)
+    given = words(model)
+    if command == "serve-llm":
+        given = [word for word in given if word.startswith(("model.", "cluster."))]
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHLESS, command, *given],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_reference_and_critic_must_read_the_policys_tokens(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = tiny_model(tmp_path / "same", hidden_size=16)
+    dry = ["train", "--dry-run", *words(model)]
+    assert main([*dry, f"trainer.ppo.kl.reference={same}"]) == 0
+    assert main([*dry, "trainer.ppo.kl.reference=initial"]) == 0
+    other = tiny_model(tmp_path / "other", vocab=32)
+    for key, more in (("kl.reference", ""), ("critic.path", "trainer.ppo.advantage.type=gae")):
+        line = refused(capsys, *dry, f"trainer.ppo.{key}={other}", *more.split())
+        assert f"trainer.ppo.{key}={other} has another vocabulary: 32 token ids" in line
+        assert "model.path has 64" in line
+
+
+def test_only_the_files_that_transformers_reads_count(model: Path) -> None:
+    (model / "consolidated.safetensors").write_bytes(b"of another kind")
+    read_model(str(model))
+    assert weight_files(model) == [model / "model.safetensors"]
+
+
+def test_experts_in_tensors_of_their_own_are_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_mixture(tmp_path / "model", "qwen3_moe")
+    line = refused(capsys, "train", *words(path))
+    assert "model.layers.0.mlp.experts.0.down_proj.weight" in line
+    assert "trainer.ppo.publisher.type=shared" in line
+    assert line == refused(capsys, "check", *words(path))
+    alone = [word for word in words(path) if not word.startswith("launcher.")]
+    shared = "trainer.ppo.publisher.type=shared"
+    assert main(["train", "--dry-run", *alone, shared]) == 0
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    for file in path.glob("tokenizer*"):
+        (tmp_path / "fused" / file.name).write_bytes(file.read_bytes())
+    assert main(["train", "--dry-run", *words(tmp_path / "fused")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"final_logit_softcapping": 30.0}, "changes its logits (final_logit_softcapping=30.0)"),
+        ({"text_config": {"logits_scaling": 8.0}}, "changes its logits (logits_scaling=8.0)"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
+    ],
+)
+def test_a_family_that_trainer_or_server_lack_is_refused_at_once(
+    values: dict[str, Any], says: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_config(model, **values)
+    assert says in refused(capsys, "train", *words(model))
+
+
+def test_prompts_without_tokens_or_of_unknown_ones_are_named(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = model / "tokenizer.json", words(model)
+    rows = [{"prompt": "1+1=", "ground_truth": "2"}] * 64
+    rows[7] = {"prompt": "\u4f60", "ground_truth": "2"}
+    (model.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["unk_token"] = None
+    file.write_text(json.dumps(tokenizer))
+    given = [word for word in given if not word.startswith("dataset.")]
+    given.append(f"dataset.train={model.parent / 'train.jsonl'}")
+    line = refused(capsys, "train", *given)
+    assert "row train-7: the tokenizer of model.path" in line and "makes no token of" in line
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 64, "content": "ab"})
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"row t: the tokenizer .* makes 64 of .* has 64 tokens"):
+        check_tokens(str(model), [Task("t", "1ab", None, {})])
+    file.write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        check_tokens(str(model), [Task("t", "1", None, {})])
+
+
+def test_prompts_that_the_agent_does_not_see_are_not_tokenized(model: Path) -> None:
+    (model / "tokenizer.json").write_text("[]")
+    given = ExperimentConfig(model=ModelConfig(path=str(model)))
+    collector = given.trainer.ppo.collector
+
+    def check(kind: str) -> None:
+        env = replace(collector, env=replace(collector.env, type=kind))
+        ppo = replace(given.trainer.ppo, collector=env)
+        config = replace(given, trainer=replace(given.trainer, ppo=ppo))
+        check_prompts(config, [Task("t", "click-test", None, {})], [4096])
+
+    check("browser")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        check("math")

@@ -1,0 +1,138 @@
+"""An offline run is refused before it starts, by row and with what to do; it wants no server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
+from arealite.base.config import check_ranges
+from arealite.base.errors import UserError
+from arealite.cli import resume
+from arealite.cli.preflight import check_options, preflight
+from tests.impl.trainer.test_offline import faked, rows, settings
+from tests.models import tiny_model
+from tests.system.data.test_dataset import jsonl
+
+GOOD = rows(6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def with_rows(config: ExperimentConfig, folder: Path, found: list[Any]) -> ExperimentConfig:
+    return replace(config, dataset=replace(config.dataset, train=jsonl(folder, found)))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_a_good_run_passes_without_a_server(tmp_path, model, kind):
+    preflight(settings(tmp_path, model, kind, held_out=3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "says"),
+    [
+        ("sft", {"prompt": "1"}, "rows.jsonl, line 3: a row needs the columns"),
+        ("dpo", {"prompt": "1", "chosen": "2"}, "rows.jsonl, line 3: a row needs the columns"),
+        ("sft", {"tokens": [1, 64], "loss_mask": [0, 1]}, "line 3: token 64 is not among .* 64"),
+        ("sft", {"tokens": [1, -1], "loss_mask": [0, 1]}, "line 3: token -1 is not among"),
+        ("sft", [1], "line 3: not a JSON object"),
+    ],
+)
+def test_one_bad_row_is_named(tmp_path, model, kind, row, says):
+    config = with_rows(settings(tmp_path, model, kind), tmp_path, [*GOOD[:2], row, *GOOD[2:]])
+    with pytest.raises(UserError, match=says):
+        preflight(config)
+
+
+def test_bad_held_out_rows_and_files_are_found_too(tmp_path, model):
+    config = settings(tmp_path, model)
+    bad = replace(config.dataset, eval=jsonl(tmp_path, [{"question": "x"}]))
+    with pytest.raises(UserError, match="line 1: a row needs"):
+        preflight(replace(config, dataset=bad))
+    for path, says in (("", "no dataset"), ("x.jsonl", "does not exist"), ("x.csv", "suffix")):
+        with pytest.raises(UserError, match=says):
+            preflight(replace(config, dataset=replace(config.dataset, train=path)))
+    with pytest.raises(UserError, match="is no Hugging Face model folder"):
+        preflight(replace(config, model=replace(config.model, path=str(tmp_path))))
+
+
+def test_rows_that_teach_nothing_are_counted_and_only_they_are_refused(tmp_path, model, capsys):
+    long = {"prompt": "1" * 40, "completion": "2"}
+    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [*GOOD, long, long])
+    preflight(config)
+    assert "2 rows have nothing to learn and are left out; the first: " in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
+        preflight(with_rows(config, tmp_path, [long]))
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        ("offline", {"lr": 0.0}),
+        ("offline", {"lr": float("nan")}),
+        ("offline", {"epochs": 0}),
+        ("offline", {"batch_size": 0}),
+        ("offline", {"max_tokens": 0}),
+        ("offline", {"max_steps": -1}),
+        ("offline", {"eval_every_steps": -1}),
+        ("sft", {"assistant_weight": -1.0}),
+        ("sft", {"assistant_weight": 0.0}),
+        ("sft", {"turns": "last", "next_state_weight": 0.1}),
+        ("offline", {"checkpoint_keep": 0}),
+        ("dpo", {"beta": 0.0}),
+        ("dpo", {"label_smoothing": 0.5}),
+    ],
+)
+def test_numbers_that_make_no_sense(tmp_path, model, part, options):
+    kinds = {"offline": OfflineConfig, "sft": SFTConfig, "dpo": DPOConfig}
+    config = settings(tmp_path, model)
+    trainer = replace(config.trainer, **{part: kinds[part](**options)})
+    with pytest.raises(UserError, match=f"trainer.{part}"):
+        check_ranges(replace(config, trainer=trainer))
+        check_options(replace(config, trainer=trainer))
+
+
+def test_a_reference_has_the_policys_vocabulary(tmp_path, model):
+    config = settings(tmp_path, model, "dpo")
+    other = tiny_model(tmp_path / "other", vocab=80)
+    for path, says in ((other, "has another vocabulary: 80 token ids"), (tmp_path, "is no Hugg")):
+        trainer = replace(config.trainer, dpo=DPOConfig(reference=str(path)))
+        with pytest.raises(UserError, match=f"trainer.dpo.reference={path} {says}"):
+            preflight(replace(config, trainer=trainer))
+
+
+def test_resume_of_an_offline_run(tmp_path, model):
+    config = settings(tmp_path, model, checkpoint_every_steps=2, checkpoint_keep=9)
+    preflight(config)
+    preflight(replace(config, resume="never"))
+    with pytest.raises(UserError, match="holds no run to go on with"):
+        preflight(replace(config, resume="must"))
+    faked(config).train()
+    for wanted in ("auto", "must", "never", "step-000004"):
+        preflight(replace(config, resume=wanted))
+    with pytest.raises(UserError, match="step-000003 is no good checkpoint"):
+        preflight(replace(config, resume="step-000003"))
+    with pytest.raises(UserError, match=r"begun with seed=1, now it is 2\. Put 1 back"):
+        preflight(replace(config, seed=2))
+    with pytest.raises(UserError, match=r"begun with batch_size=4, now it is 5"):
+        offline = replace(config.trainer.offline, batch_size=5)
+        preflight(replace(config, trainer=replace(config.trainer, offline=offline)))
+    with pytest.raises(UserError, match=r"begun with trainer\.type=sft, now it is dpo"):
+        preflight(replace(config, trainer=replace(config.trainer, type="dpo")))
+    with pytest.raises(UserError, match="begun with dataset_digest="):
+        preflight(with_rows(config, tmp_path, rows(10)[::-1]))
+    back = resume.settle(replace(config, resume="step-000004"))
+    assert back.resume == "auto"
+    paths = run_paths(config)
+    left = sorted(path.name for path in paths.checkpoints.iterdir())
+    assert left == ["step-000002", "step-000004"] and not paths.ledger.exists()
+    trainer = faked(back)
+    trainer.train()
+    assert len(trainer.engine.batches) == 2, "steps 4 and 5 again"  # type: ignore[attr-defined]

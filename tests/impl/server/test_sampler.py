@@ -1,0 +1,60 @@
+"""Drawing tokens: what top_k and top_p cut, and that log-probabilities ignore the cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from arealite.impl.server.generation import Generation, SamplingParams
+from arealite.impl.server.sampler import draw, settings_of
+
+PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+
+
+def drawn(count: int, **sampling: Any) -> tuple[set[int], torch.Tensor, torch.Tensor]:
+    """Draw `count` tokens under one setting: (tokens seen, tokens, log-probabilities)."""
+    params = SamplingParams(**sampling)
+    rows = [Generation(str(i), [1], params, 1, frozenset()) for i in range(count)]
+    settings = settings_of(rows, vocab_size=5, device="cpu")
+    logits = PROBS.log().expand(count, -1).clone()
+    tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
+    return set(tokens.tolist()), tokens, logprobs
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 50}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.5}, {0, 1}),
+        ({"top_p": 0.39}, {0}),
+        ({"top_p": 0.8, "top_k": 4}, {0, 1, 2}),
+        ({"top_k": 1}, {0}),
+        ({"temperature": 0.0}, {0}),
+        ({"temperature": 0.0, "top_p": 0.01}, {0}),
+    ],
+)
+def test_what_can_be_drawn(sampling: dict[str, Any], kept: set[int]) -> None:
+    seen, tokens, logprobs = drawn(2000, **sampling)
+    assert seen == kept
+    torch.testing.assert_close(logprobs, PROBS.log()[tokens])
+
+
+def test_logprobs_are_after_temperature() -> None:
+    _, tokens, logprobs = drawn(50, temperature=0.5, top_k=3)
+    expected = torch.log_softmax(PROBS.log() / 0.5, dim=-1)
+    torch.testing.assert_close(logprobs, expected[tokens])
+
+
+def test_a_row_that_cuts_does_not_cut_its_neighbours() -> None:
+    params = [SamplingParams(top_k=1), SamplingParams(), SamplingParams(temperature=0.0)]
+    rows = [Generation(str(i), [1], params[i % 3], 1, frozenset()) for i in range(3000)]
+    settings = settings_of(rows, vocab_size=5, device="cpu")
+    logits = PROBS.log().expand(3000, -1).clone()
+    tokens, _ = draw(logits, settings, torch.Generator().manual_seed(0))
+    assert set(tokens[0::3].tolist()) == set(tokens[2::3].tolist()) == {0}
+    shares = torch.bincount(tokens[1::3], minlength=5) / 1000
+    torch.testing.assert_close(shares, PROBS, atol=0.05, rtol=0)

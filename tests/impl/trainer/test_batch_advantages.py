@@ -1,0 +1,294 @@
+"""Advantages of whole batches against numbers computed by hand, and over ranks against one rank."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arealite.api.algorithm import AdvantageConfig, KLConfig, LossConfig, ShapingConfig
+from arealite.api.collector import CollectorConfig
+from arealite.api.engine import Sequence
+from arealite.api.llm import SamplingConfig
+from arealite.api.trainer import PPOConfig
+from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
+from arealite.impl.trainer.batch_advantages import compute_advantages, critic_rows, take_values
+from arealite.impl.trainer.world import World
+from tests.impl.trainer.trajectories import batch, group, header, segment
+
+Trajectories = list[tuple[TrajectoryHeader, list[Segment]]]
+COLLECTOR = CollectorConfig(sampling=SamplingConfig(max_new_tokens=4))
+
+
+def config(kind: str = "dr_grpo", **changes: Any) -> PPOConfig:
+    advantage = AdvantageConfig(type=kind, **changes.pop("advantage", {}))
+    return PPOConfig(advantage=advantage, collector=COLLECTOR, **changes)
+
+
+def forward(made: TrainBatch) -> None:
+    """Be the models: what they say depends on the token alone, and differs a little."""
+
+    def said(rows: list[Sequence], scale: float, offset: float) -> list[np.ndarray]:
+        found = [row.loss_mask * (row.tokens % 5 * scale + offset) for row in rows]
+        return [array.astype(np.float32) for array in found]
+
+    made.fill("prox_logprobs", said(made.rows, 0.1, -1.25))
+    made.fill("ref_logprobs", said(made.rows, 0.2, -1.5))
+    take_values(made, said(critic_rows(made)[0], 0.5, 0.25))
+
+
+def estimated(
+    trajectories: Trajectories, ppo: PPOConfig, **layout: Any
+) -> tuple[TrainBatch, list[Minibatch]]:
+    made = make_train_batch(*batch(trajectories, **layout), ppo, rank=0, world_size=1)
+    forward(made)
+    return made, compute_advantages(made, ppo, World())
+
+
+def advantages(trajectories: Trajectories, ppo: PPOConfig) -> list[list[float]]:
+    """Return each trajectory's, of its sampled tokens."""
+    made, _ = estimated(trajectories, ppo)
+    return [own.gather("advantages").tolist() for own in made.local]
+
+
+def episode(name: str, *parts: Segment, **changes: Any) -> tuple[TrajectoryHeader, list[Segment]]:
+    reward = sum(float(np.frombuffer(part.rewards, "<f4").sum()) for part in parts)
+    return header(name, parts, reward=reward, **changes), list(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [("grpo", 0.5**0.5, -(0.5**0.5)), ("dr_grpo", 0.5, -0.5), ("rloo", 1.0, -1.0)],
+)
+def test_a_group_relative_advantage_is_that_of_every_token(
+    kind: str, first: float, second: float
+) -> None:
+    got = advantages(group("g", [1.0, 0.0]), config(kind))
+    assert got[0] == pytest.approx([first], rel=1e-5)
+    assert got[1] == pytest.approx([second] * 2, rel=1e-5)
+
+
+def test_returns_run_over_all_segments_of_an_episode_and_skip_what_was_observed() -> None:
+    parts = segment([5, 6, 7], sampled=2, reward=1.0), segment([5, 6, 9, 9], sampled=1, reward=4.0)
+    ppo = config("reinforce", advantage={"gamma": 0.5})
+    assert advantages([episode("g/0/agent", *parts)], ppo) == [[0.5 + 1.0, 1.0 + 2.0, 4.0]]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_gae_bootstraps_a_truncated_episode_and_no_other(truncated: bool) -> None:
+    """Tokens 5 | 6, 7: values of the states in which 6 and 7 were sampled are 0.75 and 1.25."""
+    ppo = config("gae", advantage={"gamma": 0.5, "gae_lambda": 0.5})
+    played = episode("g/0/agent", segment([5, 6, 7], sampled=2, reward=2.0), truncated=truncated)
+    made, _ = estimated([played], ppo)
+    # The state after 7 is the one in which the token behind it, a copy of 7, would be sampled.
+    after = 1.25 if truncated else 0.0
+    last = 2.0 + 0.5 * after - 1.25
+    first = 0.0 + 0.5 * 1.25 - 0.75 + 0.5 * 0.5 * last
+    (own,) = made.local
+    assert own.gather("advantages") == pytest.approx([first, last])
+    assert own.gather("returns") == pytest.approx([first + 0.75, last + 1.25])
+
+
+def test_a_truncated_episodes_last_row_is_one_token_longer_for_the_critic_alone() -> None:
+    cut = episode(
+        "g/0/agent", segment([5, 6], sampled=1), segment([5, 6, 7], sampled=1), truncated=True
+    )
+    whole = episode("g/1/agent", segment([5, 6, 7, 8], sampled=2))
+    sent = batch([cut, whole], ranks=[0, 1])
+    made = make_train_batch(*sent, config("gae"), rank=0, world_size=2)
+    rows, lengths = critic_rows(made)
+    assert lengths == [[2, 4], [4]]
+    assert made.all_lengths == [[2, 3], [4]]
+    assert [row.tokens.tolist() for row in rows] == [[5, 6], [5, 6, 7, 7]]
+    assert rows[1].loss_mask.tolist() == [False, False, True, True]
+    assert [row.tokens.tolist() for row in made.rows] == [[5, 6], [5, 6, 7]]
+
+
+def test_a_token_too_old_to_train_on_still_stands_in_its_episodes_returns() -> None:
+    ppo = replace(config("gae"), staleness_policy="mask", max_staleness=1)
+    parts = segment([5, 6, 7], sampled=2, version=[0, 2], reward=1.0)
+    made = make_train_batch(
+        *batch([episode("g/0/agent", parts)], step=2), ppo, rank=0, world_size=1
+    )
+    assert made.rows[0].loss_mask.tolist() == [False, False, True]
+    assert critic_rows(made)[0][0].loss_mask.tolist() == [False, True, True]
+    forward(made)
+    compute_advantages(made, ppo, World())
+    assert made.local[0].gather("values") == pytest.approx([0.75, 1.25])
+
+
+def test_overlong_answers_lose_reward_at_the_end_of_their_turn() -> None:
+    """At most 4 tokens, the last 2 of them penalised: an equal reward is no equal score."""
+    shaping = ShapingConfig(overlong_buffer=2, overlong_penalty=0.5)
+    tokens = [9, 3, 3, 3, 3]
+    played = [
+        episode("g/0/agent", segment(tokens[:3], sampled=2, reward=1.0)),
+        episode("g/1/agent", segment(tokens, sampled=4, reward=1.0)),
+    ]
+    assert advantages(played, config(reward=shaping)) == [[0.25] * 2, [-0.25] * 4]
+    assert advantages(played, config()) == [[0.0] * 2, [0.0] * 4]
+    assert advantages(played, config("reinforce", reward=shaping)) == [[1.0] * 2, [0.5] * 4]
+    turns = [episode("g/0/agent", segment(tokens[:4], sampled=3), segment(tokens, sampled=4))]
+    assert advantages(turns, config("reinforce", reward=shaping)) == [[-0.75] * 3 + [-0.5] * 4]
+
+
+def test_rewards_are_scaled_clipped_and_biased() -> None:
+    shaping = ShapingConfig(scale=2.0, clip=1.5, bias=-1.0)
+    played = [episode("g/0/agent", segment([5, 6], sampled=1, reward=3.0))]
+    made, _ = estimated(played, config("reinforce", reward=shaping))
+    assert made.local[0].gather("advantages").tolist() == [0.5]
+    assert made.scores == [0.5]
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "dr_grpo"])
+def test_the_distance_to_the_reference_lowers_each_tokens_reward(kind: str) -> None:
+    kl = KLConfig(coef=0.5, place="reward", estimator="k1", reference="initial")
+    played = [
+        episode("g/0/agent", segment([5, 6, 7], sampled=2, reward=1.0)),
+        episode("g/1/agent", segment([5, 9], sampled=1, reward=1.0)),
+    ]
+    # log π − log π_ref of tokens 6, 7 and 9: -1.15 + 1.3, -1.05 + 1.1 and -0.85 + 0.7.
+    first, second = 1.0 - 0.5 * (0.15 + 0.05), 1.0 - 0.5 * -0.15
+    got = advantages(played, config(kind, kl=kl))
+    if kind == "reinforce":
+        assert got[0] == pytest.approx([first, 1.0 - 0.5 * 0.05], abs=1e-6)
+        assert got[1] == pytest.approx([second], abs=1e-6)
+    else:
+        assert got[0] == pytest.approx([(first - second) / 2] * 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce", "gae"])
+def test_normalized_advantages_have_mean_0_and_std_1_over_tokens(kind: str) -> None:
+    played = group("a", [1.0, 0.0, 0.5]) + group("b", [0.0, 2.0])
+    flat = np.concatenate(advantages(played, config(kind, advantage={"normalize": True})))
+    assert flat.mean() == pytest.approx(0.0, abs=1e-6)
+    assert flat.std() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_equal_advantages_normalize_to_none() -> None:
+    ppo = config("reinforce", advantage={"normalize": True, "eps": 0.0})
+    assert advantages(group("a", [1.0, 1.0]), ppo) == [[0.0], [0.0, 0.0]]
+
+
+def test_m2po_keeps_the_tokens_nearest_to_the_sampler_over_the_whole_batch() -> None:
+    played = [
+        episode("g/0/agent", segment([5, 6, 8], sampled=2)),
+        episode("g/1/agent", segment([5, 9, 9], sampled=2)),
+    ]
+    # log π_prox + 1 of tokens 6, 8 and 9: -0.15, 0.05 and 0.15, of which the squares are taken.
+    ppo = config(loss=LossConfig(m2_threshold=0.01))
+    made, _ = estimated(played, ppo)
+    assert [own.gather("keep").tolist() for own in made.local] == [[0.0, 1.0], [0.0, 0.0]]
+    made, _ = estimated(played, replace(ppo, loss=LossConfig(m2_threshold=0.1)))
+    assert [own.gather("keep").tolist() for own in made.local] == [[1.0, 1.0], [1.0, 1.0]]
+    made, _ = estimated(played, config())
+    assert "keep" not in made.rows[0].fields
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce"])
+def test_trajectories_without_advantage_are_left_out_of_updates_on_every_rank(kind: str) -> None:
+    zero = group("a", [1.0, 1.0]) if kind == "grpo" else group("a", [0.0, 0.0])
+    trajectories = zero + group("b", [-1.0, 2.0])
+    sent = lambda rank: batch(trajectories, rank=rank, ranks=[0, 0, 1, 1])  # noqa: E731
+    for rank, (made, (minibatch,)) in enumerate(on_two_ranks(config(kind), sent)):
+        assert made.all_lengths == [[3, 4], [3, 4]]
+        assert minibatch.all_lengths == [[], [3, 4]]
+        assert len(minibatch.rows) == 2 * rank
+        # The weight counts the tokens that were left out, too.
+        for row in minibatch.rows:
+            assert row.fields["loss_weight"][0] == np.float32(1 / 6)
+
+
+@pytest.mark.parametrize(
+    "ppo",
+    [
+        config(loss=LossConfig(entropy_coef=0.01)),
+        config(kl=KLConfig(coef=0.1, reference="initial")),
+        config("gae"),
+    ],
+)
+def test_none_is_left_out_where_something_else_gives_a_gradient(ppo: PPOConfig) -> None:
+    _, (minibatch,) = estimated(group("a", [1.0, 1.0]), ppo)
+    assert minibatch.all_lengths == [[3, 4]]
+
+
+def test_kl_in_the_reward_gives_no_gradient_of_its_own() -> None:
+    kl = KLConfig(coef=0.1, place="reward", reference="initial")
+    played = [episode(f"g/{i}/agent", segment([5, 6], sampled=1, reward=1.0)) for i in (0, 1)]
+    _, (minibatch,) = estimated(played, config(kl=kl))
+    assert minibatch.all_lengths == [[]]
+
+
+# ---------------------------------------------------------------- ranks
+
+
+class Two(World):
+    """One of two ranks in threads; they meet where arrays are added."""
+
+    barrier = threading.Barrier(2, timeout=60.0)
+    given: list[np.ndarray] = [np.zeros(0)] * 2
+
+    def add(self, numbers: np.ndarray) -> np.ndarray:
+        self.given[self.rank] = numbers
+        self.barrier.wait()
+        total = self.given[0] + self.given[1]
+        self.barrier.wait()
+        return total
+
+
+def on_two_ranks(ppo: PPOConfig, sent: Any) -> list[tuple[TrainBatch, list[Minibatch]]]:
+    def rank(index: int) -> tuple[TrainBatch, list[Minibatch]]:
+        made = make_train_batch(*sent(index), ppo, rank=index, world_size=2)
+        forward(made)
+        return made, compute_advantages(made, ppo, Two(index, 2))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, (0, 1)))
+
+
+SHAPED = {
+    "reward": ShapingConfig(scale=0.3, overlong_buffer=3),
+    "kl": KLConfig(coef=0.1, place="reward", reference="initial"),
+    "loss": LossConfig(m2_threshold=0.01),
+}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("shaped", [{}, SHAPED])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce", "gae"])
+def test_two_ranks_find_bit_by_bit_what_one_finds(
+    kind: str, shaped: dict[str, Any], normalize: bool
+) -> None:
+    draw = np.random.default_rng(7)
+    played: Trajectories = []
+    for name in "abcd":
+        for member in range(3):
+            sizes = draw.integers(3, 8, size=int(draw.integers(1, 4)))
+            parts = [
+                segment(draw.integers(3, 60, n).tolist(), sampled=int(n) - 2, reward=draw.normal())
+                for n in sizes
+            ]
+            cut = bool(draw.integers(2))
+            played.append(episode(f"{name}/{member}/agent", *parts, truncated=cut))
+    ppo = config(kind, advantage={"normalize": normalize}, **shaped)
+    updates = [0] * 6 + [1] * 6
+    whole, minibatches = estimated(played, ppo, minibatches=updates)
+    ranks = draw.integers(0, 2, size=12).tolist()
+    sent = lambda rank: batch(played, rank=rank, ranks=ranks, minibatches=updates)  # noqa: E731
+    parts = on_two_ranks(ppo, sent)
+    rows = {own.index: own.rows for made, _ in parts for own in made.local}
+    for own in whole.local:
+        for row, other in zip(own.rows, rows[own.index], strict=True):
+            assert row.fields.keys() == other.fields.keys()
+            for name, array in row.fields.items():
+                assert np.array_equal(array, other.fields[name]), name
+    for number, minibatch in enumerate(minibatches):
+        both = [found[number] for _, found in parts]
+        assert both[0].all_lengths == both[1].all_lengths
+        assert [[len(row.tokens) for row in each.rows] for each in both] == both[0].all_lengths
+        assert sum(map(sum, both[0].all_lengths)) == sum(map(sum, minibatch.all_lengths))
