@@ -1,6 +1,6 @@
-"""`make learn LESSON=name`: a tiny model learns one of tools/lessons, from a warm-up to the curve.
+"""Train a tiny model on a lesson of tools/lessons, and draw its curve: `make learn LESSON=name`.
 
-The same commands as a user's: train.py starts datapipe, worker, server and trainer on this machine.
+After the warm-up, train.py starts datapipe, worker, server and trainer on this machine.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ from tools.lesson import Lesson, make_kit  # noqa: E402
 
 OUT = Path("runs/learn")
 ENDS = 5
-"""Steps at the beginning and at the end whose mean is told."""
+"""Number of first and of last steps whose means are printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Learn one lesson; return the exit code of train.py."""
+    """Run one lesson; return the exit code of train.py."""
     names = sorted(file.stem for file in (ROOT / "tools/lessons").glob("[a-z]*.py"))
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("lesson", choices=names)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kit", type=Path, help="make its model in this folder, and no more")
-    parser.add_argument("--curve", type=Path, help="where to draw it; default: the run's folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="more of train.py's")
+    parser.add_argument("--kit", type=Path, help="only create the model, in this folder")
+    parser.add_argument(
+        "--curve", type=Path, help="file of the curve; default: curve.png in the run's folder"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="further options of train.py"
+    )
     options = parser.parse_intermixed_args(argv)
     lesson: Lesson = importlib.import_module(f"tools.lessons.{options.lesson}").LESSON
     if options.kit:
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(model: Path, trial: str, seed: int, overrides: Sequence[str]) -> int:
-    """Run train.py with a server of its own."""
+    """Run train.py with its own server."""
     names = [f"model.path={model}", "experiment_name=learn", f"trial_name={trial}", f"seed={seed}"]
     own = ["launcher.llm_servers=1", "trainer.ppo.checkpoint.every_steps=0"]
     command = [sys.executable, "train.py", *names, *own, *overrides]
@@ -69,20 +73,20 @@ def train(model: Path, trial: str, seed: int, overrides: Sequence[str]) -> int:
 
 
 def report(lesson: Lesson, paths: RunPaths, seconds: float, curve: Path) -> None:
-    """Print and draw what was learned; write summary.json."""
+    """Print and draw the metrics of the lesson; write summary.json."""
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
-    told: dict[str, Any] = {"about": lesson.about, "seconds": round(seconds, 1)}
+    summary: dict[str, Any] = {"about": lesson.about, "seconds": round(seconds, 1)}
     for name in lesson.curves:
         values = [line[name] for line in lines if name in line]
         if values:
             ends = min(ENDS, max(1, len(values) // 2))
-            told[name] = [round(fmean(values[:ends]), 4), round(fmean(values[-ends:]), 4)]
-            print(f"{name}: {told[name][0]} -> {told[name][1]}")
-    (paths.root / "summary.json").write_text(json.dumps(told, indent=1) + "\n")
+            summary[name] = [round(fmean(values[:ends]), 4), round(fmean(values[-ends:]), 4)]
+            print(f"{name}: {summary[name][0]} -> {summary[name][1]}")
+    (paths.root / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     rewards = [line[lesson.curves[0]] for line in lines if lesson.curves[0] in line]
     print(plot(rewards))
     draw(lesson, lines, curve)
-    print(f"all of it: {seconds:.0f} s; curve: {curve}")
+    print(f"total time: {seconds:.0f} s; curve: {curve}")
 
 
 def draw(lesson: Lesson, lines: Sequence[dict[str, Any]], file: Path) -> None:

@@ -1,7 +1,7 @@
-"""What a lesson is, and the warm-up of its model: supervised learning of demonstrations.
+"""Define a lesson, and warm up its model: supervised learning of demonstrations.
 
-Reinforcement learning needs a model that is right now and then; a lesson says what it is shown, and
-when that is enough.
+Reinforcement learning needs a model that is sometimes right. A lesson defines the demonstrations
+and the end of the warm-up.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any
 from tools.make_tiny_model import TinyModel, make_tiny_model
 
 Example = tuple[str | list[dict[str, Any]], str]
-"""A prompt, as text or as chat messages for the model's template, and the answer to be learned."""
+"""A prompt, as text or as chat messages for the model's template, and the demonstrated answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """One task, its tiny model, and the run that learns it."""
+    """A task, its tiny model, and the options of the run."""
 
     about: str
-    """A line for the curve."""
+    """Title of the curve."""
     shape: TinyModel
     examples: Callable[[random.Random], Example]
-    """Draws one demonstration."""
+    """A function that draws one demonstration."""
     overrides: Sequence[str]
-    """Of train.py: environment, agent, steps, learning rate, …; servers and names are added."""
+    """Options of train.py, such as environment and agent; `train` adds those of servers and names."""
     warm_up: float = 0.3
-    """The warm-up ends when a demonstrated answer has this probability, in the mean."""
+    """The warm-up ends when demonstrated answers have this mean probability."""
     max_steps: int = 1500
-    """… or after this many steps."""
+    """Maximum number of warm-up steps."""
     batch_size: int = 128
     lr: float = 2e-3
     chat_template: str | None = None
-    """Of the model's tokenizer; None: contents in a row, the assistant's closed by EOS."""
+    """Chat template of the tokenizer. None: the contents one after the other, EOS after answers."""
     curves: Sequence[str] = ("reward/mean", "eval/reward")
-    """Metrics that are drawn and told before and after."""
+    """Metrics that are drawn, and printed for the first and the last steps."""
 
 
 def make_kit(folder: Path, lesson: Lesson, seed: int) -> Path:
-    """Write the warm model of a lesson to `folder`/model, unless it is there."""
+    """Write the warmed-up model of a lesson to `folder`/model if it is missing; return its path."""
     from transformers import AutoTokenizer
 
     if (folder / "done").exists():
@@ -90,7 +90,7 @@ def warm_up(folder: Path, lesson: Lesson, seed: int) -> tuple[int, float]:
 
 
 def encode(tokenizer: Any, prompt: Any, answer: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt as agents send it, and of its answer with EOS."""
+    """Return the token ids of a prompt, as agents send it, and of its answer with EOS."""
     if isinstance(prompt, str):
         context = tokenizer(prompt)["input_ids"]
     else:
@@ -102,7 +102,7 @@ def encode(tokenizer: Any, prompt: Any, answer: str) -> tuple[list[int], list[in
 
 
 def pad(rows: Iterable[tuple[list[int], list[int]]]) -> tuple[Any, Any]:
-    """Return ids [B, T], filled with 0 at the end, and 1.0 where a token is of an answer [B, T]."""
+    """Pad rows at the end; return ids [B, T], and 1.0 for each token of an answer [B, T]."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 

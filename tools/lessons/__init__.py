@@ -1,1 +1,1 @@
-"""Lessons: what a tiny model learns in minutes on a CPU; one file each, with a LESSON."""
+"""Lessons: tasks that a tiny model learns in minutes on a CPU. Each module defines a LESSON."""

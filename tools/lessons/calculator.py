@@ -1,7 +1,8 @@
-"""`make learn LESSON=calculator`: when to call a tool, and when not.
+"""Train a tiny model to call a calculator only when it needs one: `make learn LESSON=calculator`.
 
-Shown both ways, the model calls the calculator now and then, for sums that it knows as well as for
-products that it cannot do; being right, and with few calls, is all that is rewarded.
+The warm-up shows answers with and without a call, at random. So the model calls the calculator for
+easy sums, which it can compute itself, and for hard sums, which it cannot. The reward counts right
+answers, and for these, few calls.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ENV = "trainer.ppo.collector.env"
 
 
 def examples(rng: random.Random) -> Example:
-    """Draw a task, and one of its ways: a call, the answer after a call, or the answer at once."""
+    """Draw a task and one demonstration: a call, the answer after a call, or the answer alone."""
     config = ArithmeticConfig(**TASKS)
     (row,) = islice(arithmetic(config, split="train", seed=rng.randrange(2**32)), 1)
     prompt: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]

@@ -1,7 +1,7 @@
-"""`make learn LESSON=click_test`: a tiny model learns which button to click, in Chromium.
+"""Train a tiny model to click the right button in Chromium: `make learn LESSON=click_test`.
 
-Two of MiniWoB++'s tasks. It is shown how pages are told and that elements are clicked, any of them:
-which one is right it learns from the page's own reward. Words that it does not know vanish.
+The tasks are two of MiniWoB++. The warm-up shows pages as text, and clicks on random elements. The
+model learns the right element from the reward of the page. The tokenizer drops unknown words.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ENV = "trainer.ppo.collector.env"
 
 
 def examples(rng: random.Random) -> Example:
-    """Draw a page as it is told, and a click on one of its elements, or on none."""
+    """Draw the text of a page, and a click on one of its elements or on a missing element."""
     goal, labels = ("the button.", ["Click Me!"])
     if rng.random() < 0.7:
         goal, labels = "the button ONE.", rng.sample(["ONE", "TWO"], 2)
-    told = "\n".join(f'[{number}] button "{label}"' for number, label in enumerate(labels, 1))
-    return f"Goal: Click {goal}\n{told}", f"click {rng.randint(1, 3)}"
+    page = "\n".join(f'[{number}] button "{label}"' for number, label in enumerate(labels, 1))
+    return f"Goal: Click {goal}\n{page}", f"click {rng.randint(1, 3)}"
 
 
 LESSON = Lesson(

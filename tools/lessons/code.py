@@ -1,7 +1,7 @@
-"""`make learn LESSON=code`: functions of one line, run in the sandbox.
+"""Train a tiny model to write functions of one line: `make learn LESSON=code`.
 
-Shown expressions that are often slightly wrong (another sign, another number), the model writes
-such ones; only running them on test cases says which are right.
+The warm-up shows expressions that often have a wrong sign or number, so the model writes such
+expressions. The reward comes from test cases in the sandbox.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORDS += [f"the {word} of " for word in ("rest", "larger", "smaller", "square")]
 
 
 def examples(rng: random.Random) -> Example:
-    """Draw a task; show its answer, or more often one with a sign or a number changed."""
+    """Draw a task and its answer, with a changed sign or number in 60 % of the cases."""
     row = one_line(rng)
     prompt, answer = row["prompt"], row["ground_truth"]
     if rng.random() < 0.6:

@@ -1,7 +1,7 @@
-"""`make learn LESSON=debate`: what to say in a debate that rules judge.
+"""Train a tiny model in a debate that rules judge: `make learn LESSON=debate`.
 
-The model knows some words and is shown nothing: it begins by saying any of them, in any order.
-Which ones count it learns from the scores; it has both seats.
+There is no warm-up: at first the model writes random words of its vocabulary. It learns from the
+scores which words count. The model has both seats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENV = "trainer.ppo.collector.env"
 
 
 def examples(rng: random.Random) -> Example:
-    """Draw any words; the warm-up ends before it begins."""
+    """Draw random words. They are hardly trained, because `max_steps` is 1."""
     return MARKS[0], "".join(rng.sample(WORDS, 6))
 
 

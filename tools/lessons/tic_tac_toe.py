@@ -1,7 +1,7 @@
-"""`make learn LESSON=tic_tac_toe`: a tiny model plays against itself, and gets better at it.
+"""Train a tiny model in tic-tac-toe by self-play: `make learn LESSON=tic_tac_toe`.
 
-Shown nothing but random moves on random boards, some on squares that are taken; who moves well it
-has to find out. Evaluations are against chance, first as x, then as o.
+The warm-up shows random moves on random boards, some on squares that are taken. The model learns
+good moves from the rewards. Evaluations are against a random opponent, as x and as o.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tools.make_tiny_model import TinyModel
 GAME = TicTacToeEnv(None, TicTacToeConfig(rules="{seat}"))
 PART = "trainer.ppo.collector.envs"
 LEGAL = 0.6
-"""Of the moves that are shown; the others are on any square."""
+"""Share of demonstrated moves on a free square. The other moves are on a random square."""
 
 
 def examples(rng: random.Random) -> Example:
-    """Draw a board, and a move."""
+    """Draw a board and a move."""
     board, played = list(SQUARES), rng.randrange(9)
     for number, square in enumerate(rng.sample(range(9), played)):
         board[square] = "xo"[number % 2]
@@ -29,7 +29,7 @@ def examples(rng: random.Random) -> Example:
 
 
 def against(part: str, seat: str) -> list[str]:
-    """Return the options of a part of the run: the rest against chance, who has `seat`."""
+    """Return the options of evaluation `part`, in which a random opponent has `seat`."""
     env = f"{PART}.{part}.env"
     return [
         f"{env}.type=tic_tac_toe",
