@@ -29,7 +29,7 @@ class Lesson:
     examples: Callable[[random.Random], Example]
     """A function that draws one demonstration."""
     overrides: Sequence[str]
-    """Options of train.py, such as environment and agent; `train` adds those of servers and names."""
+    """Options of train.py, such as the environment; `train` adds options of servers and names."""
     warm_up: float = 0.3
     """The warm-up ends when demonstrated answers have this mean probability."""
     max_steps: int = 1500
