@@ -55,11 +55,11 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(address: str, path: str = "ws", **options: Any) -> AsyncIterator[Wire]:
+async def wired(address: str, **options: Any) -> AsyncIterator[Wire]:
     """Open a socket by hand."""
     async with (
         aiohttp.ClientSession() as session,
-        session.ws_connect(f"http://{address}/{path}", **options) as socket,
+        session.ws_connect(f"http://{address}/ws", **options) as socket,
     ):
         yield Wire(socket)
 

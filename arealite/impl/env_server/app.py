@@ -1,4 +1,4 @@
-"""The HTTP side of an environment's server: OpenEnv's routes over sessions, one or more a socket.
+"""The HTTP side of an environment's server: OpenEnv's routes over sessions, one a socket.
 
 In an event loop that belongs to the environment, too: what blocks it is the environment's fault.
 """
@@ -33,8 +33,7 @@ from arealite.system.data.tasks import GENERATED, generate
 from arealite.system.health.waits import END_S, Limit, Limits
 
 logger = log.get(__name__)
-decode, decode_batch = decoder(Message), decoder(list[Message])
-decode_reset, decode_step = decoder(Reset), decoder(Step)
+decode, decode_reset, decode_step = decoder(Message), decoder(Reset), decoder(Step)
 decode_members = decoder(dict[str, msgspec.Raw])
 
 CLOSE_S = 1.0
@@ -92,7 +91,7 @@ class EnvServer:
         checks = [guard(self._token, self.options.host)]
         app = web.Application(middlewares=checks)
         routes = web.post("/reset", self._post), web.post("/step", self._post)
-        app.add_routes([web.get("/ws", self._socket), web.get("/ws/batch", self._socket), *routes])
+        app.add_routes([web.get("/ws", self._socket), *routes])
         for path, tell in {
             "/health": self._health,
             "/metadata": self._metadata,
@@ -107,14 +106,14 @@ class EnvServer:
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_S)
 
-    def _open(self, more: int = 0) -> Session:
-        """Return a new session, if there is room for it and `more` besides.
+    def _open(self) -> Session:
+        """Return a new session.
 
         Raises:
-            Refused: there is not.
+            Refused: `server.max_sessions` sessions are open.
         """
-        if len(self.sessions) + len(self._ending) + more >= self.options.max_sessions:
-            most = self.options.max_sessions
+        most = self.options.max_sessions
+        if len(self.sessions) + len(self._ending) >= most:
             raise Refused(f"all {most} sessions (server.max_sessions) are taken", CAPACITY)
         session = Session(self.env, episode_s=self.options.episode_s)
         self.sessions[session.id] = session
@@ -133,24 +132,24 @@ class EnvServer:
             max_msg_size=self._max_bytes, compress=False, timeout=CLOSE_S
         )
         await socket.prepare(request)
-        own = dict[str, Session]()
         try:
-            own[""] = self._open()
-            with suppress(ConnectionError):
-                await self._converse(socket, own)
+            session = self._open()
         except Refused as refused:
             await socket.send_str(frame("error", refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
-        except TimeoutError:  # it does not read what it is told
+            return socket
+        try:
+            with suppress(ConnectionError):
+                await self._converse(socket, session)
+        except TimeoutError:  # the client does not read its answers
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            for session in own.values():
-                self._shut(session)
+            self._shut(session)
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, own: dict[str, Session]) -> None:
-        """Answer messages to the sessions of a socket, which are `own`, by name."""
+    async def _converse(self, socket: web.WebSocketResponse, session: Session) -> None:
+        """Answer the messages of a socket, all of which belong to its session."""
         loop, idle_s = asyncio.get_running_loop(), self.options.idle_s
         while True:
             try:
@@ -166,39 +165,15 @@ class EnvServer:
                 if message.type == "close":
                     await socket.close()
                     return
-                is_batch = message.type == "batch"
-                answering = self._batch if is_batch else self._only
-                kind, data = await answering(message, own)
+                kind, data = await self._one(message, session)
                 text = frame(kind, data, self._max_bytes)
             except (Refused, msgspec.MsgspecError) as error:
                 text = frame("error", refusal(error), self._max_bytes)
-            except Exception as error:  # noqa: BLE001  (whatever an environment's answer raises)
-                for session in own.values():  # what cannot be told ends the episode
-                    await session.end()
+            except Exception as error:  # noqa: BLE001  (an answer that cannot be encoded or sent)
+                await session.end()
                 text = frame("error", refusal(error), self._max_bytes)
             with Limit(self._limits, loop.time() + idle_s):
                 await socket.send_str(text)
-
-    async def _only(self, message: Message, own: dict[str, Session]) -> tuple[str, Any]:
-        return await self._one(message, own[""])
-
-    async def _batch(self, batch: Message, own: dict[str, Session]) -> tuple[str, Any]:
-        """Answer messages to several sessions of a socket, side by side."""
-        messages = decode_batch(batch.data)
-        names = [message.session for message in messages]
-        if len(set(names)) < len(names) or not all(names):
-            raise Refused("each message of a batch names a session of its own")
-        new = [name for name in names if name not in own]
-        for left, name in zip(range(len(new) - 1, -1, -1), new, strict=True):
-            own[name] = self._open(left)  # all of them, or none
-        answers = await asyncio.gather(*(self._one(m, own[m.session]) for m in messages))
-        for message in messages:
-            if message.type == "close":
-                self._shut(own.pop(message.session))
-        return "batch", [
-            {"session": name, "type": kind, "data": data}
-            for name, (kind, data) in zip(names, answers, strict=True)
-        ]
 
     async def _one(self, message: Message, session: Session) -> tuple[str, Any]:
         """Return the type and the data of the answer to one message to one session."""

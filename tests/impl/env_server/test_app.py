@@ -48,7 +48,7 @@ async def test_a_seat_sees_acts_and_is_rewarded() -> None:
         ("reset", {"task": {"prompt": ""}}, "VALIDATION_ERROR"),
         ("reset", {"seed": "x"}, "VALIDATION_ERROR"),
         ("dance", {}, "UNKNOWN_TYPE"),
-        ("batch", [{"type": "state"}], "VALIDATION_ERROR"),
+        ("batch", [{"type": "state"}], "UNKNOWN_TYPE"),
     ],
 )
 async def test_what_is_no_message_is_refused_and_changes_nothing(kind, data, code) -> None:
@@ -84,9 +84,8 @@ async def test_garbage_is_refused(raw: str) -> None:
         (b'{"type": "reset", "data": {"task": {"prompt": "\xff"}}}', "INVALID_JSON"),
         (b'{"type": "reset", "data": {"seed": 1' + b"0" * 5_000 + b"}}", "VALIDATION_ERROR"),
         (b'{"type": "reset", "data": {"task": [' + b"[]," * 70_000 + b"1]}}", "TOO_MANY_PARTS"),
-        (b'{"type": "batch", "data": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", "INVALID_JSON"),
     ],
-    ids=["open", "deep", "no text", "long number", "many parts", "deep batch"],
+    ids=["open", "deep", "no text", "long number", "many parts"],
 )
 async def test_message_too_hard_to_decode_is_refused_and_changes_nothing(
     raw: bytes, code: str
@@ -186,33 +185,6 @@ async def test_two_seats_wait_at_once_and_replies_tell_of_both() -> None:
         assert values == [("first", 3.0, {"moved": 0.1}), ("first", 0.25, {"style": 0.3})]
 
 
-@pytest.mark.parametrize("path", ["ws", "ws/batch"])
-async def test_a_batch_plays_several_sessions_over_one_socket(path: str) -> None:
-    async with hosted("host_steps") as (server, address), wired(address, path) as wire:
-        names = ["a", "b", "c"]
-        each = [{"session": n, "type": "reset", "data": {"task": {"prompt": n}}} for n in names]
-        begun = await wire.ask("batch", each)
-        assert [item["data"]["observation"]["content"] for item in begun] == names
-        steps = [{"session": n, "type": "step", "data": {"text": n}} for n in names[:2]]
-        done = await wire.ask("batch", [*steps, {"session": "c", "type": "close"}])
-        assert [item["type"] for item in done] == ["observation", "observation", "state"]
-        assert done[1]["data"]["observation"]["content"] == "step 1: b"
-        assert len(server.sessions) == 3  # the socket's own, a and b
-        twice = [steps[0], steps[0]]
-        assert (await wire.ask("batch", twice))["code"] == "VALIDATION_ERROR"
-
-
-async def test_a_batch_that_is_refused_takes_no_session() -> None:
-    async with hosted("host_steps", max_sessions=4) as (server, address), wired(address) as wire:
-        asked = [
-            {"session": str(n), "type": "reset", "data": {"task": {"prompt": "x"}}}
-            for n in range(4)
-        ]
-        assert (await wire.ask("batch", asked))["code"] == "CAPACITY_REACHED"
-        assert len(server.sessions) == 1
-        assert len(await wire.ask("batch", asked[:3])) == 3
-
-
 async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> None:
     async with hosted("host_steps", max_sessions=2) as (server, address):
         async with wired(address) as one, wired(address) as two:
@@ -229,8 +201,6 @@ async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> Non
                 session.post(f"http://{address}/reset") as answer,
             ):
                 assert answer.status == 503
-            one_more = [{"session": "x", "type": "reset", "data": {"seed": 1}}]
-            assert (await one.ask("batch", one_more))["code"] == "CAPACITY_REACHED"
             assert (await one.ask("step", {"text": "a"}))["reward"] == 0.5
         await eventually(lambda: not server.sessions)
         async with wired(address) as again:
