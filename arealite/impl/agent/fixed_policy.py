@@ -20,7 +20,7 @@ from arealite.api.llm import LLMClient, clients
 from arealite.api.observation import messages
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.agent.chat import ChatAgent
-from arealite.impl.client.completions import Completions, FixedPolicyFailed
+from arealite.impl.agent.completions import Completions, FixedPolicyFailed
 
 
 class Frozen(NamedTuple):

@@ -21,7 +21,7 @@ from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.errors import DeadlineError, RewardNotFinite, UserError
-from arealite.impl.client.completions import FixedPolicyFailed
+from arealite.impl.agent.completions import FixedPolicyFailed
 from arealite.impl.rollout.collector import Collector
 from arealite.system.names.registry import NameRegistry
 from tests.fakes.client import ScriptedClient, response

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.llm import SamplingConfig
 from arealite.base.errors import UserError
-from arealite.impl.client import completions
-from arealite.impl.client.completions import Completions, FixedPolicyFailed
+from arealite.impl.agent import completions
+from arealite.impl.agent.completions import Completions, FixedPolicyFailed
 from arealite.system.health import waits
 from tests.fakes.completions import FakeCompletions
 from tests.fakes.patience import Patience
