@@ -1,6 +1,6 @@
-"""The HTTP side of an environment's server: OpenEnv's routes over sessions, one a socket.
+"""The HTTP side of an environment server: OpenEnv's routes. Each socket has one session.
 
-In an event loop that belongs to the environment, too: what blocks it is the environment's fault.
+The environment runs in the same event loop: an environment that blocks it blocks all sessions.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ decode, decode_reset, decode_step = decoder(Message), decoder(Reset), decoder(St
 decode_members = decoder(dict[str, msgspec.Raw])
 
 CLOSE_S = 1.0
-"""A peer that is told good-bye has this long to say it, too."""
+"""Timeout for a client's answer to a closing handshake."""
 STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
-"""Of HTTP answers; other refusals are 422."""
+"""HTTP status by error code; the status of other errors is 422."""
 
 
 class EnvServer:
-    """One environment and the sessions that play in it."""
+    """One environment and its sessions."""
 
     def __init__(self, config: EnvServerConfig) -> None:
-        """Read the tasks and make the environment.
+        """Read the tasks and construct the environment.
 
         Raises:
-            UserError: the environment is unknown, or the token or the file of tasks is missing.
+            UserError: The environment is unknown, or the token or the file of tasks is missing.
         """
         self.config = config
         self.options = config.server
@@ -57,7 +57,7 @@ class EnvServer:
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
-        """Episodes that were cancelled, while they clean up."""
+        """Cancelled episodes that still clean up."""
         path = config.tasks
         self._tasks = [] if path == GENERATED else load_tasks(str(Path(path)), "train")
         self._seeds = count(config.seed)
@@ -65,21 +65,27 @@ class EnvServer:
         self._max_bytes = self.options.max_message_kb * 1024
         self._token = os.environ.get(self.options.token_env, "")
         if self.options.token_env and not self._token:
-            raise UserError(f"server.token_env={self.options.token_env}: no such variable is set.")
+            raise UserError(
+                f"server.token_env={self.options.token_env}: this environment variable is not set. "
+                "Export it with the token, or name another variable."
+            )
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[str, None]:
-        """Serve for the time of the body; yield where it listens, as host:port.
+        """Set up the environment and serve it until the body exits.
+
+        Yields:
+            The address, as host:port.
 
         Raises:
-            UserError: it cannot listen there.
+            UserError: The server cannot listen at `server.host` and `server.port`.
         """
         host, port = self.options.host, self.options.port
-        await asyncio.to_thread(check_address, host, port, at="server")  # before `setup` starts any
+        await asyncio.to_thread(check_address, host, port, at="server")  # before the costly `setup`
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.env.close)
             await self.env.setup()
-            stack.push_async_callback(self._ended)
+            stack.push_async_callback(self._wait_for_cleanup)
             bodies = {"/reset": self._max_bytes, "/step": self._max_bytes}
             runner = LimitedRunner(self._app(), bodies=bodies, shutdown_timeout=0.1)
             await runner.setup()
@@ -92,17 +98,17 @@ class EnvServer:
         app = web.Application(middlewares=checks)
         routes = web.post("/reset", self._post), web.post("/step", self._post)
         app.add_routes([web.get("/ws", self._socket), *routes])
-        for path, tell in {
+        for path, describe in {
             "/health": self._health,
             "/metadata": self._metadata,
             "/schema": self._schema,
-            "/state": Session(self.env, episode_s=0.0).about,
-            "/sessions": lambda: [session.about() for session in self.sessions.values()],
+            "/state": Session(self.env, episode_s=0.0).describe,
+            "/sessions": lambda: [session.describe() for session in self.sessions.values()],
         }.items():
-            app.router.add_get(path, self._get(tell))
+            app.router.add_get(path, self._get(describe))
         return app
 
-    async def _ended(self) -> None:
+    async def _wait_for_cleanup(self) -> None:
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_S)
 
@@ -114,20 +120,23 @@ class EnvServer:
         """
         most = self.options.max_sessions
         if len(self.sessions) + len(self._ending) >= most:
-            raise Refused(f"all {most} sessions (server.max_sessions) are taken", CAPACITY)
+            raise Refused(f"all sessions are in use (server.max_sessions={most})", CAPACITY)
         session = Session(self.env, episode_s=self.options.episode_s)
         self.sessions[session.id] = session
         return session
 
-    def _shut(self, session: Session) -> None:
-        """Cancel a session; at once, as its handler may be cancelled itself meanwhile."""
+    def _close(self, session: Session) -> None:
+        """Remove a session and cancel its episode, without waiting for the episode's cleanup.
+
+        The caller may be cancelled itself, so it must not wait.
+        """
         del self.sessions[session.id]
         if run := session.cancel():
             self._ending.add(run)
             run.add_done_callback(self._ending.discard)
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
-        """Answer each message of a socket, until it closes or is idle for too long."""
+        """Answer each message of a socket until it closes or has been idle for `idle_s`."""
         socket = web.WebSocketResponse(
             max_msg_size=self._max_bytes, compress=False, timeout=CLOSE_S
         )
@@ -145,7 +154,7 @@ class EnvServer:
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            self._shut(session)
+            self._close(session)
         return socket
 
     async def _converse(self, socket: web.WebSocketResponse, session: Session) -> None:
@@ -165,19 +174,19 @@ class EnvServer:
                 if message.type == "close":
                     await socket.close()
                     return
-                kind, data = await self._one(message, session)
+                kind, data = await self._answer(message, session)
                 text = frame(kind, data, self._max_bytes)
             except (Refused, msgspec.MsgspecError) as error:
                 text = frame("error", refusal(error), self._max_bytes)
-            except Exception as error:  # noqa: BLE001  (an answer that cannot be encoded or sent)
+            except Exception as error:  # noqa: BLE001  (the answer is too long or not JSON)
                 await session.end()
                 text = frame("error", refusal(error), self._max_bytes)
             with Limit(self._limits, loop.time() + idle_s):
                 await socket.send_str(text)
 
-    async def _one(self, message: Message, session: Session) -> tuple[str, Any]:
-        """Return the type and the data of the answer to one message to one session."""
-        session.heard = time.monotonic()
+    async def _answer(self, message: Message, session: Session) -> tuple[str, Any]:
+        """Return the type and the data of the answer to a message."""
+        session.last_message = time.monotonic()
         try:
             match message.type:
                 case "step":
@@ -186,16 +195,19 @@ class EnvServer:
                     reset = decode_reset(message.data)
                     return "observation", await session.reset(await self._task(reset), reset)
                 case "state" | "close":
-                    return "state", session.about()
-            raise Refused(f"no message of type '{message.type}'", "UNKNOWN_TYPE")
-        except Exception as error:  # noqa: BLE001  (whatever an episode raises is told)
+                    return "state", session.describe()
+            known = "reset, step, state or close"
+            raise Refused(f"type '{message.type}' is unknown; send {known}", "UNKNOWN_TYPE")
+        except Exception as error:  # noqa: BLE001  (an episode may raise any exception)
             return "error", refusal(error)
 
     async def _task(self, reset: Reset) -> Task:
-        """Return the task of a reset, or draw one; a seed always draws the same.
+        """Return the task of a reset or, without one, the task that its seed draws.
+
+        Equal seeds draw equal tasks.
 
         Raises:
-            Refused: it is no task, or the environment makes none.
+            Refused: The task is invalid, or the environment generates no tasks.
         """
         try:
             if reset.task is not None:
@@ -210,26 +222,29 @@ class EnvServer:
             raise Refused(str(error)) from error
 
     async def _post(self, request: web.Request) -> web.Response:
-        """Answer /reset and /step: an episode each, which ends with the answer, as there is no
-        session without a socket. /step resets first, by the same keys as /reset."""
+        """Answer POST /reset and /step.
+
+        A session needs a socket. So each of these requests has an episode of its own, which is
+        cancelled after the answer. /step takes the keys of /reset and `action`, and resets first.
+        """
         try:
             body = await request.read() or b"{}"
             action = decode_members(body).get("action", msgspec.Raw(b"{}"))
             session = self._open()
             try:
-                kind, data = await self._one(Message("reset", msgspec.Raw(body)), session)
+                kind, data = await self._answer(Message("reset", msgspec.Raw(body)), session)
                 if request.path == "/step" and kind != "error":
-                    kind, data = await self._one(Message("step", action), session)
+                    kind, data = await self._answer(Message("step", action), session)
             finally:
-                self._shut(session)
+                self._close(session)
         except (msgspec.MsgspecError, Refused) as error:
             kind, data = "error", refusal(error)
         status = STATUS.get(data.code, 422) if kind == "error" else 200
         return _json(data, status)
 
-    def _get(self, tell: Callable[[], Any]) -> Callable[[web.Request], Any]:
+    def _get(self, describe: Callable[[], Any]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
-            return _json(tell())
+            return _json(describe())
 
         return answer
 
