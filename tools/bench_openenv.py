@@ -28,11 +28,13 @@ import aiohttp
 import uvloop
 
 from arealite.api.agent import Agent
-from arealite.api.env import EnvConfig, EnvFactory, StepEnv, StepResult, envs
+from arealite.api.env import StepEnv, StepResult, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.task import Task
 from arealite.base import log
+from arealite.impl.env_client import make_env
 from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +110,7 @@ async def by_hand(address: str, sessions: int, seconds: float) -> float:
 
 async def as_env(config: EnvConfig, args: argparse.Namespace, length: int) -> float:
     """Steps a second of episodes of an environment, with agents that answer at once."""
-    env = EnvFactory(None).make_env(config)
+    env = make_env(None, config)
     await env.setup()
     begin = time.perf_counter()
 

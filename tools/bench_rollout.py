@@ -32,7 +32,8 @@ import uvloop
 from arealite.api.agent import Agent
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher import PublishReport, publishers
 from arealite.api.publisher_config import PublisherConfig

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
@@ -123,25 +122,3 @@ envs: Registry[Env] = Registry(
         "openenv": "arealite.impl.env.adapters.openenv:OpenEnvEnv",
     },
 )
-
-runtimes: Registry[Env] = Registry(
-    "runtime",
-    {
-        "subprocess": "arealite.impl.env_client.remote:RemoteEnv",
-        "remote": "arealite.impl.env_client.remote:RemoteEnv",
-    },
-)
-"""Where an environment runs, other than in the worker; constructed with the whole EnvConfig."""
-
-
-class EnvFactory:
-    """Makes environments by the name in their config."""
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def make_env(self, config: EnvConfig) -> Env:
-        """Return a new environment; call its `setup` before the first episode."""
-        if config.runtime.type != "in_process":
-            return runtimes.get(config.runtime.type)(self.args, config)
-        return envs.get(config.type)(self.args, envs.options(config))

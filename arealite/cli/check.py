@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
-from arealite.api.env import Env, EnvFactory, envs
+from arealite.api.env import Env, envs
 from arealite.api.llm_server import servers
 from arealite.api.logger import loggers
 from arealite.api.task import Task
@@ -30,6 +30,7 @@ from arealite.base.places import check_address, check_folder
 from arealite.cli import configs
 from arealite.cli.check_data import check_first_rows, check_prompts, check_rows, check_tensor_names
 from arealite.cli.resume import check_resume
+from arealite.impl.env_client import make_env
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.dataset import identity
@@ -179,7 +180,7 @@ def check_parts(config: ExperimentConfig) -> None:
         )
     for part in collector.parts.values():
         if part.env.runtime.type != "in_process":
-            EnvFactory(config).make_env(part.env)  # knows what its addresses must be
+            make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
         seats = getattr(envs.get(part.env.type), "seats", None)
         if isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))

@@ -15,7 +15,8 @@ from arealite.api.agent import AgentConfig, agents
 from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, run_paths
 from arealite.api.engine import engines
 from arealite.api.engine_config import TrainEngineConfig
-from arealite.api.env import EnvConfig, envs
+from arealite.api.env import envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.launcher import LauncherConfig, launchers
 from arealite.api.llm import LLMClientConfig, clients
 from arealite.api.llm_server import LLMServerConfig, servers

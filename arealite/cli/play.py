@@ -17,7 +17,7 @@ from typing import Any, cast
 from arealite.api.agent import Agent, AgentFactory, agents
 from arealite.api.agent_config import ScriptedConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import EnvFactory, envs
+from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.observation import Observation, ToolCall, observe
@@ -28,6 +28,7 @@ from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.main import first
 from arealite.impl.agent.calls import hermes
+from arealite.impl.env_client import make_env
 from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate
 
@@ -177,7 +178,7 @@ async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
     """Play one episode, and tell its rewards."""
     collector = config.trainer.ppo.collector
     task = find_task(collector.env, options)
-    env = EnvFactory(config).make_env(collector.env)
+    env = make_env(config, collector.env)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
         await env.setup()

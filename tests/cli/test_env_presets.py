@@ -8,8 +8,9 @@ import pytest
 
 from arealite.api.agent import agents
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import EnvFactory, envs
+from arealite.api.env import envs
 from arealite.cli import configs
+from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
 
 PRESETS = sorted((Path(__file__).parents[2] / "config/env").glob("*.yaml"))
@@ -24,7 +25,7 @@ def test_a_preset_says_what_can_be_run(file: Path) -> None:
         envs.check(part.env.type)
         for who in part.seats.values():
             agents.check(who.type)
-        check_seats(part, EnvFactory(config).make_env(part.env).seats)
+        check_seats(part, make_env(config, part.env).seats)
     assert "" not in parts or config.dataset.train == "generated"
 
 

@@ -13,13 +13,15 @@ from msgspec import structs
 from arealite.api.adapter_config import OpenEnvConfig
 from arealite.api.agent import Agent
 from arealite.api.browser_config import BrowserConfig
-from arealite.api.env import Env, EnvConfig, EnvFactory, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
 from arealite.api.tool import ToolsEnvConfig
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.env.adapters.openenv import OpenEnvEnv
+from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import Collector
 from arealite.system.data.dataset import make_task
 from tests.fakes.client import ScriptedClient, response
@@ -68,7 +70,7 @@ async def played(request, tmp_path):
         score = RewardConfig(type="length_match")
         math, tools = MathEnvConfig(reward=score), ToolsEnvConfig(reward=score)
         own = EnvConfig(type=request.param, math=math, tools=tools)
-        made.parts[""] = made.parts[""]._replace(env=EnvFactory(config).make_env(own))
+        made.parts[""] = made.parts[""]._replace(env=make_env(config, own))
     members = 4 if request.param in ("browser", "webarena") else 32
     work = lease(prompt=prompt, ground_truth=truth, members=members)
     async with AsyncExitStack() as stack:

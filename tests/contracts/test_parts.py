@@ -12,7 +12,8 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, agents
 from arealite.api.engine import TrainEngine, engines
 from arealite.api.engine_config import TrainEngineConfig
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.launcher import Launcher, LauncherConfig, launchers
 from arealite.api.llm import LLMClient, LLMClientConfig, clients
 from arealite.api.llm_server import LLMServer, LLMServerConfig, servers

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from arealite.api.agent import AgentConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import RuntimeConfig

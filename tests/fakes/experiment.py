@@ -8,7 +8,7 @@ from typing import Any
 from arealite.api.agent import AgentConfig
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task

@@ -9,7 +9,7 @@ from pathlib import Path
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.datapipe import CurriculumConfig, DatapipeConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
 
 FAULTS = {

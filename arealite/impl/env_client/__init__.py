@@ -1,1 +1,24 @@
-"""An environment somewhere else, as a worker uses it: servers, sessions, children."""
+"""Environments outside the rollout worker: servers, sessions and child processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
+
+
+def make_env(args: Any, config: EnvConfig) -> Env:
+    """Construct an environment where `config.runtime` places it: in this process or in servers.
+
+    Call its `setup` before the first episode.
+
+    Args:
+        args: The run's config.
+        config: The environment's type, options and runtime.
+    """
+    if config.runtime.type == "in_process":
+        return envs.get(config.type)(args, envs.options(config))
+    from arealite.impl.env_client.remote import RemoteEnv  # costs the import of aiohttp
+
+    return RemoteEnv(args, config)

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError

@@ -16,7 +16,8 @@ import aiohttp
 import msgspec
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.env_server import Given, Reply, Step, Wait
 from arealite.api.episode import Action
 from arealite.api.observation import Observation

@@ -18,12 +18,12 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 import arealite
-from arealite.api.env import EnvFactory
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.places import check_address
+from arealite.impl.env_client import make_env
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
 from arealite.impl.http_guard import guard
@@ -53,7 +53,7 @@ class EnvServer:
         """
         self.config = config
         self.options = config.server
-        self.env = EnvFactory(config).make_env(config.env)
+        self.env = make_env(config, config.env)
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
-from arealite.api.env import Env, EnvFactory
+from arealite.api.env import Env
 from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
@@ -27,6 +27,7 @@ from arealite.api.trajectory import TrajectoryHeader, encode_segments
 from arealite.base import errors, log
 from arealite.base.errors import EpisodeError, EpisodeTimeout, InvariantError, UserError
 from arealite.base.registry import unknown
+from arealite.impl.env_client import make_env
 from arealite.impl.rollout.segments import make_segments
 from arealite.system.health.waits import Limit, Limits, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
@@ -61,9 +62,8 @@ class Collector:
     ) -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
-        make_env = EnvFactory(config).make_env
         self.parts = {
-            name: Part(part, make_env(part.env)) for name, part in self.config.parts.items()
+            name: Part(part, make_env(config, part.env)) for name, part in self.config.parts.items()
         }
         """By name; a task says in `extra_info.env` which is its own."""
         self._eval_sampling = ppo.eval.sampling

@@ -15,7 +15,8 @@ from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
 from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, name_dir
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Seat, decode_turn
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task

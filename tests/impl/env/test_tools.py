@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import Agent, AgentConfig, AgentFactory
-from arealite.api.env import EnvConfig, EnvFactory
+from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action
 from arealite.api.llm import LLMClientConfig
 from arealite.api.observation import Observation, ToolCall
@@ -19,6 +19,7 @@ from arealite.api.task import Task
 from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.tools import ToolsEnv
+from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import ToolCrash
@@ -83,7 +84,7 @@ async def play():
         agent: Actor, *, truth: str = "42", info: dict[str, Any] | None = None, **config: Any
     ) -> Actor:
         own = ToolsEnvConfig(reward=RewardConfig(type="same"), **config)
-        env = EnvFactory(None).make_env(EnvConfig(type="tools", tools=own))
+        env = make_env(None, EnvConfig(type="tools", tools=own))
         await env.setup()
         opened.append(env)
         agent.env = env

@@ -14,7 +14,8 @@ from msgspec import structs
 from structlog.testing import capture_logs
 
 from arealite.api.agent import AgentConfig
-from arealite.api.env import EnvConfig, envs
+from arealite.api.env import envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.env_server import EnvServerConfig, EnvServerOptions, Reply
 from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import EnvServersConfig

@@ -17,7 +17,7 @@ from arealite.api.agent import AgentConfig
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig, run_paths
 from arealite.api.datapipe import DatapipeConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.episode import decode_turn
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from arealite.api.agent import Agent
 from arealite.api.collector import CollectorConfig, PartConfig
 from arealite.api.config import DatasetConfig, ExperimentConfig
-from arealite.api.env import Env, EnvConfig, envs
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.tasks import load_split, shares

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arealite.api.adapter_config import OpenEnvConfig
-from arealite.api.env import EnvConfig
+from arealite.api.env_config import EnvConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.base.errors import UserError

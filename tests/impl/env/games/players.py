@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.env import Env, EnvFactory
+from arealite.api.env import Env
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat, Turn
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
+from arealite.impl.env_client import make_env
 from tests.fakes.client import response
 
 
@@ -45,7 +46,7 @@ def make(kind: str, **options: Any) -> Env:
     """Return an environment with these options."""
     config = EnvConfig(type=kind)
     own = type(getattr(config, kind))(**options)
-    return EnvFactory(None).make_env(EnvConfig(type=kind, **{kind: own}))
+    return make_env(None, EnvConfig(type=kind, **{kind: own}))
 
 
 def first_rows(env: Env, count: int, *, split: str = "train", seed: int = 1) -> list[Any]:

@@ -7,12 +7,13 @@ import asyncio
 import pytest
 
 from arealite.api.agent import AgentConfig, AgentFactory
-from arealite.api.env import EnvConfig, EnvFactory
+from arealite.api.env_config import EnvConfig
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.llm import LLMClientConfig
 from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
+from arealite.impl.env_client import make_env
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 
@@ -48,7 +49,7 @@ def agent(stop_reason: str = "stop"):
 @pytest.fixture
 async def env():
     config = EnvConfig(math=MathEnvConfig(reward=RewardConfig(type="length_match")))
-    made = EnvFactory(None).make_env(config)
+    made = make_env(None, config)
     await made.setup()
     yield made
     await made.close()
