@@ -15,7 +15,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.impl.env_client.servers import Servers
+from arealite.impl.env_client.servers import ServerPool
 from arealite.impl.env_server.wire import INVALID_ACTION, RemoteFailure
 
 TEXTS = ("text", "message", "prompt", "content", "observation", "echoed_message", "output")
@@ -40,7 +40,7 @@ class OpenEnvEnv(Env):
 
     def __init__(self, args: Any, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
-        self.servers = Servers(config, OpenEnvReply)
+        self.servers = ServerPool(config, OpenEnvReply)
         self._stack = AsyncExitStack()
 
     @classmethod
