@@ -1,4 +1,4 @@
-"""Calls go to the environment, answers come back, and the tokens stay as they were sampled."""
+"""Calls are sent to the environment, results come back, sampled tokens are unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answers(calls: tuple[ToolCall, ...]) -> Observation:
     return Observation(told, tools=TOOLS)
 
 
-async def test_a_conversation_with_calls_is_one_segment() -> None:
+async def test_conversation_with_calls_is_one_segment() -> None:
     tokenizer = talker("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO), said(tokenizer, "12")])
     action = await agent.act(Observation("a", tools=TOOLS))
@@ -38,12 +38,12 @@ async def test_a_conversation_with_calls_is_one_segment() -> None:
     assert (last.text, last.calls) == ("12", ())
     assert extends(agent) == [True]
     second = prompts(agent)[1]
-    assert TWO in second  # as it was written, two spaces included
+    assert TWO in second  # unchanged, with its two spaces
     assert second.count("<result>") == 2
     assert second.count('"name": "find", "parameters"') == 1
 
 
-async def test_calls_of_all_turns_have_ids_of_their_own() -> None:
+async def test_call_ids_are_unique_in_an_episode() -> None:
     tokenizer = talker("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)] * 2)
     first = await agent.act(Observation("a", tools=TOOLS))
@@ -53,7 +53,7 @@ async def test_calls_of_all_turns_have_ids_of_their_own() -> None:
     assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
-async def test_calls_that_cannot_be_made_are_counted_and_told() -> None:
+async def test_malformed_calls_are_counted_and_have_an_error() -> None:
     tokenizer = talker("chatml")
     bad = '<tool_call>{"name": "ad", "arguments": {}}</tool_call><tool_call>{</tool_call>'
     agent = make("tool_use", tokenizer, [said(tokenizer, bad), said(tokenizer, TWO)])
@@ -67,21 +67,21 @@ async def test_calls_that_cannot_be_made_are_counted_and_told() -> None:
     assert agent.record.reward_parts == {"malformed_calls": 2.0}
 
 
-async def test_without_tools_no_call_can_be_made() -> None:
+async def test_call_without_tools_has_an_error() -> None:
     tokenizer = talker("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)])
     action = await agent.act("a")
     assert [bool(call.error) for call in action.calls] == [True, True]
 
 
-async def test_the_last_turn_may_call_and_says_that_it_is_the_last() -> None:
+async def test_last_turn_may_call_tools_and_is_marked_last() -> None:
     tokenizer = talker("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)], max_turns=1)
     action = await agent.act(Observation("a", tools=TOOLS))
     assert (len(action.calls), action.is_last) == (2, True)
 
 
-async def test_the_format_is_chosen_by_config() -> None:
+async def test_format_is_configurable() -> None:
     tokenizer = talker("heads")
     call = '{"name": "add", "parameters": {"a": 1}}'
     agent = make("tool_use", tokenizer, [said(tokenizer, call)], format="llama_json")
@@ -89,7 +89,7 @@ async def test_the_format_is_chosen_by_config() -> None:
     assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
 
 
-async def test_call_in_another_format_is_malformed_and_named_once(monkeypatch) -> None:
+async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) -> None:
     monkeypatch.setattr(tool_use, "_seen", set())
     tokenizer = talker("chatml")
     mistral = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
@@ -97,7 +97,7 @@ async def test_call_in_another_format_is_malformed_and_named_once(monkeypatch) -
         for _ in range(2):
             agent = make("tool_use", tokenizer, [said(tokenizer, mistral)])
             (call,) = (await agent.act(Observation("a", tools=TOOLS))).calls
-            assert call.error == "a call in the format mistral, not in hermes"
+            assert call.error == "the call has the format mistral, not hermes"
             assert agent.record.reward_parts == {"malformed_calls": 1.0}
     (told,) = logs
     assert (told["log_level"], told["seen"], told["configured"]) == ("warning", "mistral", "hermes")
@@ -105,7 +105,7 @@ async def test_call_in_another_format_is_malformed_and_named_once(monkeypatch) -
     assert "hermes or llama_json" in told["hint"]
 
 
-async def test_answer_without_tools_is_text_whatever_it_looks_like() -> None:
+async def test_answer_is_text_if_no_tools_are_offered() -> None:
     tokenizer = talker("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, "[TOOL_CALLS] [{}]")])
     assert (await agent.act("a")).calls == ()
