@@ -75,7 +75,7 @@ class BrowserEnv(Env):
         async with self.browser.page() as page:
             goal = await self._begin(page, name, int(task.extra_info.get("seed", 0)))
             look = partial(page.look, SKIPPED, WATCHED)
-            about = {"goal": goal, "max_steps": self.config.max_steps, "tells_where": False}
+            about = {"goal": goal, "max_steps": self.config.max_steps, "shows_address": False}
             _, view = await play(page, agents["agent"], look=look, is_over=is_over, **about)
         score = float(view.state[2] or 0.0) if view.state and view.state[0] else LEFT
         agents["agent"].reward(score, success=float(score > 0))
