@@ -69,9 +69,9 @@ class CodeEnv(Env):
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield functions of one line to complete, each with five cases."""
-        dice = random.Random(f"code/{seed}/{split}")
+        rng = random.Random(f"code/{seed}/{split}")
         while True:
-            yield one_line(dice)
+            yield one_line(rng)
 
     @staticmethod
     def check_row(task: Task, /) -> None:

@@ -20,12 +20,12 @@ ONE_LINERS = {
 """What is asked, how it is written, and what it gives."""
 
 
-def one_line(dice: random.Random) -> dict[str, Any]:
+def one_line(rng: random.Random) -> dict[str, Any]:
     """Return a row whose answer is an expression."""
-    ask = dice.choice([*ONE_LINERS])
+    ask = rng.choice([*ONE_LINERS])
     source, function = ONE_LINERS[ask]
-    a, b = dice.randint(2, 9), dice.randint(1, 9)
-    arguments = dice.sample(range(-20, 21), 5)
+    a, b = rng.randint(2, 9), rng.randint(1, 9)
+    arguments = rng.sample(range(-20, 21), 5)
     cases = [{"args": [x], "expected": function(x, a, b)} for x in arguments]
     return {
         "prompt": f"# {ask.format(a=a, b=b)}\ndef f(x): return ",
