@@ -157,7 +157,7 @@ async def test_every_task_resets_is_described_and_scores(env) -> None:
         if not math.isfinite(player.reward_total) or not -1 <= player.reward_total <= 1:
             failed[name] = f"reward {player.reward_total}"
         elif player.parts["bad_actions"] and not name.startswith("flight."):
-            # These three pages move by themselves: on a busy machine an element may already be gone.
+            # These three pages move by themselves: an element may already be gone.
             failed[name] = f"a choice that cannot be made: {player.seen}"
         elif "Goal: \n" in first or "(an empty page)" in first or "[1]" not in first:
             failed[name] = first

@@ -245,11 +245,14 @@ def test_unplayable_tasks_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "why"),
     [
-        ("{", "no list of tasks"),
-        ("[1]", "no list of tasks"),
-        ('[{"intent": "x"}]', "no list of tasks"),
+        ("{", "must hold a JSON list of tasks"),
+        ("[1]", "must hold a JSON list of tasks"),
+        ('[{"intent": "x"}]', "must hold a JSON list of tasks"),
         ([task(0, "x", "__GITLAB__")], "GITLAB"),
-        ([{**task(0, "x", "http://a"), "storage_state": "none.json"}], "none.json: no such file"),
+        (
+            [{**task(0, "x", "http://a"), "storage_state": "none.json"}],
+            "none.json, the storage_state of a task, does not exist",
+        ),
     ],
 )
 def test_invalid_files_are_a_user_error(tmp_path: Path, tasks: Any, why: str) -> None:
@@ -268,7 +271,7 @@ def test_missing_file_of_tasks_is_a_user_error(tmp_path: Path) -> None:
 
 
 async def test_missing_sites_are_a_user_error(monkeypatch) -> None:
-    with pytest.raises(UserError, match="no sites"):
+    with pytest.raises(UserError, match="there are no sites"):
         await WebArenaEnv(None, WebArenaConfig()).setup()
 
 
