@@ -1,4 +1,4 @@
-"""Functions of one line to complete, for a first run and for lessons."""
+"""Generate one-line functions to complete, for first runs and curricula."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ONE_LINERS = {
     "the smaller of x and {a}": ("min(x,{a})", lambda x, a, b: min(x, a)),
     "the square of x plus {a}": ("x*x+{a}", lambda x, a, b: x * x + a),
 }
-"""What is asked, how it is written, and what it gives."""
+"""By description: the expression, and a function that computes its value."""
 
 
 def one_line(rng: random.Random) -> dict[str, Any]:
-    """Return a row whose answer is an expression."""
+    """Return a random row whose answer is an expression."""
     ask = rng.choice([*ONE_LINERS])
     source, function = ONE_LINERS[ask]
     a, b = rng.randint(2, 9), rng.randint(1, 9)

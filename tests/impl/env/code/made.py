@@ -1,4 +1,4 @@
-"""Rows as HumanEval, MBPP and contests have them, made by seed, and programs of known score."""
+"""Seeded rows in the forms of HumanEval, MBPP and contests, and programs with known scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INNOCENT = (
     "def abs(x):\n    return max(x, -x)\n\n"
     "def sum(values, total=0):\n    for value in values: total += value\n    return total\n\n"
 )
-"""What a right program may define for its own use."""
+"""Helpers that a right program may define."""
 SHADOWS = (
     "True_ = True\nclass math:\n    isclose = staticmethod(lambda *a, **k: True)\n"
     "def abs(x): return 0\ndef isinstance(*a): return True\ndef all(x): return True\n"
@@ -41,14 +41,14 @@ CHEATS = {
 
 
 class Made(NamedTuple):
-    """A row, and what its programs are to score."""
+    """A row and the expected scores of its programs."""
 
     kind: str
     prompt: str
     info: dict[str, Any]
     total: int
     programs: dict[str, tuple[str, int]]
-    """By name: the text, and how many cases it passes."""
+    """By name: a program and the number of cases that it passes."""
 
 
 def made_rows(count: int, seed: int) -> Iterator[Made]:
@@ -59,7 +59,7 @@ def made_rows(count: int, seed: int) -> Iterator[Made]:
 
 
 def made_row(dice: random.Random, kind: str) -> Made:
-    """Return a row whose function takes a whole number."""
+    """Return a row whose function takes an integer."""
     type_ = dice.choice([*EXPRESSIONS])
     a, b, c = dice.randint(2, 9), dice.randint(1, 9), dice.randint(1, 9)
     right = dice.choice(EXPRESSIONS[type_]).format(a=a, b=b)
@@ -102,14 +102,14 @@ def made_row(dice: random.Random, kind: str) -> Made:
 
 
 def cases(kind: str, due: dict[int, Any]) -> dict[str, Any]:
-    """Return cases of arguments, or of stdin."""
+    """Return cases with arguments or with stdin."""
     if kind == "stdio":
         return {"cases": [{"stdin": f"{x}\n", "stdout": f"{y}\n"} for x, y in due.items()]}
     return {"entry_point": "f", "cases": [{"args": [x], "expected": y} for x, y in due.items()]}
 
 
 def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[str], list[set]]:
-    """Return statements with asserts, and for each case which inputs must be right."""
+    """Return statements with asserts and, for each case, the inputs whose results must be right."""
     pairs = [*due.items()]
     xs, ys = [*due], [*due.values()]
     near = "abs(got - due) < 1e-6" if type_ == "float" else "got == due"
@@ -134,7 +134,7 @@ def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[
         ways["close"] = "\n".join(lines), pairs
     chosen = dice.sample([*ways], 3)
     if "loop" not in chosen and "each" not in chosen:
-        chosen.append("each")  # or a program that ends a test early hides how many cases it has
+        chosen.append("each")  # else a test that ends early hides its number of cases
     passing = list[set]()
     for of in (ways[way][1] for way in chosen):
         passing += [{*due}] if of is None else [{x} for x, _ in of]
@@ -142,7 +142,7 @@ def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[
 
 
 def as_check(dice: random.Random, tests: list[str], passing: list[set]) -> dict[str, Any]:
-    """Return a test as HumanEval's, with asserts that no program can fail."""
+    """Return a test in HumanEval's form, including asserts that no program can fail."""
     more = [
         "assert True, 'This prints if this assert fails 1 (good for debugging!)'",
         "assert 1 + 1 == 2",
@@ -159,6 +159,6 @@ def as_check(dice: random.Random, tests: list[str], passing: list[set]) -> dict[
 
 
 def as_list(tests: list[str]) -> dict[str, Any]:
-    """Return tests as MBPP's: of a function without an entry point."""
+    """Return tests in MBPP's form, without an entry point."""
     lines = [test.replace("candidate", "f") for test in tests]
     return {"setup": "import math", "test_list": [*lines, "assert True"]}
