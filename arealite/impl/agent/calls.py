@@ -106,7 +106,7 @@ def read(text: str, at: int, key: str) -> tuple[Call, int]:
         key: Key of the arguments in the object.
 
     Returns:
-        The call, and the index after the object (of its start, if it is not JSON).
+        The call, and the index after the object. If the object is not JSON, the index of its start.
     """
     at = len(text) - len(text[at:].lstrip())
     try:

@@ -1,6 +1,6 @@
 """Client of an OpenAI-style endpoint, for models that are not trained: opponents and judges.
 
-It handles text only, no tokens and no versions. No log line and no error contains the API key.
+It handles text, without tokens and versions. No log line and no error contains the API key.
 """
 
 from __future__ import annotations

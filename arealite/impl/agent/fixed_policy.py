@@ -49,7 +49,7 @@ class FixedPolicyAgent(ChatAgent):
         """Open the client of the model's server or endpoint; close it when the body exits.
 
         Raises:
-            UserError: The config names no model or two, or the model's folder does not exist.
+            UserError: The config names no model or two models, or the model's folder is missing.
         """
         if bool(config.server) == bool(config.base_url):
             raise UserError(

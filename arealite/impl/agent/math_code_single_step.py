@@ -1,7 +1,7 @@
 """The default agent: one prompt and one completion, for mathematics and code.
 
-A derived agent overrides `build_prompt` for another prompt, or `parse` for another reading of the
-completion.
+A derived agent overrides `build_prompt` to change the prompt, or `parse` to read the completion
+differently.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A conversation in which the model calls tools. The agent parses the calls, the environment
-executes them.
+"""A conversation with tools: the agent parses the model's calls, the environment executes them.
 
 The chat template gets an answer with calls as its sampled text, not as a list of calls. A template
 would format a list differently, and the prompt would not hold the sampled tokens.

@@ -40,7 +40,7 @@ class Command(msgspec.Struct, frozen=True):
     element: int | None = None
     """Id of the element; None for an action without one."""
     text: str = ""
-    """Text to type, option, key, direction, address or answer, by the verb."""
+    """Depending on the verb: text to type, option, key, direction, address or answer."""
 
 
 def parse(text: str) -> Command:

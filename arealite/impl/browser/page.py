@@ -75,7 +75,7 @@ class Page:
         self.config = config
         self.allowed = allowed
         self.notes: list[str] = []
-        """Events that the page's text does not show; the next observation tells and clears them."""
+        """Events that the page's text does not show; the next observation shows and clears them."""
         self.crashed = False
         self.uses = 0
         """Number of finished episodes."""

@@ -1,7 +1,7 @@
 """One session with an environment server, on the client's side: each request has one answer.
 
-OpenEnv's messages have no ids, so an unexpected message cannot be told from an answer. It ends the
-session.
+OpenEnv's messages have no ids, so the client cannot distinguish an unexpected message from an
+answer. An unexpected message ends the session.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Channel(Generic[T]):
         raise EnvServerGarbage(f"{self.server.name} sent a message without a request")
 
     async def close(self) -> None:
-        """Close the session."""
+        """Close the message ends the session."""
         self.server.channels.discard(self)
         self.pending.cancel()
         await asyncio.gather(self.pending, return_exceptions=True)

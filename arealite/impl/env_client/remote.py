@@ -92,7 +92,7 @@ class RemoteEnv(Env):
             self._stack = stack.pop_all()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play an episode on a server. Waiting seats act at the same time until it is done."""
+        """Play an episode on a server; seats that wait at the same time act concurrently."""
         untrained = [name for name, agent in agents.items() if not agent.trainable]
         reset = {"task": task, "untrained": untrained}
         async with self.servers.episode(reset) as (channel, first):

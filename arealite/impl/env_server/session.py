@@ -131,7 +131,7 @@ class Session:
         return await self._reply()
 
     def cancel(self) -> asyncio.Task[None] | None:
-        """Cancel the episode; return its task while it still cleans up, else None."""
+        """Cancel the episode; return its task if it still has to clean up, else None."""
         for _, future in self._waits.values():
             future.cancel()
         if self._run is None or self._run.done():
@@ -173,7 +173,7 @@ class Session:
             if limit.expired():
                 self._failure = EpisodeTimeout(f"longer than server.episode_s={self._episode_s}")
             elif isinstance(raised, asyncio.CancelledError) and is_cancelled():
-                raise  # this task is cancelled; else a future that the episode awaited was
+                raise  # the task itself was cancelled, not a future that the episode awaits
             else:
                 self._failure = cause(raised)
         finally:

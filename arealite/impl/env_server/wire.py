@@ -18,7 +18,7 @@ CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 FATAL: dict[str, type[ArealiteError]] = {
     f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)
 }
-"""Failures that stop the whole run, also from a remote environment, by failure class."""
+"""By failure class: errors that stop the whole run, wherever the environment runs."""
 INVALID_ACTION = "env_action_invalid"
 """Failure class: the server refused a message as invalid. Its session is unchanged."""
 MAX_NAME, MAX_TEXT = 64, 2000

@@ -138,7 +138,7 @@ def bubblewrap(readable: list[str], disk: int) -> list[str]:
     """
     binds: list[str] = []
     for path in [*SYSTEM, *(path for path in readable if not path.startswith("/usr/"))]:
-        for folder in [*PurePath(path).parents][-2::-1]:  # bubblewrap makes parents with mode 0700
+        for folder in [*PurePath(path).parents][-2::-1]:  # implicit parents are not readable
             binds += ["--perms", "0755", "--dir", str(folder)]
         link = ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
         binds += link or ["--ro-bind-try", path, path]

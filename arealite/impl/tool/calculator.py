@@ -84,7 +84,8 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
         depth: Nesting depth of the node.
 
     Raises:
-        ToolError: The node is no number, operation or call of a known function; or it is too deep.
+        ToolError: The node is not a number, an operation or a call of a known function, or it is
+            nested too deeply.
         OverflowError: The value is too large.
     """
     if depth > MAX_DEPTH:
