@@ -35,8 +35,8 @@ class FixedPolicyAgent(ChatAgent):
 
     trainable = False
 
-    def __init__(self, config: Any, **about: Any) -> None:
-        super().__init__(config, **about)
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
         self.seat = replace(self.seat, sampling=config.sampling, min_version=0)
         self.messages: list[dict[str, Any]] = []
         """The conversation with an endpoint."""

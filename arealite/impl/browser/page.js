@@ -196,11 +196,11 @@
     const hit = element.getRootNode().elementFromPoint?.(x, y);
     const [left, top] = frameOffset(element.ownerDocument.defaultView);
     if (hit && (element.contains(hit) || hit.closest("label")?.control === element)) return { at: [x + left, y + top] };
-    const about = { bubbles: true, cancelable: true, composed: true, view: window, clientX: x, clientY: y };
-    for (const type of ["mousedown", "mouseup"]) element.dispatchEvent(new MouseEvent(type, about));
+    const options = { bubbles: true, cancelable: true, composed: true, view: window, clientX: x, clientY: y };
+    for (const type of ["mousedown", "mouseup"]) element.dispatchEvent(new MouseEvent(type, options));
     element.focus?.();
     if (element.click) element.click();
-    else element.dispatchEvent(new MouseEvent("click", about));
+    else element.dispatchEvent(new MouseEvent("click", options));
     return {};
   };
   const type = (element, text, id) => {

@@ -113,8 +113,8 @@ class ToolsEnv(Env):
             messages: list[dict[str, Any]] = []
             for call, answer in zip(action.calls, answers, strict=True):
                 tally.add(call, answer)
-                about = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
-                messages.append(about | {"content": answer.content})
+                message = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
+                messages.append(message | {"content": answer.content})
             observation = Observation(messages, tools=self.box.schemas)
         return await agent.act(observation)
 
@@ -133,7 +133,7 @@ def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, 
     Args:
         correct: Score of the answer.
         tally: Counts of the episode's calls.
-        wanted: Tools that the task needs, by its row; None: the row does not say.
+        wanted: Tools that the task needs; None: the row does not list them.
 
     Returns:
         correct: The score of the answer. format: The share of valid calls. efficiency: `correct`,

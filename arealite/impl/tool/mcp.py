@@ -185,8 +185,8 @@ class MCPTool(Tool):
         self.slots = server.slots
         self.server = server
         self.name = tool.name
-        about = {"name": f"{server.name}__{tool.name}", "description": tool.description or ""}
-        self.schema = {"type": "function", "function": about | {"parameters": tool.input_schema}}
+        function = {"name": f"{server.name}__{tool.name}", "description": tool.description or ""}
+        self.schema = {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         """Return the text of the result; each block without text becomes "[TYPE]"."""

@@ -175,7 +175,7 @@ async def test_template_that_trims_starts_a_new_segment_only_if_it_trims() -> No
     assert extends(agent) == [True, False]
 
 
-# ------------------------------------------------------------ what it is told
+# ------------------------------------------------------------ system prompts and tools
 
 
 async def test_system_prompt_is_first_and_only_once() -> None:

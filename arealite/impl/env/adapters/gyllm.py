@@ -25,7 +25,7 @@ class BadRequests(EpisodeError):
 
 
 class GyLLMEnv(LibraryEnv):
-    """Actors with open requests act concurrently. Each actor has a seat of its name."""
+    """Actors with open requests act concurrently. Each actor has a seat with the same name."""
 
     package = install = "gyllm"
 

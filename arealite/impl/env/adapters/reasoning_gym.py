@@ -45,7 +45,7 @@ PLAIN = re.compile(r"(?!.*\*\s*\*)[\d+\-*/(). ]{1,200}")
 BOMB = re.compile(r"\s*[-+]?[\d.]+[eE][-+]?\d{4,}\s*")
 """A number with an exponent so large that its digits would fill the memory."""
 PER_SEED = 500
-"""Number of rows with the same seed; the following rows have the next seed."""
+"""Number of rows with the same seed; the following rows have another seed."""
 
 
 class ScorerFailed(EpisodeError):
@@ -64,13 +64,13 @@ class ReasoningGymEnv(Env):
         tag = config.answer_tag
         ask = f"\nGive the final answer as <{tag}>…</{tag}>." if tag else ""
         for block in count():
-            # Entry i of seed s is entry i - 1 of seed s + 1, so neighbouring seeds share entries.
+            # Entry i of seed s is entry i - 1 of seed s + 1, so close seeds share entries.
             own = Random(f"{split}/{seed}/{block}").getrandbits(32)
             for number in range(PER_SEED):
                 entry = entry_of(config.dataset, options, own, number)
-                about = {"data_source": config.dataset, "seed": own, "number": number}
+                extra_info = {"data_source": config.dataset, "seed": own, "number": number}
                 prompt = entry["question"] + ask
-                yield {"prompt": prompt, "ground_truth": entry["answer"], "extra_info": about}
+                yield {"prompt": prompt, "ground_truth": entry["answer"], "extra_info": extra_info}
 
     async def setup(self) -> None:
         """Import the package, which takes a second, and check the dataset."""

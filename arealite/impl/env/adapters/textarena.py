@@ -74,11 +74,11 @@ class TextArenaEnv(Env):
             action = await agent.act(text)
             if await call(game.step, action.text) or action.is_last:
                 break
-        rewards, about = await call(game.end)
+        rewards, info = await call(game.end)
         for player, reward in rewards.items():
             agent = agents[self.seats[player]]
             if agent.record.turns or not agent.trainable:
-                invalid = about.get(player, {}).get("invalid_move", False)
+                invalid = info.get(player, {}).get("invalid_move", False)
                 agent.reward(float(reward), invalid=float(invalid))
 
 
@@ -112,8 +112,8 @@ class Game:
 
     def end(self) -> tuple[dict[int, float], dict[int, Any]]:
         """Close the game; return the rewards and the game's information by player."""
-        rewards, about = self._seeded(self._env.close)
-        return rewards or {}, about or {}
+        rewards, info = self._seeded(self._env.close)
+        return rewards or {}, info or {}
 
     def _seeded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with the game's random state."""

@@ -1,1 +1,1 @@
-"""Programming tasks: programs run in a sandbox on test cases that they cannot read."""
+"""Programming tasks: programs run in a sandbox and cannot read the expected results."""

@@ -1,7 +1,7 @@
 """Programming tasks: an agent's program runs in a sandbox and is rewarded for passed test cases.
 
-A program cannot read its cases and cannot report itself as right. Its results are compared in this
-module, and asserts run in a separate process of the sandbox (`harness.py`).
+A program cannot read the expected results and cannot report itself as right. Its results are
+compared in this module, and asserts run in a separate process of the sandbox (`harness.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ program under test has its own process (`program.py`). So it cannot patch, exit 
 process, which holds the tests.
 
 Input, on stdin: ten digits, a job `{source, entry, names, mode}` of that length, and the tests.
-Output, on stdout: one report a line, as JSON.
+Output, on stdout: one report per line, as JSON.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class MathEnv(Env):
             kind, level = rng.choice(config.kinds), rng.choice(config.levels)
             question, answer = make_question(rng, kind, level)
             if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
-                about = {"data_source": kind, "level": level}
+                extra_info = {"data_source": kind, "level": level}
                 prompt = f"{question} {config.instruction}".strip()
-                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": about}
+                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": extra_info}
 
     async def setup(self) -> None:
         """Start the reward function."""

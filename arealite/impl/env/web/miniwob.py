@@ -42,7 +42,7 @@ WATCHED = ("__task", "WOB_DONE_GLOBAL", "WOB_RAW_REWARD_GLOBAL")
 SKIPPED = "#query, #query-wrap, #reward-display, #sync-task-cover, #click-canvas"
 """Elements of a page that are not part of the task."""
 LEFT = -1.0
-"""Reward of an agent that leaves the task's page, the same as for any other failure."""
+"""Reward of an agent that leaves the task's page. The score of the new page does not count."""
 
 
 class BrowserEnv(Env):
@@ -62,8 +62,8 @@ class BrowserEnv(Env):
         while True:
             rng.shuffle(names)
             for name in names:
-                about = {"task": name, "seed": rng.randrange(2**31), "data_source": name}
-                yield {"prompt": name, "extra_info": about}
+                extra_info = {"task": name, "seed": rng.randrange(2**31), "data_source": name}
+                yield {"prompt": name, "extra_info": extra_info}
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play one task. A row without a seed has the seed 0.
@@ -75,8 +75,8 @@ class BrowserEnv(Env):
         async with self.browser.page() as page:
             goal = await self._begin(page, name, int(task.extra_info.get("seed", 0)))
             look = partial(page.look, SKIPPED, WATCHED)
-            about = {"goal": goal, "max_steps": self.config.max_steps, "shows_address": False}
-            _, view = await play(page, agents["agent"], look=look, is_over=is_over, **about)
+            options = {"goal": goal, "max_steps": self.config.max_steps, "shows_address": False}
+            _, view = await play(page, agents["agent"], look=look, is_over=is_over, **options)
         score = float(view.state[2] or 0.0) if view.state and view.state[0] else LEFT
         agents["agent"].reward(score, success=float(score > 0))
 

@@ -76,8 +76,8 @@ class WebArenaEnv(Env):
         while True:
             rng.shuffle(tasks)
             for task in tasks:
-                about = {"task": task, "data_source": "+".join(task["sites"])}
-                yield {"prompt": task["intent"], "extra_info": about}
+                extra_info = {"task": task, "data_source": "+".join(task["sites"])}
+                yield {"prompt": task["intent"], "extra_info": extra_info}
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play one task, then run its checks.
@@ -85,19 +85,19 @@ class WebArenaEnv(Env):
         Raises:
             EpisodeError: The page or the browser failed, or the task's checks are not implemented.
         """
-        about, agent = task.extra_info.get("task"), agents["agent"]
-        if not isinstance(about, dict):
+        definition, agent = task.extra_info.get("task"), agents["agent"]
+        if not isinstance(definition, dict):
             raise EpisodeError(f"{task.task_id} has no WebArena task in extra_info.task")
-        if missing := checks.unsupported(about):
+        if missing := checks.unsupported(definition):
             raise checks.UnsupportedCheck(f"{task.task_id}: {missing}")
-        async with self.browser.page(storage_state=about.get("storage_state") or {}) as page:
-            start, *others = str(about["start_url"]).split(" |AND| ")
+        async with self.browser.page(storage_state=definition.get("storage_state") or {}) as page:
+            start, *others = str(definition["start_url"]).split(" |AND| ")
             await page.open(start)
             page.notes += [f"Another page of this task: {other}" for other in others]
-            steps, goal = self.config.max_steps, about["intent"]
+            steps, goal = self.config.max_steps, definition["intent"]
             answer, _ = await play(page, agent, goal=goal, max_steps=steps, look=page.look)
-            judge = partial(self._judge, about, agents.get("judge"))
-            score = float(await self._check(page, about["eval"], answer or "", judge))
+            judge = partial(self._judge, definition, agents.get("judge"))
+            score = float(await self._check(page, definition["eval"], answer or "", judge))
         agent.reward(score, success=score, stopped=float(answer is not None))
 
     async def _check(self, page: Page, rules: Any, answer: str, judge: checks.Judge) -> bool:
@@ -114,12 +114,12 @@ class WebArenaEnv(Env):
                 return False
         return True
 
-    async def _judge(self, about: Any, judge: Agent | None, right: str, given: str) -> bool:
+    async def _judge(self, definition: Any, judge: Agent | None, right: str, given: str) -> bool:
         if judge is None:
             return checks.words(right) == checks.words(given)
         if right == "N/A":
-            right = "It cannot be done. " + (about["eval"].get("string_note") or "")
-        question = JUDGE.format(question=about["intent"], right=right, given=given)
+            right = "It cannot be done. " + (definition["eval"].get("string_note") or "")
+        question = JUDGE.format(question=definition["intent"], right=right, given=given)
         verdict = checks.words((await judge.act(question)).text)
         return "yes" in verdict and "no" not in verdict
 
