@@ -23,7 +23,16 @@ from arealite.impl.rollout.collector import Collector
 from arealite.system.data.chats import encode, render
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
-from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, spaced, talker
+from tests.impl.agent.conversations import (
+    TEMPLATES,
+    chat_tokenizer,
+    ended,
+    extends,
+    make,
+    prompts,
+    said,
+    space_prefix_tokenizer,
+)
 from tests.impl.rollout import worlds  # registers the environment `counter`
 
 assert worlds is not None
@@ -39,29 +48,29 @@ def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------ any conversation
 
 
-def drawn(dice: random.Random, tokenizer: Any) -> list[int]:
+def drawn(rng: random.Random, tokenizer: Any) -> list[int]:
     """Return random tokens: parts of characters, unmerged letters, special tokens, or none."""
     common = encode(tokenizer, "the\n\n>The 12 </think> <tool_call>")
     return [
-        dice.choice(common) if dice.random() < 0.8 else dice.randrange(len(tokenizer) - 1)
-        for _ in range(dice.choice((0, 1, 2, 12)))
+        rng.choice(common) if rng.random() < 0.8 else rng.randrange(len(tokenizer) - 1)
+        for _ in range(rng.choice((0, 1, 2, 12)))
     ]
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_prompt_extends_the_sampled_tokens_or_is_the_templates_rendering(name, seed) -> None:
-    dice, tokenizer = random.Random(f"{name} {seed}"), talker(name)
+    rng, tokenizer = random.Random(f"{name} {seed}"), chat_tokenizer(name)
 
     def sample(_: Any) -> Any:
-        ids = drawn(dice, tokenizer)
-        return ended(tokenizer, ids) if dice.random() < 0.7 else response(ids, stop_reason="length")
+        ids = drawn(rng, tokenizer)
+        return ended(tokenizer, ids) if rng.random() < 0.7 else response(ids, stop_reason="length")
 
     agent = make("chat", tokenizer, sample)
     messages: list[dict[str, str]] = []
     held = ""
     for turn in range(6):
-        text = "".join(dice.choices("the \n12>é", k=5))
+        text = "".join(rng.choices("the \n12>é", k=5))
         messages.append({"role": "user", "content": text})
         await agent.act(text)
         whole = render(tokenizer, messages)
@@ -83,7 +92,7 @@ async def test_prompt_extends_the_sampled_tokens_or_is_the_templates_rendering(n
 
 @pytest.mark.parametrize(("name", "ends"), [("chatml", 3), ("no system", 1)])
 async def test_sampled_end_token_is_in_the_next_prompt_once(name, ends) -> None:
-    tokenizer = talker(name)
+    tokenizer = chat_tokenizer(name)
     agent = make("chat", tokenizer, [said(tokenizer, "the\n\n12")] * 2)
     action = await agent.act("a")
     await agent.act("b")
@@ -98,7 +107,7 @@ async def test_sampled_end_token_is_in_the_next_prompt_once(name, ends) -> None:
 @pytest.mark.parametrize("name", ALWAYS)
 async def test_text_after_an_answer_is_tokenised_in_its_context(name: str) -> None:
     """Some tokenizers prepend a space to a separate text."""
-    tokenizer = spaced(name)
+    tokenizer = space_prefix_tokenizer(name)
     agent = make("chat", tokenizer, [ended(tokenizer, encode(tokenizer, "the")[1:])] * 3)
     for question in "abc":
         await agent.act(question)
@@ -111,7 +120,7 @@ async def test_text_after_an_answer_is_tokenised_in_its_context(name: str) -> No
 
 
 async def test_template_closes_a_truncated_answer() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "the", cut=True), said(tokenizer, "x")])
     await agent.act("a")
     await agent.act("b")
@@ -122,7 +131,7 @@ async def test_template_closes_a_truncated_answer() -> None:
 
 
 async def test_empty_answer_is_a_turn() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [ended(tokenizer, [])] * 2)
     assert (await agent.act("a")).text == ""
     await agent.act("b")
@@ -130,7 +139,7 @@ async def test_empty_answer_is_a_turn() -> None:
 
 
 async def test_stop_string_is_part_of_the_answer() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     stopped = response(encode(tokenizer, "the\n\n"), stop_reason="stop")
     agent = make("chat", tokenizer, [stopped, said(tokenizer, "x")])
     assert (await agent.act("a")).text == "the\n\n"
@@ -143,7 +152,7 @@ async def test_stop_string_is_part_of_the_answer() -> None:
 
 
 async def test_template_that_drops_thoughts_is_used_and_logged_once() -> None:
-    tokenizer = talker("thoughtless")
+    tokenizer = chat_tokenizer("thoughtless")
     with capture_logs() as logs:
         for _ in range(2):
             answers = [said(tokenizer, "<think>12</think>\n\nthe")] * 3
@@ -159,7 +168,7 @@ async def test_template_that_drops_thoughts_is_used_and_logged_once() -> None:
 
 
 async def test_template_without_the_sampled_end_token_starts_new_segments() -> None:
-    tokenizer = talker("tiny")
+    tokenizer = chat_tokenizer("tiny")
     agent = make("chat", tokenizer, [said(tokenizer, "the")] * 2)
     await agent.act("a")
     await agent.act("b")
@@ -168,7 +177,7 @@ async def test_template_without_the_sampled_end_token_starts_new_segments() -> N
 
 
 async def test_template_that_trims_starts_a_new_segment_only_if_it_trims() -> None:
-    tokenizer = talker("heads")
+    tokenizer = chat_tokenizer("heads")
     agent = make("chat", tokenizer, [said(tokenizer, text) for text in ("the", " the", "the")])
     for question in "abc":
         await agent.act(question)
@@ -179,7 +188,7 @@ async def test_template_that_trims_starts_a_new_segment_only_if_it_trims() -> No
 
 
 async def test_system_prompt_is_first_and_only_once() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, system_prompt="S")
     await agent.act([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     await agent.act(Observation("c", choices=("d",)))
@@ -190,7 +199,7 @@ async def test_system_prompt_is_first_and_only_once() -> None:
 
 
 async def test_template_renders_tools() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, system_prompt="S")
     tools = ({"type": "function", "function": {"name": "add"}},)
     await agent.act(Observation("a", tools=tools))
@@ -201,21 +210,21 @@ async def test_template_renders_tools() -> None:
 
 async def test_messages_that_the_template_refuses_are_a_user_error() -> None:
     with pytest.raises(UserError, match="refuses the messages: no role system"):
-        await make("chat", talker("no system"), [], system_prompt="S").act("a")
+        await make("chat", chat_tokenizer("no system"), [], system_prompt="S").act("a")
 
 
 # ------------------------------------------------------------ caps
 
 
 async def test_action_of_turn_max_turns_is_the_last() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, max_turns=2)
     assert [(await agent.act("a")).is_last for _ in range(3)] == [False, True, True]
     assert len(agent.record.turns) == 2
 
 
 async def test_prompt_over_max_tokens_is_not_sent() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     answers = [said(tokenizer, "1")] * 3
     free = make("chat", tokenizer, answers, max_new_tokens=4)
     for _ in range(3):
@@ -230,7 +239,7 @@ async def test_prompt_over_max_tokens_is_not_sent() -> None:
 
 
 async def test_first_prompt_over_max_tokens_fails_the_episode() -> None:
-    agent = make("chat", talker("chatml"), [], max_tokens=80)
+    agent = make("chat", chat_tokenizer("chatml"), [], max_tokens=80)
     with pytest.raises(ContextOverflow, match="max_tokens=80"):
         await agent.act("a" * 40)
 
@@ -257,7 +266,7 @@ class ThreeQuestions(Env):
 async def test_conversation_is_one_segment_if_the_template_extends_earlier_turns(
     name, segments
 ) -> None:
-    tokenizer = talker(name)
+    tokenizer = chat_tokenizer(name)
     sampled = said(tokenizer, "<think>1</think>\n\nthe")
     collector = Collector(
         experiment("three questions", agent="chat"), ScriptedClient(lambda _: sampled), tokenizer
@@ -286,7 +295,7 @@ async def test_conversation_is_one_segment_if_the_template_extends_earlier_turns
 
 @pytest.mark.parametrize("name", ["chatml", "thoughtless"])
 async def test_interrupted_episode_resumes_with_its_recorded_turns(name: str) -> None:
-    tokenizer, told = talker(name), []
+    tokenizer, told = chat_tokenizer(name), []
     client = ScriptedClient(lambda _: said(tokenizer, "<think>1</think>\n\nthe"))
     collector = Collector(experiment("three questions", agent="chat"), client, tokenizer)
     rewards = Agent.reward
@@ -307,7 +316,7 @@ async def test_interrupted_episode_resumes_with_its_recorded_turns(name: str) ->
 
 
 async def test_step_environment_ends_after_the_agents_last_action() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     config = experiment("counter", "chat")
     chat = ChatConfig(max_turns=2)
     ppo = config.trainer.ppo

@@ -29,7 +29,7 @@ from tests.fakes.client import ScriptedClient, response
 from tests.fakes.completions import FakeCompletions
 from tests.fakes.experiment import lease, tokenizer
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.agent.talk import talker
+from tests.impl.agent.conversations import chat_tokenizer
 
 SAMPLING = SamplingConfig(temperature=0.5, max_new_tokens=4)
 
@@ -37,7 +37,7 @@ SAMPLING = SamplingConfig(temperature=0.5, max_new_tokens=4)
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with another tokenizer than the trained model's."""
-    folder, other = tmp_path_factory.mktemp("frozen"), talker("chatml")
+    folder, other = tmp_path_factory.mktemp("frozen"), chat_tokenizer("chatml")
     other.save_pretrained(folder)
     shape = {"vocab_size": len(other), "eos_token_id": other.eos_token_id}
     (folder / "config.json").write_text(json.dumps(shape))
@@ -108,7 +108,7 @@ async def test_server_of_another_trial_uses_its_own_tokenizer(tmp_path, model) -
     (header,) = episode.headers  # only the trained seat's
     assert (header.seat, header.reward, header.oldest_version) == ("agent", 1.0, 7)
     first, second = server.requests
-    shown = talker("chatml").decode(second["input_ids"])
+    shown = chat_tokenizer("chatml").decode(second["input_ids"])
     assert shown.startswith("<|turn|>system\nS<|end|>\n<|turn|>user\n789<|end|>\n")
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
     params = first["sampling_params"]

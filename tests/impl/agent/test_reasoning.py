@@ -6,7 +6,7 @@ import pytest
 
 from arealite.api.llm import LLMResponse
 from arealite.impl.agent.reasoning import ReasoningAgent
-from tests.impl.agent.talk import ended, extends, make, prompts, said, talker
+from tests.impl.agent.conversations import chat_tokenizer, ended, extends, make, prompts, said
 
 THOUGHT = "<think>1 > 2</think>\n\n"
 MARKS = ("<think>", "</think>")
@@ -16,7 +16,7 @@ async def asked(
     name: str, keep: str, text: str = THOUGHT + "the", **options: str
 ) -> ReasoningAgent:
     """Return an agent that has answered `text` three times, one token per character."""
-    tokenizer = talker(name)
+    tokenizer = chat_tokenizer(name)
     agent = make("reasoning", tokenizer, [said(tokenizer, text)] * 3, keep=keep)
     for question in "abc":
         await agent.act(question)
@@ -38,19 +38,19 @@ async def asked(
     ],
 )
 async def test_action_is_the_text_after_the_thought(text, answer) -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("reasoning", tokenizer, [said(tokenizer, text)])
     assert (await agent.act("a")).text == answer
 
 
 async def test_unfinished_thought_started_by_the_template_gives_an_empty_action() -> None:
-    tokenizer = talker("opening")
+    tokenizer = chat_tokenizer("opening")
     agent = make("reasoning", tokenizer, [said(tokenizer, "1 2")])
     assert (await agent.act("a")).text == ""
 
 
 async def test_markers_are_configurable() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("reasoning", tokenizer, [said(tokenizer, "[1]the")], begin="[", end="]")
     assert (await agent.act("a")).text == "the"
 
@@ -107,7 +107,7 @@ async def test_dropping_a_thought_drops_the_templates_opening() -> None:
 
 @pytest.mark.parametrize("is_cut", [True, False])
 async def test_dropping_an_unfinished_thought_leaves_an_empty_answer(is_cut) -> None:
-    tokenizer = talker("chatml", *MARKS)
+    tokenizer = chat_tokenizer("chatml", *MARKS)
     answers = [said(tokenizer, "<think>1 2", cut=is_cut), said(tokenizer, "12")]
     agent = make("reasoning", tokenizer, answers, keep="none")
     await agent.act("a")
@@ -119,7 +119,7 @@ async def test_dropping_an_unfinished_thought_leaves_an_empty_answer(is_cut) -> 
 
 
 async def test_markers_that_are_single_tokens_are_dropped() -> None:
-    tokenizer = talker("chatml", *MARKS)
+    tokenizer = chat_tokenizer("chatml", *MARKS)
     agent = make("reasoning", tokenizer, [said(tokenizer, THOUGHT + "the")] * 2, keep="none")
     await agent.act("a")
     await agent.act("b")
@@ -127,7 +127,7 @@ async def test_markers_that_are_single_tokens_are_dropped() -> None:
 
 
 async def test_thought_that_ends_inside_a_token_is_kept() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     spelled = [*"<think>1</think", ">T", *"he"]
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece in spelled]
     agent = make("reasoning", tokenizer, [ended(tokenizer, ids)] * 2, keep="none")
@@ -138,7 +138,7 @@ async def test_thought_that_ends_inside_a_token_is_kept() -> None:
 
 
 async def test_recorded_turns_are_unchanged() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     answer = said(tokenizer, THOUGHT + "the")
     before = LLMResponse(answer.output_ids[:], answer.logprobs, answer.versions, "stop")
     agent = make("reasoning", tokenizer, [answer, answer], keep="none")

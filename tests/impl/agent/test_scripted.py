@@ -62,7 +62,7 @@ async def test_scripted_agent_samples_nothing_and_takes_rewards() -> None:
 
 
 async def test_missing_answers_or_choices_are_a_user_error() -> None:
-    with pytest.raises(UserError, match="another scripted"):
+    with pytest.raises(UserError, match=r"needs scripted\.answers"):
         ScriptedAgent.share(None, ScriptedConfig())
     with pytest.raises(UserError, match="offers choices"):
         await scripted(policy="random").act("a")

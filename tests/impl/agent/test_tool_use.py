@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from arealite.api.observation import Observation, ToolCall
 from arealite.impl.agent import tool_use
-from tests.impl.agent.talk import extends, make, prompts, said, talker
+from tests.impl.agent.conversations import chat_tokenizer, extends, make, prompts, said
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "find")
@@ -26,7 +26,7 @@ def answers(calls: tuple[ToolCall, ...]) -> Observation:
 
 
 async def test_conversation_with_calls_is_one_segment() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO), said(tokenizer, "12")])
     action = await agent.act(Observation("a", tools=TOOLS))
     assert action.text.strip() == "Both:"
@@ -44,7 +44,7 @@ async def test_conversation_with_calls_is_one_segment() -> None:
 
 
 async def test_call_ids_are_unique_in_an_episode() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)] * 2)
     first = await agent.act(Observation("a", tools=TOOLS))
     second = await agent.act(answers(first.calls))
@@ -54,7 +54,7 @@ async def test_call_ids_are_unique_in_an_episode() -> None:
 
 
 async def test_malformed_calls_are_counted_and_have_an_error() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     bad = '<tool_call>{"name": "ad", "arguments": {}}</tool_call><tool_call>{</tool_call>'
     agent = make("tool_use", tokenizer, [said(tokenizer, bad), said(tokenizer, TWO)])
     action = await agent.act(Observation("a", tools=TOOLS))
@@ -68,21 +68,21 @@ async def test_malformed_calls_are_counted_and_have_an_error() -> None:
 
 
 async def test_call_without_tools_has_an_error() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)])
     action = await agent.act("a")
     assert [bool(call.error) for call in action.calls] == [True, True]
 
 
 async def test_last_turn_may_call_tools_and_is_marked_last() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)], max_turns=1)
     action = await agent.act(Observation("a", tools=TOOLS))
     assert (len(action.calls), action.is_last) == (2, True)
 
 
 async def test_format_is_configurable() -> None:
-    tokenizer = talker("heads")
+    tokenizer = chat_tokenizer("heads")
     call = '{"name": "add", "parameters": {"a": 1}}'
     agent = make("tool_use", tokenizer, [said(tokenizer, call)], format="llama_json")
     action = await agent.act(Observation("a", tools=TOOLS))
@@ -91,7 +91,7 @@ async def test_format_is_configurable() -> None:
 
 async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) -> None:
     monkeypatch.setattr(tool_use, "_seen", set())
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     mistral = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
     with capture_logs() as logs:
         for _ in range(2):
@@ -106,6 +106,6 @@ async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) 
 
 
 async def test_answer_is_text_if_no_tools_are_offered() -> None:
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, "[TOOL_CALLS] [{}]")])
     assert (await agent.act("a")).calls == ()

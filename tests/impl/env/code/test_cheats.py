@@ -9,7 +9,7 @@ import pytest
 from arealite.api.sandbox import CodeEnvConfig, SandboxConfig
 from arealite.base.errors import UserError
 from arealite.impl.env.code.env import CodeEnv
-from tests.impl.env.code.made import SHADOWS
+from tests.impl.env.code.generated import SHADOWS
 from tests.impl.env.code.test_env import env, verdict  # noqa: F401  (a fixture)
 
 PROMPT = (

@@ -17,15 +17,15 @@ MANY = 300
 
 
 def questions(kind: str, level: int, count: int = MANY):
-    dice = random.Random(f"{kind}/{level}")
-    return [make_question(dice, kind, level) for _ in range(count)]
+    rng = random.Random(f"{kind}/{level}")
+    return [make_question(rng, kind, level) for _ in range(count)]
 
 
 @pytest.mark.parametrize("level", TOP)
 def test_expressions_have_their_value(level: int) -> None:
-    dice = random.Random(level)
+    rng = random.Random(level)
     for _ in range(MANY):
-        text, value = expression(dice, size=level + 1, top=TOP[level])
+        text, value = expression(rng, size=level + 1, top=TOP[level])
         assert eval(text) == value
         assert len(re.findall(r"\d+", text)) == level + 1
 

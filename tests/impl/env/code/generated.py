@@ -40,7 +40,7 @@ CHEATS = {
 }
 
 
-class Made(NamedTuple):
+class GeneratedRow(NamedTuple):
     """A row and the expected scores of its programs."""
 
     kind: str
@@ -51,31 +51,31 @@ class Made(NamedTuple):
     """By name: a program and the number of cases that it passes."""
 
 
-def made_rows(count: int, seed: int) -> Iterator[Made]:
+def generated_rows(count: int, seed: int) -> Iterator[GeneratedRow]:
     """Yield rows of all kinds in turn."""
-    dice = random.Random(f"made/{seed}")
+    rng = random.Random(f"made/{seed}")
     for number in range(count):
-        yield made_row(dice, KINDS[number % len(KINDS)])
+        yield made_row(rng, KINDS[number % len(KINDS)])
 
 
-def made_row(dice: random.Random, kind: str) -> Made:
+def made_row(rng: random.Random, kind: str) -> GeneratedRow:
     """Return a row whose function takes an integer."""
-    type_ = dice.choice([*EXPRESSIONS])
-    a, b, c = dice.randint(2, 9), dice.randint(1, 9), dice.randint(1, 9)
-    right = dice.choice(EXPRESSIONS[type_]).format(a=a, b=b)
+    type_ = rng.choice([*EXPRESSIONS])
+    a, b, c = rng.randint(2, 9), rng.randint(1, 9), rng.randint(1, 9)
+    right = rng.choice(EXPRESSIONS[type_]).format(a=a, b=b)
     wrong = WRONG[type_].format(right)
-    inputs = dice.sample(range(1, 60), 6)
+    inputs = rng.sample(range(1, 60), 6)
     due = {x: eval(right, {"x": x}) for x in inputs}
     prompt = f"def f(x: int):\n    '''Return a {type_} made of x.'''\n"
     if kind in ("calls", "stdio"):
         info, passing = cases(kind, due), [{x} for x in inputs]
     else:
-        tests, passing = asserts(dice, type_, due)
+        tests, passing = asserts(rng, type_, due)
         if kind == "helper":
             prompt = HELPER.format(c=c) + prompt
             tests.append(f"assert candidate(shift({inputs[0] - c})) == {due[inputs[0]]!r}")
             passing.append({inputs[0]})
-        info = as_list(tests) if kind == "list" else as_check(dice, tests, passing)
+        info = as_list(tests) if kind == "list" else as_check(rng, tests, passing)
     first = f"{right} if x == {inputs[0]} else {wrong}"
     bodies = {"right": right, "wrong": wrong, "first": first}
     texts = {name: f"def f(x):\n    return {body}\n" for name, body in bodies.items()}
@@ -85,7 +85,7 @@ def made_row(dice: random.Random, kind: str) -> Made:
     if kind == "stdio":
         texts = {name: f"{text}print(f(int(input())))\n" for name, text in texts.items()}
     good = {"right": {*inputs}, "innocent": {*inputs}, "first": {inputs[0]}}
-    return Made(
+    return GeneratedRow(
         kind,
         prompt,
         info,
@@ -108,7 +108,7 @@ def cases(kind: str, due: dict[int, Any]) -> dict[str, Any]:
     return {"entry_point": "f", "cases": [{"args": [x], "expected": y} for x, y in due.items()]}
 
 
-def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[str], list[set]]:
+def asserts(rng: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[str], list[set]]:
     """Return statements with asserts and, for each case, the inputs whose results must be right."""
     pairs = [*due.items()]
     xs, ys = [*due], [*due.values()]
@@ -132,7 +132,7 @@ def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[
     if type_ == "float":
         lines = [f"assert math.isclose(candidate({x}), {y!r}, rel_tol=1e-9)" for x, y in pairs]
         ways["close"] = "\n".join(lines), pairs
-    chosen = dice.sample([*ways], 3)
+    chosen = rng.sample([*ways], 3)
     if "loop" not in chosen and "each" not in chosen:
         chosen.append("each")  # else a test that ends early hides its number of cases
     passing = list[set]()
@@ -141,7 +141,7 @@ def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[
     return [ways[way][0] for way in chosen], passing
 
 
-def as_check(dice: random.Random, tests: list[str], passing: list[set]) -> dict[str, Any]:
+def as_check(rng: random.Random, tests: list[str], passing: list[set]) -> dict[str, Any]:
     """Return a test in HumanEval's form, including asserts that no program can fail."""
     more = [
         "assert True, 'This prints if this assert fails 1 (good for debugging!)'",
@@ -149,8 +149,8 @@ def as_check(dice: random.Random, tests: list[str], passing: list[set]) -> dict[
         "assert len([1, 2]) == 2",
         "assert callable(candidate)",
     ]
-    lines = [*tests, *dice.sample(more, 2)]
-    raises = dice.random() < 0.5
+    lines = [*tests, *rng.sample(more, 2)]
+    raises = rng.random() < 0.5
     if raises:
         lines.append("try:\n    candidate(-1)\n    assert False\nexcept ValueError:\n    pass")
     body = "\n".join(lines).replace("\n", "\n    ")

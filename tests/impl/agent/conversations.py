@@ -94,7 +94,7 @@ TEMPLATES = {
 
 
 @cache
-def talker(name: str, *marks: str) -> Any:
+def chat_tokenizer(name: str, *marks: str) -> Any:
     """Return a tokenizer with a template; each of `marks` is one token."""
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
@@ -120,7 +120,7 @@ def talker(name: str, *marks: str) -> Any:
 
 
 @cache
-def spaced(name: str) -> Any:
+def space_prefix_tokenizer(name: str) -> Any:
     """Return a tokenizer that prepends a space to a text, as some SentencePiece tokenizers do."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ from arealite.impl.env.code.env import program, read_cases
 from arealite.impl.env.code.harness import AssertCases, Program, python_error, run_calls
 from arealite.impl.env.code.program import OPERATIONS, describe
 from arealite.impl.env.code.values import decode, encode, same
-from tests.impl.env.code.made import KINDS, Made, made_rows
+from tests.impl.env.code.generated import KINDS, GeneratedRow, generated_rows
 from tests.impl.env.code.test_env import env, verdict  # noqa: F401  (a fixture)
 from tests.impl.env.games.players import task
 
@@ -42,7 +42,7 @@ class HereProgram(Program):
             raise python_error(*describe(error)) from None
 
 
-def scorer(made: Made) -> Callable[[str], tuple[int, int]]:
+def scorer(made: GeneratedRow) -> Callable[[str], tuple[int, int]]:
     """Return a function that gives (passed, total) cases of a program without a sandbox."""
     cases = read_cases(task(made.prompt, **made.info), 1.0)
     names = cases.work.get("names", [cases.entry])
@@ -65,7 +65,7 @@ def scorer(made: Made) -> Callable[[str], tuple[int, int]]:
 
 def test_thousand_generated_rows_score_right():
     counted = Counter[str]()
-    for number, made in enumerate(made_rows(ROWS * 5 // 4, SEED)):
+    for number, made in enumerate(generated_rows(ROWS * 5 // 4, SEED)):
         if made.kind == "stdio":  # no tests run in the harness
             continue
         counted[made.kind] += 1
@@ -82,7 +82,7 @@ def test_thousand_generated_rows_score_right():
 
 @pytest.mark.parametrize("name", ["right", "innocent", "first"])
 async def test_rows_of_all_kinds_score_right_in_the_sandbox(env, name):  # noqa: F811
-    rows = list(made_rows(10, SEED))
+    rows = list(generated_rows(10, SEED))
     found = await asyncio.gather(
         *(verdict(env, made.programs[name][0], made.info, prompt=made.prompt) for made in rows)
     )
