@@ -12,12 +12,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODULE_LINES, FUNCTION_LINES, API_LINES, YAML_LINES, EXAMPLE_LINES = 400, 60, 150, 80, 100
 CONFIG_FIELDS, TREE_KEYS, TRAIN_LINES = 20, 220, 45
-CORE_CODE, PARTS_CODE = 18_725, 5_200
+TOTAL_CODE, CORE_CODE = 24_400, 19_200
+"""Lines of code of the package, and without PARTS. The goal of 16,000 and 11,500 is not reached."""
 LONGER_EXAMPLES = {"rl_loop.py": 200}
 """The whole loop, in one file."""
 
 PARTS = ("agent", "env", "tool", "sandbox", "browser", "env_server", "env_client")
-"""Folders of impl that nobody reads before they use them: they have a limit of their own."""
+"""Folders of impl with environments, agents, tools, and what serves them."""
+WEB = (".js", ".css", ".html")
+VENDOR = "vendor"
+"""Folders with files of other projects, which are not counted."""
 OF_PARTS = (".collector.env.", ".collector.agent.")
 """Keys that are options of one of many parts: only each part's number of fields is limited."""
 
@@ -42,18 +46,19 @@ def main() -> int:
     ]
     breaches += [b for file in (ROOT / "arealite").glob("*.py") for b in shadows(file)]
     breaches += configs()
-    folders = [ROOT / "arealite/impl" / name for name in PARTS]
-    parts = sum(code_lines(file) for folder in folders for file in folder.rglob("*.py"))
-    core = sum(code_lines(file) for file in package) - parts
+    counted = {file: code_lines(file) for file in [*package, *web_files()]}
+    whole = sum(counted.values())
+    folders = {ROOT / "arealite/impl" / name for name in PARTS}
+    core = sum(n for file, n in counted.items() if not folders & {*file.parents})
+    if whole > TOTAL_CODE:
+        breaches.append(f"arealite/: {whole} lines of code, limit {TOTAL_CODE}")
     if core > CORE_CODE:
         breaches.append(f"the core of arealite/: {core} lines of code, limit {CORE_CODE}")
-    if parts > PARTS_CODE:
-        breaches.append(f"environments, agents and tools: {parts} lines, limit {PARTS_CODE}")
     total = sum(count(file) for file in package)
     tests = sum(count(file) for file in (ROOT / "tests").rglob("*.py"))
     for breach in breaches:
         print(breach)
-    print(f"core {core} lines of code, environments {parts}; {total} with docstrings and blanks")
+    print(f"{whole} lines of code, core {core}; Python has {total} with docstrings and blanks")
     print(f"{len(package)} files, tests {tests} lines, {len(breaches)} breaches")
     return 1 if breaches else 0
 
@@ -63,9 +68,20 @@ def count(file: Path) -> int:
     return len(file.read_text().splitlines())
 
 
+def web_files() -> list[Path]:
+    """Return the JavaScript, CSS and HTML of the package."""
+    files = (ROOT / "arealite").rglob("*")
+    return sorted(f for f in files if f.suffix in WEB and VENDOR not in f.parts)
+
+
 def code_lines(file: Path) -> int:
-    """Count the lines that are code: no blank, no comment, no docstring (as cloc counts Python)."""
+    """Count the lines that are code: no blank, no comment, no docstring (as cloc counts).
+
+    Comments in JavaScript, CSS and HTML count.
+    """
     source = file.read_text()
+    if file.suffix in WEB:
+        return sum(bool(line.strip()) for line in source.splitlines())
     strings = [
         node
         for node in ast.walk(ast.parse(source))

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.api.sandbox import CodeEnvConfig, SandboxConfig
 from arealite.impl.env.code.env import CodeEnv, program, read_cases
-from tests.impl.env.code.made import CHEATS, Made, made_rows
+from tests.impl.env.code.generated import CHEATS, GeneratedRow, generated_rows
 from tests.impl.env.games.players import task
 
 
@@ -35,7 +35,7 @@ async def main() -> int:
     begin, right, wrong = time.monotonic(), Counter[str](), Counter[str]()
     slots = asyncio.Semaphore(16)
 
-    async def score(made: Made, name: str) -> None:
+    async def score(made: GeneratedRow, name: str) -> None:
         text, due = made.programs[name]
         async with slots:
             cases = read_cases(task(made.prompt, **made.info), env.config.case_timeout_s)
@@ -46,7 +46,7 @@ async def main() -> int:
             print(f"{made.kind} {name}: {found}, not {due} of {made.total}\n{made.info}\n{text}")
 
     async with asyncio.TaskGroup() as group:
-        for number, made in enumerate(made_rows(options.rows, options.seed)):
+        for number, made in enumerate(generated_rows(options.rows, options.seed)):
             for name in ("right", "innocent", "wrong", "first")[: 1 + number % 4]:
                 group.create_task(score(made, name))
             group.create_task(score(made, [*CHEATS][number % len(CHEATS)]))

@@ -44,10 +44,8 @@ class Message(msgspec.Struct):
     """What a client sends."""
 
     type: str
-    """reset, step, state, close; or batch, whose data is a list of such messages."""
+    """reset, step, state or close."""
     data: msgspec.Raw = msgspec.Raw(b"{}")
-    session: str = ""
-    """In a batch: which of this socket's sessions; a new name begins one."""
 
 
 class Reset(msgspec.Struct):

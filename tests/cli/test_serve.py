@@ -89,7 +89,7 @@ def test_a_users_environment_with_rows_of_a_file(tmp_path: Path) -> None:
         (["server.hots=x"], "Did you mean"),
         (["tasks=none.jsonl"], "none.jsonl"),
         (["server.host=203.0.113.1"], "cannot listen"),
-        (["server.token_env=NO_SUCH_TOKEN"], "no such variable"),
+        (["server.token_env=NO_SUCH_TOKEN"], "environment variable is not set"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: list[str], says: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What every environment must keep to; a new one is added to ENVS with a task it can play."""
+"""The contract of all environments. Add a new environment to ENVS, with a task that it can play."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ ENVS = {
     "counter": ("a", None),
 }
 ANSWERS = {"tic_tac_toe": [10]}
-"""Tokens of the answer with which all seats come to act, where that is another than of the rest."""
+"""Tokens of the answer that lets all seats act, for environments that need a special answer."""
 
 
 @pytest.fixture(params=[installed(name) for name in ENVS])
 async def played(request, tmp_path):
-    """A collector around the environment, and the lease to play."""
+    """A collector with the environment, and the lease to play."""
     prompt, truth = ENVS[request.param]
     config = experiment(request.param)
     client = ScriptedClient(lambda _: response(ANSWERS.get(request.param, [10, 11, 12])))
@@ -83,7 +83,7 @@ async def played(request, tmp_path):
             made.parts[""] = made.parts[""]._replace(env=env)
             row = make_task(*players.first_rows(env, 1), "train-0", "here")
             work = structs.replace(work, task=row)
-        if request.param == "openenv":  # our own server is one of OpenEnv's kind
+        if request.param == "openenv":  # `arealite serve` is an OpenEnv server
             _, address = await stack.enter_async_context(hosted("host_steps"))
             action, seen = {"text": "{text}"}, ["content"]
             own = OpenEnvConfig(addresses=[address], action=action, observation=seen, max_steps=3)
@@ -99,14 +99,14 @@ def test_every_built_in_environment_is_tested() -> None:
     assert built_in <= set(ENVS)
 
 
-async def test_it_names_its_seats(played) -> None:
+async def test_environment_names_its_seats(played) -> None:
     env: Env = played[0].parts[""].env
     assert env.seats
     assert len(set(env.seats)) == len(env.seats)
     assert inspect.iscoroutinefunction(env.run)
 
 
-async def test_an_episode_gives_every_seat_a_finite_reward(played) -> None:
+async def test_episode_gives_every_seat_a_finite_reward(played) -> None:
     collector, work = played
     episode, payloads = await collector.run(work, 0)
     assert episode.failure is None
@@ -115,19 +115,21 @@ async def test_an_episode_gives_every_seat_a_finite_reward(played) -> None:
     assert all(header.trained_tokens > 0 for header in episode.headers)
 
 
-async def test_episodes_run_side_by_side(played) -> None:
+async def test_episodes_run_concurrently(played) -> None:
     collector, work = played
     client = collector._agents.client
     client.gate.clear()
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(collector.run(work, member)) for member in work.members]
-        await client.received(len(work.members))  # all of them wait for a generation at once
+        await client.received(
+            len(work.members)
+        )  # all episodes wait for a generation at the same time
         client.gate.set()
     ids = [header.trajectory_id for task in running for header in task.result()[0].headers]
     assert len(set(ids)) == len(ids) == len(work.members) * len(collector.parts[""].env.seats)
 
 
-async def test_cancelling_an_episode_ends_its_generations(played) -> None:
+async def test_cancelled_episode_ends_its_generations(played) -> None:
     collector, work = played
     client = collector._agents.client
     client.gate.clear()
@@ -145,15 +147,15 @@ def resumable() -> list[str]:
 
 
 @pytest.mark.parametrize("played", resumable(), indirect=True)
-async def test_replaying_its_generations_gives_the_same_trajectory(played) -> None:
-    """Cut after any of its generations, it goes on to the same end, and asks for none again."""
+async def test_replayed_generations_give_the_same_trajectory(played) -> None:
+    """An episode interrupted after any generation resumes to the same end without repeating one."""
     collector, work = played
     client = collector._agents.client
     client.script = drawing(1)
     rewards = Agent.reward
 
     def listen(agent: Agent, *values: float, **parts: float) -> None:
-        """Agents are rewarded after they generated: what is there by then was told in time."""
+        """Collect the progress at each reward: by then the generation must have been reported."""
         told.extend(collector.progress(True))
         rewards(agent, *values, **parts)
 
@@ -179,11 +181,11 @@ async def test_replaying_its_generations_gives_the_same_trajectory(played) -> No
 
 
 def drawing(seed: int, *, skip: int = 0):
-    """Answers drawn one after the other; `skip` leaves the first ones out."""
-    dice = random.Random(seed)
+    """Return a script with random answers; `skip` omits the first ones."""
+    rng = random.Random(seed)
 
     def script(_):
-        return response([dice.randrange(10, 40) for _ in range(3)])
+        return response([rng.randrange(10, 40) for _ in range(3)])
 
     for _ in range(skip):
         script(None)
@@ -191,5 +193,5 @@ def drawing(seed: int, *, skip: int = 0):
 
 
 def pure(header: TrajectoryHeader) -> TrajectoryHeader:
-    """Without what it took."""
+    """Return a header without durations."""
     return structs.replace(header, seconds=0.0, waits={})

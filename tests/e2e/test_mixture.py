@@ -68,7 +68,7 @@ def test_two_environments_are_trained_and_evaluated_side_by_side(mixed: Finished
 def test_the_environments_processes_are_renewed_and_none_dies(mixed: Finished) -> None:
     logs = mixed.logs()
     assert logs.count("environment process ready") > 2
-    assert "environment process renewed" in logs
+    assert "environment process recycled" in logs
     assert "environment process died" not in logs
 
 

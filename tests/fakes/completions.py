@@ -1,4 +1,4 @@
-"""An OpenAI-style endpoint on loopback that answers as it is told, for tests of what calls one."""
+"""An OpenAI-style endpoint on loopback with scripted answers and faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.ports import held_port
 
 
 class FakeCompletions:
-    """Says "<number of messages>: <the last one>", unless a fault is queued.
+    """Answers "<number of messages>: <the last one>", unless a fault is queued.
 
     Faults: a status ("500", "429", "401"), "hang", "reset", "redirect", or a body, sent with 200.
     """
@@ -24,9 +24,9 @@ class FakeCompletions:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.most = self._now = 0
-        """Requests at a time."""
+        """Maximum number of concurrent requests so far."""
         self.on_hang: Callable[[], None] = lambda: None
-        """Called when a request begins to hang, as a fault."""
+        """Called when a request starts to hang because of a fault."""
         self.released = asyncio.Event()
         self.released.set()
         self._arrived = asyncio.Condition()
@@ -37,7 +37,7 @@ class FakeCompletions:
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def received(self, count: int) -> None:
-        """Wait until so many requests have come."""
+        """Wait until the endpoint has received `count` requests."""
         async with asyncio.timeout(60.0), self._arrived:
             await self._arrived.wait_for(lambda: len(self.bodies) >= count)
 

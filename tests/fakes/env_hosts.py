@@ -1,4 +1,4 @@
-"""Environments that do what their task says, for tests of servers; children import them, too."""
+"""Environments that follow instructions in their task; tests and child processes import them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAK: list[bytearray] = []
 
 
 class Unlucky(EpisodeError):
-    """A failure of the environment's own kind."""
+    """An error that the environment defines."""
 
     failure_class = "unlucky"
 
@@ -45,7 +45,7 @@ BAD: dict[str, Callable[[Agent], Any]] = {
 
 @envs.register("host_steps")
 class Steps(StepEnv):
-    """Counts steps until it is told `end`; a reward each."""
+    """Gives a reward for each step, until an action is `end`."""
 
     resumable = True
 
@@ -65,7 +65,7 @@ class Steps(StepEnv):
 
 @envs.register("host_moods")
 class Moods(Env):
-    """Does after the first action what the prompt says; counts what it was cut in."""
+    """Does after the first action what the prompt says; lists episodes that were cancelled."""
 
     open: ClassVar[set[str]] = set()
     cut: ClassVar[list[str]] = []
@@ -105,7 +105,7 @@ class Moods(Env):
 
 @envs.register("host_duel")
 class Duel(Env):
-    """Three rounds: both move at once, then the second answers the first; sums are compared."""
+    """Three rounds: both seats act at the same time, then the second answers the first."""
 
     seats = ("first", "second")
     resumable = True
@@ -124,7 +124,7 @@ class Duel(Env):
 
 @envs.register("host_apart")
 class Apart(Env):
-    """Two seats that go on by themselves, at their own pace; rewards come late."""
+    """Two seats act independently of each other; rewards come late."""
 
     seats = ("first", "second")
 
@@ -140,7 +140,7 @@ class Apart(Env):
 
 @envs.register("host_judged")
 class Judged(Env):
-    """Its seats depend on its config; it looks at what its agents are, and have done."""
+    """Has seats that its constructor sets; checks which agents are trained and which have acted."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)

@@ -1,4 +1,4 @@
-"""Servers of environments in this loop, and collectors that play in them."""
+"""Environment servers in this event loop, and collectors that play in them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULE = env_hosts.__name__
 
 @asynccontextmanager
 async def hosted(env: str, **options: Any) -> AsyncIterator[tuple[EnvServer, str]]:
-    """Serve an environment for the body's time; give the server and its address."""
+    """Serve an environment until the body exits; yield the server and its address."""
     config = EnvServerConfig(env=EnvConfig(type=env), server=EnvServerOptions(**options))
     server = EnvServer(config)
     async with server.serving() as address:
@@ -34,18 +34,18 @@ async def hosted(env: str, **options: Any) -> AsyncIterator[tuple[EnvServer, str
 
 
 class Wire:
-    """A client by hand: what is sent and received, as it is."""
+    """A client that sends and receives raw messages."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.socket = socket
 
     async def ask(self, kind: str, data: Any = None, **more: Any) -> Any:
-        """Send a message and return the data of its answer, or its error."""
+        """Send a message; return the data of its answer, also of an error."""
         message = {"type": kind} | ({} if data is None else {"data": data}) | more
         await self.socket.send_str(json.dumps(message))
-        return (await self.said())["data"]
+        return (await self.receive())["data"]
 
-    async def said(self) -> Any:
+    async def receive(self) -> Any:
         """Return the next message."""
         return json.loads(await self.socket.receive_str(timeout=60))
 
@@ -55,11 +55,11 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(address: str, path: str = "ws", **options: Any) -> AsyncIterator[Wire]:
-    """Open a socket by hand."""
+async def wired(address: str, **options: Any) -> AsyncIterator[Wire]:
+    """Connect a raw client to a server."""
     async with (
         aiohttp.ClientSession() as session,
-        session.ws_connect(f"http://{address}/{path}", **options) as socket,
+        session.ws_connect(f"http://{address}/ws", **options) as socket,
     ):
         yield Wire(socket)
 
@@ -72,7 +72,7 @@ async def collecting(
     seats: dict[str, AgentConfig] | None = None,
     **runtime: Any,
 ) -> AsyncIterator[Collector]:
-    """A collector whose environment runs at these addresses, or in this process without any."""
+    """Yield a collector whose environment runs at `addresses`; without any, in this process."""
     kind = "remote" if addresses else "in_process"
     where = RuntimeConfig(**{"type": kind, "addresses": list(addresses), "wait_s": 60.0} | runtime)
     client = ScriptedClient(script or (lambda _: response([10, 11, 12])))
@@ -89,13 +89,13 @@ async def collecting(
 
 
 async def played(collector: Collector, prompt: str, number: int = 0) -> Episode:
-    """Play one episode of a task with that prompt."""
+    """Play one episode of a task with this prompt."""
     episode, _ = await collector.run(lease(number, prompt=prompt, ground_truth=None), 0)
     return episode
 
 
 def failed(episode: Episode) -> str | None:
-    """Return the class of its failure."""
+    """Return the failure class of an episode, or None."""
     return None if episode.failure is None else episode.failure.failure_class
 
 
@@ -103,16 +103,22 @@ def failed(episode: Episode) -> str | None:
 async def fake_openenv(
     answer: Callable[[Any, web.WebSocketResponse], Any], **routes: Any
 ) -> AsyncIterator[str]:
-    """A foreign server: `answer` returns what is said to a message, or says it itself."""
+    """Serve OpenEnv's routes by `answer`; yield the address.
+
+    Args:
+        answer: Called with each message and the socket. It returns the answer, or None if it has
+            sent one itself; it may be async.
+        routes: Handlers that replace those of `ws` and `health`.
+    """
 
     async def socket(request: web.Request) -> web.WebSocketResponse:
         made = web.WebSocketResponse()
         await made.prepare(request)
         async for message in made:
-            said = answer(json.loads(message.data), made)
-            said = await said if hasattr(said, "__await__") else said
-            if said is not None:
-                await made.send_str(said if isinstance(said, str) else json.dumps(said))
+            reply = answer(json.loads(message.data), made)
+            reply = await reply if hasattr(reply, "__await__") else reply
+            if reply is not None:
+                await made.send_str(reply if isinstance(reply, str) else json.dumps(reply))
         return made
 
     async def health(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Small environments in other people's shapes: Gymnasium's, and GyLLM's Requests."""
+"""Small environments with the interfaces of Gymnasium and GyLLM."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ADAPTERS = {
     "reasoning_gym": {"dataset": "chain_sum"},
     "textarena": {"env_id": "SimpleNegotiation-v0"},
 }
-"""Options with which adapters, and what needs cases, can be tried; they play rows of their own."""
+"""Options of environments that need some for tests; these play generated rows."""
 
 
 def installed(name: str) -> Any:
-    """Leave an environment out where the package that it is of is not there."""
+    """Skip the test if the package of an environment is not installed."""
     if name in ("browser", "webarena"):
         return pytest.param(name, marks=[needs_chromium, pytest.mark.processes])
     is_missing = name in ("reasoning_gym", "textarena") and find_spec(name) is None
@@ -38,11 +38,11 @@ def installed(name: str) -> Any:
 
 
 RELEASE = threading.Event()
-"""Ends the calls that hang."""
+"""Set to end the calls that hang."""
 
 
 class Discrete:
-    """As gymnasium.spaces.Discrete."""
+    """Stands for gymnasium.spaces.Discrete."""
 
     def __init__(self, n: int, start: int = 0) -> None:
         self.n, self.start = n, start
@@ -81,11 +81,11 @@ class Guess:
 
 
 class ActionError(Exception):
-    """As gyllm's."""
+    """Stands for gyllm's ActionError."""
 
 
 class Sum:
-    """Both players say a number at the same time; the higher one wins, after a round of talk."""
+    """Both players name a number at the same time after a round of talk; the higher number wins."""
 
     def __init__(self, players: tuple[str, ...] = ("a", "b"), batched: bool = False) -> None:
         self.agents = list(players)
@@ -123,5 +123,5 @@ class Sum:
             self.request(name, "over", float(int(said[name]) == best), episode_end=True)
             for name in self.agents
         ]
-        self.episode += 1  # an environment that begins anew by itself
+        self.episode += 1  # the environment starts the next episode by itself
         return [*ended, self.request(self.agents[0], "talk again", 7.0)]

@@ -1,1 +1,1 @@
-"""Built-in agents."""
+"""Agents: they turn observations into prompts, and completions into actions."""

@@ -1,6 +1,6 @@
-"""Reads the tool calls that a model wrote into its answer; one function for each way of writing.
+"""Parse the tool calls in a model's answer, with one function for each format.
 
-What cannot be read is a call with an error, so that the environment can tell the model.
+A malformed call becomes a Call with an error, which the environment sends to the model.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Call(NamedTuple):
-    """One call as it was written."""
+    """One parsed tool call."""
 
     name: str = ""
     arguments: dict[str, Any] = {}  # noqa: RUF012  (never written to)
     error: str = ""
+    """Why the call is malformed; "" for a valid call."""
 
 
 def hermes(text: str) -> tuple[str, list[Call]]:
-    """Read every `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; return the text around
-    them, and the calls."""
-    said, calls, at = "", list[Call](), 0
+    """Parse every `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of an answer.
+
+    Returns:
+        The text around the calls, and the calls in order.
+    """
+    rest, calls, at = "", list[Call](), 0
     while (begin := text.find(OPEN, at)) >= 0:
-        said += text[at:begin]
+        rest += text[at:begin]
         call, end = read(text, begin + len(OPEN), "arguments")
         is_closed = text[end:].lstrip().startswith(CLOSE)
         if not is_closed and not call.error:
@@ -35,12 +39,15 @@ def hermes(text: str) -> tuple[str, list[Call]]:
         calls.append(call)
         close = text.find(CLOSE, end)
         at = len(text) if close < 0 else close + len(CLOSE)
-    return said + text[at:], calls
+    return rest + text[at:], calls
 
 
 def llama_json(text: str) -> tuple[str, list[Call]]:
-    """Read an answer that is nothing but `{"name": …, "parameters": {…}}`, or several of them
-    with ";" between; any other is text."""
+    """Parse an answer that consists of `{"name": …, "parameters": {…}}`, or several joined by ";".
+
+    Returns:
+        "" and the calls; for any other answer its text and no calls.
+    """
     body, calls, at = text.strip().removeprefix("<|python_tag|>").lstrip(), list[Call](), 0
     if not body.startswith("{") or '"name"' not in body:
         return text, []
@@ -69,19 +76,19 @@ FOREIGN = re.compile(
     r"|(?:```(?:python)?)?\s*+\[?(?P<pythonic>[\w.]+)\([^\n]*\)\s*\]?\s*(?:```\s*)?\Z)",
     re.MULTILINE,
 )
-"""How calls begin in the formats of several models: a mark at the beginning of a line or,
-in formats without a mark, the name of a tool at the beginning of the answer."""
+"""The start of a call in the formats of several models: a marker at the start of a line or, in
+formats without a marker, a tool's name at the start of the answer."""
 
 
 def foreign(text: str, known: Container[str]) -> str:
-    """Return the format of the first call in a text without calls of the configured format.
+    """Detect a tool call in another format than the configured one.
 
     Args:
-        text: The answer.
+        text: An answer without calls in the configured format.
         known: Names of the tools.
 
     Returns:
-        The format's name; "" if the text holds no call.
+        The format of the first call; "" if the text holds no call.
     """
     for found in FOREIGN.finditer(text):
         name = found.lastgroup or ""
@@ -91,15 +98,24 @@ def foreign(text: str, known: Container[str]) -> str:
 
 
 def read(text: str, at: int, key: str) -> tuple[Call, int]:
-    """Read one call from `at` on, its arguments under `key`; return where it ends."""
+    """Parse the JSON object of one call.
+
+    Args:
+        text: The answer.
+        at: Index in `text` where the object starts; white space before it is skipped.
+        key: Key of the arguments in the object.
+
+    Returns:
+        The call, and the index after the object. If the object is not JSON, the index of its start.
+    """
     at = len(text) - len(text[at:].lstrip())
     try:
         value, end = _decoder.raw_decode(text, at)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a character is in no text
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, RecursionError) as error:
         return Call(error=f"not JSON: {error}"), at
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
-        return Call(error='a call is an object with a "name"'), end
+        return Call(error='a call must be an object with a "name"'), end
     if not isinstance(arguments := value.get(key), dict):
         return Call(name, error=f'"{key}" must be an object'), end
     return Call(name, arguments), end

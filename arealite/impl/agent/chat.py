@@ -1,6 +1,6 @@
-"""A conversation of many turns: every prompt begins with all tokens of the turns before it.
+"""A conversation of several turns: each prompt starts with all tokens of the earlier turns.
 
-What other agents of many turns are made of: they read the answer differently.
+Other agents with several turns derive from ChatAgent and override `read`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from arealite.impl.agent.history import History
 
 
 class ChatAgent(Agent):
-    """Answers within a conversation."""
+    """Answers each observation as the next turn of one conversation."""
 
     @cached_property
     def history(self) -> History:
-        """The conversation so far."""
+        """The messages and tokens of the conversation."""
         return History(self.tokenizer)
 
     async def act(self, observation: Any) -> Action:
-        """Generate after the conversation and the observation.
+        """Append the observation to the conversation and generate an answer.
 
-        The answer of turn `max_turns` is the last action. Where the next prompt would be over
-        `max_tokens`, there is a last action without an answer, of text "".
+        The action of turn `max_turns` is the last one. If a later prompt would exceed
+        `max_tokens`, nothing is generated and the last action has the text "".
 
         Raises:
-            ContextOverflow: not even the first prompt is allowed.
+            ContextOverflow: The first prompt exceeds `max_tokens`.
         """
         if self.is_over():
             return Action("", is_last=True)
@@ -44,14 +44,15 @@ class ChatAgent(Agent):
         if self.record.turns:
             return Action("", is_last=True)
         raise ContextOverflow(
-            f"the first prompt has {len(prompt)} tokens: with sampling.max_new_tokens, that is "
-            f"{needed - cap} over max_tokens={cap} of the agent. Change one of them."
+            f"the first prompt has {len(prompt)} tokens. With sampling.max_new_tokens, that is "
+            f"{needed - cap} more than max_tokens={cap} of the agent. Raise max_tokens or lower "
+            "max_new_tokens."
         )
 
     def read(self, response: LLMResponse) -> Action:
-        """Add an answer to the conversation; return what it says to the environment."""
+        """Add an answer to the conversation; return the action it means."""
         return Action(self.history.add(response), response, is_last=self.is_over())
 
     def is_over(self) -> bool:
-        """Whether all turns are taken."""
+        """Return whether the agent has generated `max_turns` answers."""
         return self.record.generations == self.config.max_turns

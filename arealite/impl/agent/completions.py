@@ -1,7 +1,6 @@
-"""Text from an OpenAI-style endpoint, for models that are not trained: opponents and judges.
+"""Client of an OpenAI-style endpoint, for models that are not trained: opponents and judges.
 
-Apart from the clients of trained models: here nobody sees tokens or versions. The key is in no log
-and no error.
+It handles text, without tokens and versions. No log line and no error contains the API key.
 """
 
 from __future__ import annotations
@@ -23,40 +22,45 @@ from arealite.impl.client.wire import error_message
 from arealite.system.health.waits import Wait
 
 MAX_BYTES = 8 << 20
-"""Of one answer."""
+"""Maximum size of one answer."""
 MAX_BACKOFF_S = 20.0
 TRY_AGAIN = frozenset((408, 409, 425, 429))
 
 
 class FixedPolicyFailed(EpisodeError):
-    """The model of a seat that is not trained gave no answer."""
+    """The model of a fixed policy gave no answer."""
 
     failure_class = "fixed_policy"
 
 
 class Message(msgspec.Struct):
-    """What was said."""
+    """A chat message."""
 
     content: str
 
 
 class Choice(msgspec.Struct):
-    """One answer of an endpoint."""
+    """One of the completions in an answer."""
 
     message: Message
 
 
 class Completion(msgspec.Struct):
-    """What an endpoint returns."""
+    """The JSON body of an answer."""
 
     choices: list[Choice]
 
 
 class TryAgain(Exception):
-    """A try failed in a way that another may not."""
+    """An attempt failed; another attempt may succeed.
 
-    def __init__(self, what: str, after_s: float = 0.0) -> None:
-        super().__init__(what)
+    Args:
+        message: Why the attempt failed.
+        after_s: Minimum seconds to wait before the next attempt.
+    """
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
         self.after_s = after_s
 
 
@@ -64,7 +68,7 @@ decode = msgspec.json.Decoder(Completion).decode
 
 
 class Completions:
-    """An endpoint's /chat/completions; one a worker, made by `connect`."""
+    """Client of an endpoint's /chat/completions. A worker opens one with `connect`."""
 
     def __init__(self, config: FixedPolicyConfig, session: aiohttp.ClientSession, key: str) -> None:
         self.config = config
@@ -76,27 +80,28 @@ class Completions:
     @classmethod
     @asynccontextmanager
     async def connect(cls, config: FixedPolicyConfig) -> AsyncIterator[Completions]:
-        """Open connections; close them at the end.
+        """Open a session; close its connections when the body exits.
 
         Raises:
-            UserError: the address is none, or the key is not there.
+            UserError: The address is invalid, or the key's environment variable is not set.
         """
-        place = urlsplit(config.base_url)
+        url = urlsplit(config.base_url)
         if (
-            place.scheme not in ("http", "https")
-            or not place.hostname
-            or place.query
-            or "@" in place.netloc
+            url.scheme not in ("http", "https")
+            or not url.hostname
+            or url.query
+            or "@" in url.netloc
         ):
             raise UserError(
                 "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, without a key or "
-                "password in it: those go into the variable that fixed_policy.api_key_env names."
+                "password in it. Put the key into the environment variable that "
+                "fixed_policy.api_key_env names."
             )
         key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env and not key:
             raise UserError(
-                f"the environment has no {config.api_key_env}, which fixed_policy.api_key_env "
-                "names. Export it where train.py is started."
+                f"fixed_policy.api_key_env={config.api_key_env}: this environment variable is not "
+                "set. Export it where train.py is started."
             )
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=config.connections)
@@ -104,15 +109,21 @@ class Completions:
             connector=connector,
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(),  # each try has a deadline
+            timeout=aiohttp.ClientTimeout(),  # each attempt has a deadline of its own
         ) as session:
             yield cls(config, session, key)
 
     async def ask(self, messages: Sequence[dict[str, Any]], *, owner: str) -> str:
-        """Return what the model says next; errors of the endpoint are tried again, later each time.
+        """Return the model's answer to a conversation.
+
+        Errors of the endpoint are retried with exponential backoff, `retries` times.
+
+        Args:
+            messages: The conversation, as OpenAI chat messages.
+            owner: Shown by `arealite why` as the part that waits.
 
         Raises:
-            FixedPolicyFailed: it refused, or did not answer in any try.
+            FixedPolicyFailed: The endpoint refused the request, or all attempts failed.
         """
         sampling, config = self.config.sampling, self.config
         body: dict[str, Any] = {
@@ -124,17 +135,17 @@ class Completions:
         }
         if sampling.stop:
             body["stop"] = sampling.stop
-        what = ""
+        reason = ""
         for attempt in range(1 + config.retries):
             try:
                 async with self._slots:
                     return await self._try(body, owner)
             except TryAgain as error:
-                what = str(error)
+                reason = str(error)
                 backoff = min(MAX_BACKOFF_S, max(error.after_s, 0.5 * 2**attempt))
             if attempt < config.retries:
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-        raise FixedPolicyFailed(f"{self.url}: {what} (try {1 + config.retries})")
+        raise FixedPolicyFailed(f"{self.url}: {reason} (after {1 + config.retries} attempts)")
 
     async def _try(self, body: dict[str, Any], owner: str) -> str:
         host = urlsplit(self.url).netloc
@@ -147,14 +158,14 @@ class Completions:
                     async for part in response.content.iter_any():
                         raw += part
                         if len(raw) > MAX_BYTES:
-                            raise TryAgain(f"its answer is longer than {MAX_BYTES} bytes")
+                            raise TryAgain(f"the answer is longer than {MAX_BYTES} bytes")
         except DeadlineError as error:
-            raise TryAgain(f"no answer in {self.config.timeout_s:g} s") from error
+            raise TryAgain(f"no answer in timeout_s={self.config.timeout_s:g}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise TryAgain(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
             return self._read(bytes(raw))
-        if self._key:  # before the message is cut, perhaps within the key
+        if self._key:  # before `error_message` truncates the text, perhaps inside the key
             raw = raw.replace(self._key.encode(), b"***")
         message = error_message(response.status, bytes(raw))
         if response.status >= 500 or response.status in TRY_AGAIN:
@@ -165,9 +176,9 @@ class Completions:
         try:
             return decode(raw).choices[0].message.content
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
-            raise TryAgain(f"its answer is no chat completion: {error}") from error
+            raise TryAgain(f"the answer is not a chat completion: {error}") from error
 
 
 def _seconds(text: str) -> float:
-    """Return a Retry-After in seconds; 0 where it is a date, or none."""
+    """Return the seconds of a Retry-After header; 0 for a date or another text."""
     return float(text) if text.isascii() and text.isdigit() else 0.0

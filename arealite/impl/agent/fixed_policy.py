@@ -1,6 +1,6 @@
-"""A seat played by another model, frozen: a server of ours, or an OpenAI-style endpoint.
+"""An agent with the frozen model of another run's server or of an OpenAI-style endpoint.
 
-For opponents, partners and judges; nothing it says is trained on.
+For opponents, partners and judges. Its answers are never trained on.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from arealite.impl.agent.completions import Completions, FixedPolicyFailed
 
 
 class Frozen(NamedTuple):
-    """What is needed to generate with a server's model."""
+    """A client of a server with another model, and that model's tokenizer."""
 
     client: LLMClient
     tokenizer: Any
 
 
 class FixedPolicyAgent(ChatAgent):
-    """Answers within a conversation, as a model that is not trained."""
+    """Answers in a conversation with a model that is not trained."""
 
     trainable = False
 
-    def __init__(self, config: Any, **about: Any) -> None:
-        super().__init__(config, **about)
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
         self.seat = replace(self.seat, sampling=config.sampling, min_version=0)
-        self.said: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         """The conversation with an endpoint."""
 
     @classmethod
@@ -46,13 +46,16 @@ class FixedPolicyAgent(ChatAgent):
     async def share(  # pyright: ignore
         cls, args: ExperimentConfig, config: FixedPolicyConfig
     ) -> AsyncIterator[Frozen | Completions]:
-        """Open what leads to the model.
+        """Open the client of the model's server or endpoint; close it when the body exits.
 
         Raises:
-            UserError: the config names none, or two.
+            UserError: The config names no model or two models, or the model's folder is missing.
         """
         if bool(config.server) == bool(config.base_url):
-            raise UserError("agent.type=fixed_policy needs fixed_policy.server, or else .base_url.")
+            raise UserError(
+                "agent.type=fixed_policy: set fixed_policy.server or fixed_policy.base_url, and "
+                "not both."
+            )
         if config.base_url:
             async with Completions.connect(config) as endpoint:
                 yield endpoint
@@ -62,7 +65,10 @@ class FixedPolicyAgent(ChatAgent):
             raise UserError(f"fixed_policy.server={config.server}: write EXPERIMENT/TRIAL.")
         model = replace(args.model, path=config.model_path or args.model.path)
         if not (Path(model.path) / "config.json").is_file():
-            raise UserError(f"fixed_policy.model_path: {model.path} is no model folder.")
+            raise UserError(
+                f"fixed_policy.model_path={model.path}: this folder has no config.json. Set the "
+                "folder of the model that the server serves."
+            )
         other = replace(args, experiment_name=experiment, trial_name=trial, model=model)
         own = args.trainer.ppo.collector.client
         client = clients.get(own.type)(other, own)
@@ -74,10 +80,10 @@ class FixedPolicyAgent(ChatAgent):
             await client.close()
 
     async def act(self, observation: Any) -> Action:
-        """Generate after the conversation and the observation.
+        """Append the observation to the conversation and return the model's answer.
 
         Raises:
-            FixedPolicyFailed: the model gave no answer.
+            FixedPolicyFailed: The model gave no answer.
         """
         if isinstance(self.shared, Completions):
             return await self.ask(self.shared, observation)
@@ -88,11 +94,12 @@ class FixedPolicyAgent(ChatAgent):
             raise FixedPolicyFailed(f"{type(error).__name__}: {error}") from error
 
     async def ask(self, endpoint: Completions, observation: Any) -> Action:
-        """Act through an endpoint."""
-        turn = sum(each["role"] == "assistant" for each in self.said)
+        """Append the observation to the conversation and return the endpoint's answer."""
+        turn = sum(message["role"] == "assistant" for message in self.messages)
         if turn == self.config.max_turns:
             return Action("", is_last=True)
-        self.said += messages(observation, system=None if self.said else self.config.system_prompt)
-        text = await endpoint.ask(self.said, owner=f"seat {self.seat.name}")
-        self.said.append({"role": "assistant", "content": text})
+        system = None if self.messages else self.config.system_prompt
+        self.messages += messages(observation, system=system)
+        text = await endpoint.ask(self.messages, owner=f"seat {self.seat.name}")
+        self.messages.append({"role": "assistant", "content": text})
         return Action(text, is_last=turn + 1 == self.config.max_turns)

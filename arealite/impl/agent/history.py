@@ -1,7 +1,8 @@
-"""What was said to a seat and by it, as chat messages and as the tokens really sent and sampled.
+"""A conversation as chat messages and, at the same time, as the tokens that were sent and sampled.
 
-Templates only know text. So what one adds after an answer is found in text, and only that is
-tokenised: the answer stays the tokens that were sampled, and a conversation one training segment.
+Chat templates work on text. `History` finds the text that the template adds after an answer and
+tokenises only that text. So answers keep their sampled tokens, and a conversation is one training
+segment.
 """
 
 from __future__ import annotations
@@ -18,82 +19,93 @@ from arealite.system.data.chats import encode, render, shared_length
 logger = log.get(__name__)
 
 SHOWN = 60
-"""Characters that the log shows where a template rewrites."""
-_told: set[str] = set()
-"""Templates that the log has named."""
+"""Characters that the warning about a template shows."""
+_warned: set[str] = set()
+"""Templates that this process has warned about."""
 
 
 @dataclass(eq=False)
 class Piece:
-    """Tokens of the conversation in a row: what a template wrote, or what was sampled."""
+    """Consecutive tokens of the conversation: text of the template, or one sampled answer."""
 
     ids: list[int]
-    """Shared with the agent's record: replaced, never changed."""
+    """Shared with the agent's record. Assign a new list; never change this one."""
     text: str
 
 
 first = lru_cache(maxsize=1024)(encode)
-"""For first prompts: the episodes of a group share one."""
+"""Tokenise a first prompt. The episodes of a group have the same first prompt."""
 
 
 @lru_cache(maxsize=1024)
 def ending(tokenizer: Any, token: int) -> str:
-    """Return how a template writes a token that may end a turn, "" for one that is text."""
+    """Return the text of a special token, which may end a turn; "" for an ordinary token."""
     is_text = tokenizer.decode([token], skip_special_tokens=True)
     return "" if is_text else tokenizer.decode([token])
 
 
 class History:
-    """One conversation, from its first prompt on."""
+    """One conversation."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.messages: list[dict[str, Any]] = []
         self.tools: tuple[Any, ...] = ()
         self.pieces: list[Piece] = []
-        """What the next prompt begins with."""
+        """All tokens so far. The next prompt starts with them."""
 
     def ask(self, messages: Sequence[dict[str, Any]], tools: tuple[Any, ...] = ()) -> list[int]:
-        """Add messages; return the prompt: all tokens so far, and those that the template adds.
+        """Add messages and return the next prompt: all tokens so far and those of the new text.
 
-        A template that tells the past differently than it went has its way: then the whole prompt
-        is its own rendering.
+        If the template rewrites earlier turns, the prompt is its full rendering, tokenised anew.
+
+        Args:
+            messages: Chat messages, for instance an observation.
+            tools: Tool schemas for the template; empty: those of the last call.
         """
         self.messages += messages
         self.tools = tools or self.tools
         text = render(self.tokenizer, self.messages, tools=self.tools)
-        held = "".join([piece.text for piece in self.pieces])
-        if not held:
+        past = "".join([piece.text for piece in self.pieces])
+        if not past:
             ids = first(self.tokenizer, text)
-        elif text.startswith(held):
-            ids = self._encode(text[len(held) :])
+        elif text.startswith(past):
+            ids = self._encode(text[len(past) :])
         else:
-            self._tell(held, text)
-            self.pieces, held, ids = [], "", encode(self.tokenizer, text)
-        self.pieces.append(Piece(ids, text[len(held) :]))
+            self._warn(past, text)
+            self.pieces, past, ids = [], "", encode(self.tokenizer, text)
+        self.pieces.append(Piece(ids, text[len(past) :]))
         return [token for piece in self.pieces for token in piece.ids]
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
-        """Add an answer; return its text, without the token that ended the turn.
+        """Add an answer.
 
-        To the template, the answer is this text after `opening`, the end of the prompt that
-        belongs to it. It is all that was sampled: thoughts, marks and calls included.
+        Args:
+            response: The sampled answer.
+            opening: The end of the prompt, if it belongs to the answer: the start of a thought
+                that the template wrote.
+
+        Returns:
+            The answer's whole text, without the token that ended the turn.
         """
         ids = response.output_ids
-        said = text = self.decode(ids)
+        answer = text = self.decode(ids)
         if ids and response.stop_reason == "stop":
-            said = text.removesuffix(ending(self.tokenizer, ids[-1]))
+            answer = text.removesuffix(ending(self.tokenizer, ids[-1]))
         self.pieces.append(Piece(ids, text))
-        self.messages.append({"role": "assistant", "content": opening + said})
-        return said
+        self.messages.append({"role": "assistant", "content": opening + answer})
+        return answer
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
+        """Return the text of tokens, including special tokens."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _encode(self, text: str) -> list[int]:
-        """Tokenise what comes next: behind the token that ended the turn, because tokenizers treat
-        the beginning of a text, and white space behind a special token, in ways of their own."""
+        """Tokenise text that follows the last piece.
+
+        The text is tokenised after the token that ended the turn: tokenizers treat the start of a
+        text, and white space after a special token, differently.
+        """
         last = self.pieces[-1].ids[-1:]
         if last and (end := ending(self.tokenizer, last[0])):
             ids = encode(self.tokenizer, end + text)
@@ -101,16 +113,17 @@ class History:
                 return ids[1:]
         return encode(self.tokenizer, text)
 
-    def _tell(self, held: str, text: str) -> None:
+    def _warn(self, past: str, text: str) -> None:
+        """Warn, once per process and template, that the template rewrites earlier turns."""
         template = str(self.tokenizer.chat_template)
-        if template in _told:
+        if template in _warned:
             return
-        _told.add(template)
-        at = shared_length(held, text)
+        _warned.add(template)
+        at = shared_length(past, text)
         logger.warning(
-            "chat template rewrites",
-            hint="each turn whose prompt does not extend the last one is a segment of its own",
+            "chat template rewrites earlier turns",
+            hint="a turn whose prompt does not extend the last one starts a new training segment",
             at=at,
-            was=held[at : at + SHOWN],
+            was=past[at : at + SHOWN],
             now=text[at : at + SHOWN],
         )

@@ -1,7 +1,7 @@
-"""The built-in agent: one prompt, one completion, for mathematics and code.
+"""The default agent: one prompt and one completion, for mathematics and code.
 
-Its steps are small methods, so that an agent with another prompt or another reading of the
-completion overrides only that one.
+A derived agent overrides `build_prompt` to change the prompt, or `parse` to read the completion
+differently.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from arealite.system.data.chats import tokenize
 
 
 class MathCodeSingleStepAgent(Agent):
-    """Asks the task's prompt and acts with the whole completion."""
+    """Sends the task's prompt and acts with the whole completion."""
 
     async def act(self, observation: Any) -> Action:
-        """Generate once after the observation, a text or a list of chat messages."""
+        """Generate one completion for an observation, a text or a list of chat messages."""
         prompt = self.build_prompt(observation)
         response = await self.generate(tokenize(self.tokenizer, prompt))
         return Action(self.parse(response), response)
@@ -32,5 +32,5 @@ class MathCodeSingleStepAgent(Agent):
         return messages(observation, system=system)
 
     def parse(self, response: LLMResponse) -> str:
-        """Return what the completion says to the environment."""
+        """Return the action's text: the completion without special tokens."""
         return str(self.tokenizer.decode(response.output_ids, skip_special_tokens=True))

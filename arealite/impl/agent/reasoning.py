@@ -1,8 +1,8 @@
-"""A conversation with thoughts: the environment gets what follows a thought, and later prompts may
-do without it.
+"""A conversation with thoughts: the environment gets the text after a thought.
 
-A thought is dropped by cutting tokens, never by tokenising what is left. The prompt without it does
-not extend the last one, so it begins a training segment.
+Later prompts may omit thoughts. A thought is dropped by removing its tokens; the rest is never
+tokenised anew. A prompt without an earlier thought does not extend the prompt before it, so it
+starts a new training segment.
 """
 
 from __future__ import annotations
@@ -17,53 +17,56 @@ from arealite.impl.agent.history import History, Piece
 
 
 class Thought(NamedTuple):
-    """Where a thought stands in the conversation."""
+    """Position of a thought in the conversation."""
 
     prompt: Piece
     opening: str
-    """How the prompt ends, where the template itself begins the thought."""
+    """End of the prompt, if the template itself starts the thought; else ""."""
     answer: Piece
     length: int
-    """Tokens that the answer begins with."""
+    """Number of tokens at the start of the answer that are the thought."""
     message: dict[str, Any]
-    """The answer, as the template gets it: the opening and what was sampled."""
+    """The chat message of the answer: `opening` and the sampled text."""
 
 
 class ReasoningAgent(ChatAgent):
-    """Thinks, up to a mark, then answers."""
+    """Answers with a thought first, which ends with the marker `end`."""
 
     latest: Thought | None = None
-    """Of the last answer."""
+    """The thought of the last answer."""
 
     def read(self, response: LLMResponse) -> Action:
-        """Return the text after the thought; it is "" where the thought does not end."""
+        """Return an action with the text after the thought; "" if the thought does not end."""
         history, begin, end = self.history, self.config.begin, self.config.end
         prompt = history.pieces[-1]
         is_begun = prompt.text.rstrip().endswith(begin)
         opening = prompt.text[prompt.text.rindex(begin) :] if is_begun else ""
-        said = history.add(response, opening=opening)
+        whole = history.add(response, opening=opening)
         answer = history.pieces[-1]
-        length, (_, mark, text) = 0, said.partition(end)
-        if mark:
+        length, (_, marker, text) = 0, whole.partition(end)
+        if marker:
             text = text.lstrip()
-            length = before(history, answer.ids, text + answer.text.removeprefix(said))
-        elif begin not in opening + said:
-            text = said
-        else:  # the answer ended within the thought
-            length = len(answer.ids) - (answer.text != said)
-        past = self.latest
+            length = tokens_before(history, answer.ids, text + answer.text.removeprefix(whole))
+        elif begin not in opening + whole:
+            text = whole
+        else:  # the answer ended inside the thought
+            length = len(answer.ids) - (answer.text != whole)
+        previous = self.latest
         self.latest = Thought(prompt, opening, answer, length, history.messages[-1])
-        dropped = {"all": None, "last": past, "none": self.latest}[self.config.keep]
+        dropped = {"all": None, "last": previous, "none": self.latest}[self.config.keep]
         if dropped is not None:
             drop(history, dropped)
         return Action(text, response, is_last=self.is_over())
 
 
-def before(history: History, ids: list[int], tail: str) -> int:
-    """Return how many tokens there are before those of `tail`, white space included; 0 where it
-    begins within a token.
+def tokens_before(history: History, ids: list[int], tail: str) -> int:
+    """Return the number of tokens before `tail`, the end of the text of `ids`.
 
-    It is looked for from the end: thoughts are long, and what follows them is short.
+    White space before `tail` counts as before. The search starts at the end of `ids`, because
+    thoughts are long and the text after them is short.
+
+    Returns:
+        The number of tokens; 0 if `tail` starts inside a token.
     """
 
     def fits(count: int) -> bool:
@@ -79,7 +82,10 @@ def before(history: History, ids: list[int], tail: str) -> int:
 
 
 def drop(history: History, thought: Thought) -> None:
-    """Cut a thought out of the conversation; it stays where tokens or template do not let it."""
+    """Remove a thought from the conversation.
+
+    The thought stays if it ends inside a token, or if the message does not start with it.
+    """
     prompt, answer, opening = thought.prompt, thought.answer, thought.opening
     content, rest = thought.message["content"], history.decode(answer.ids[thought.length :])
     text = answer.text.removesuffix(rest)

@@ -1,4 +1,4 @@
-"""A seat without a model: it says what is listed, or chooses among what the environment offers.
+"""An agent without a model: it gives the configured answers, or picks one of the offered choices.
 
 For opponents of known strength, and for tests of environments.
 """
@@ -16,26 +16,29 @@ from arealite.base.errors import UserError
 
 
 class ScriptedAgent(Agent):
-    """Acts by a rule; the same in every attempt at an episode."""
+    """Acts by a rule. Its actions are the same in every attempt at an episode."""
 
     trainable = False
     turn = 0
 
     @classmethod
     def share(cls, args: Any, config: ScriptedConfig) -> None:
-        """Share nothing.
+        """Check the options; the agents share nothing.
 
         Raises:
-            UserError: it is to answer, and has no answers.
+            UserError: The policy is `answers` and there are no answers.
         """
         if config.policy == "answers" and not config.answers:
-            raise UserError("agent.type=scripted: set scripted.answers or another scripted.policy.")
+            raise UserError(
+                "agent.type=scripted: scripted.policy=answers needs scripted.answers. Set the "
+                "answers or another policy."
+            )
 
     async def act(self, observation: Any) -> Action:
-        """Return the turn's answer, or a choice.
+        """Return the answer of this turn, or one of the observation's choices.
 
         Raises:
-            UserError: there is none.
+            UserError: The observation offers no choices.
         """
         config, seat = self.config, self.seat
         turn, self.turn = self.turn, self.turn + 1
@@ -43,10 +46,10 @@ class ScriptedAgent(Agent):
         if not options:
             raise UserError(
                 f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an "
-                "environment that offers choices."
+                "environment that offers choices. Set policy=answers, or use another environment."
             )
         if config.policy == "random":
-            member = seat.episode_id.rpartition("/")[2]  # what is before it is of the attempt
-            dice = random.Random(f"{config.seed}/{seat.group_id}/{member}/{seat.name}/{turn}")
-            return Action(dice.choice(options))
+            member = seat.episode_id.rpartition("/")[2]  # the part before it changes per attempt
+            rng = random.Random(f"{config.seed}/{seat.group_id}/{member}/{seat.name}/{turn}")
+            return Action(rng.choice(options))
         return Action(options[turn % len(options) if config.policy == "answers" else 0])

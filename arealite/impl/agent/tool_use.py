@@ -1,7 +1,7 @@
-"""A conversation in which the model calls tools: it reads the calls, the environment makes them.
+"""A conversation with tools: the agent parses the model's calls, the environment executes them.
 
-To the template an answer with calls is the text that was sampled, not a list of calls that it
-would write in its own way: so prompts hold the sampled tokens.
+The chat template gets an answer with calls as its sampled text, not as a list of calls. A template
+would format a list differently, and the prompt would not hold the sampled tokens.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from arealite.impl.agent.chat import ChatAgent
 
 logger = log.get(__name__)
 _seen: set[str] = set()
-"""Formats of which this process has warned."""
+"""Formats that this process has warned about."""
 
 
 class ToolUseAgent(ChatAgent):
-    """Calls the tools that observations offer, several in a turn if it likes."""
+    """Calls the tools that observations offer, also several in one turn."""
 
     def read(self, response: LLMResponse) -> Action:
-        """Return the calls, and the text around them; those that cannot be made have an error.
+        """Return an action with the calls and the text around them.
 
-        A call in a format other than the configured one has an error, too. The part
-        `malformed_calls` of the reward counts calls with an error, and has no weight.
+        Malformed calls, calls of unknown tools and a call in another format have an error. The
+        reward part `malformed_calls` counts them; its weight is zero.
         """
         text, found = FORMATS[self.config.format](self.history.add(response))
         known = [str(tool["function"]["name"]) for tool in self.history.tools]
         if known and not found and (other := foreign(text, known)):
-            found = [Call(error=f"a call in the format {other}, not in {self.config.format}")]
+            found = [Call(error=f"the call has the format {other}, not {self.config.format}")]
             self.warn(other, text)
         calls = tuple(self.check(call, index, known) for index, call in enumerate(found))
         parts = self.record.reward_parts
@@ -43,13 +43,16 @@ class ToolUseAgent(ChatAgent):
         """Warn, once per process and format, that the model calls tools in another format."""
         if other not in _seen:
             _seen.add(other)
-            hint = "Set trainer.ppo.collector.agent.tool_use.format to what the model writes: "
-            told = {"seen": other, "configured": self.config.format, "text": text[:200]}
-            logger.warning("tool call in another format", **told, hint=hint + " or ".join(FORMATS))
+            option = "trainer.ppo.collector.agent.tool_use.format"
+            hint = f"Set {option} to the model's format: {' or '.join(FORMATS)}"
+            fields = {"seen": other, "configured": self.config.format, "text": text[:200]}
+            logger.warning("tool call in another format", **fields, hint=hint)
 
     def check(self, call: Call, index: int, known: list[str]) -> ToolCall:
-        """Give a call its id, nine letters and digits as the strictest templates ask, and an error
-        if there is no such tool."""
+        """Return a call with an id, and with an error if the tool is unknown.
+
+        The id has nine letters and digits, the form that the strictest templates require.
+        """
         error = call.error
         if not error and call.name not in known:
             error = unknown("tool", call.name, known)

@@ -1,1 +1,1 @@
-"""One headless Chromium a process: its pages as text, and what agents may do to them."""
+"""One headless Chromium per worker: descriptions of its pages as text, and actions on them."""

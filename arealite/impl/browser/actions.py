@@ -1,6 +1,6 @@
-"""The language in which agents act on pages, and which addresses they may go to.
+"""The language of actions on pages, and the addresses that agents may open.
 
-Apart from the browser, so that what an agent writes is read and refused without one.
+This module needs no browser: it parses actions and refuses invalid ones by their text.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ MAX_TEXT = 2000
 
 
 class BadAction(ValueError):
-    """What the agent wrote is no action; the text tells it why."""
+    """The agent's text is not a valid action. The agent gets the error's text."""
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One action, as the agent meant it."""
+    """One parsed action."""
 
     verb: str
     element: int | None = None
+    """Id of the element; None for an action without one."""
     text: str = ""
+    """Depending on the verb: text to type, option, key, direction, address or answer."""
 
 
 def parse(text: str) -> Command:
-    """Read the last action in a text.
+    """Parse the last action in an agent's text.
 
     Raises:
-        BadAction: there is none, or it lacks something; says how it is written.
+        BadAction: There is no action, or it lacks an argument; the text shows the right form.
     """
     found = LINE.findall(text)
     if not found:
@@ -80,7 +82,7 @@ def bare(text: str) -> str:
 
 
 def origin(url: str) -> str:
-    """Return `host:port` of an http(s) address, "" for any other."""
+    """Return `host:port` of an http(s) address; "" for any other address."""
     try:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -90,10 +92,15 @@ def origin(url: str) -> str:
 
 
 def destination(url: str, *, base: str, allowed: Collection[str]) -> str:
-    """Return the whole address that `goto` on the page `base` means.
+    """Return the absolute address of a `goto`.
+
+    Args:
+        url: The agent's address, absolute or relative.
+        base: Address of the current page.
+        allowed: `host:port` of the task's sites.
 
     Raises:
-        BadAction: it is not on a site of the task, or no page of a site at all.
+        BadAction: The address is not on one of the task's sites.
     """
     try:
         whole = urljoin(base, url.strip())

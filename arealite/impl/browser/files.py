@@ -1,7 +1,7 @@
-"""Serves a folder of pages to the browser from memory, on loopback.
+"""Serve a folder of pages to the browser, from memory, on loopback.
 
-Not file://, which would let an agent read this machine's files; nor request interception, which
-makes each load about three times as slow.
+With file:// an agent could read this machine's files. Intercepting requests in the browser would
+make each load about three times as slow.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ HEADERS = {"Cache-Control": "max-age=86400"}
 
 
 class FileServer:
-    """Answers GET with the files below `root`, and with nothing else."""
+    """Answers GET requests with the files below `root`, and all other requests with 404."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self.address = ""
-        """`http://127.0.0.1:port` while it runs."""
+        """`http://127.0.0.1:port`, set by `setup`."""
         self._files: dict[str, tuple[bytes, str]] = {}
         self._runner: web.AppRunner | None = None
 

@@ -1,5 +1,5 @@
-// What a page is asked: to describe itself as text, and to prepare an action. Put into every frame
-// before the page's own scripts, so that it learns which elements listen for clicks.
+// Describes a page as text and prepares actions on it. Injected into every frame before the page's own
+// scripts, so that it can record which elements listen for clicks.
 (() => {
   if (window.__arealite) return;
   const CLICKS = new Set(["click", "dblclick", "mousedown", "mouseup", "pointerdown", "pointerup"]);
@@ -16,17 +16,17 @@
     if (CLICKS.has(type) && this.nodeType === 1) listening.add(this);
     return add.call(this, type, ...rest);
   };
-  window.open = (url) => (url && location.assign(url), null); // there is one tab
+  window.open = (url) => (url && location.assign(url), null); // open in the only tab
   add.call(document, "click", (event) => {
     event.target.closest?.("[target]:not(iframe)")?.removeAttribute("target");
   }, true);
   add.call(window, "beforeunload", () => { leaving = true; });
 
-  let leaving = false, stayed = () => {};
+  let leaving = false, stopped = () => {};
   let items = [];
-  // Ends when a navigation that was begun comes to nothing; one that succeeds ends all scripts.
-  const left = () => new Promise((resolve) => { stayed = resolve; if (!leaving) resolve(); });
-  const stay = () => { leaving = false; stayed(); };
+  // Resolves when a navigation was stopped. A navigation that succeeds ends all scripts of the page.
+  const left = () => new Promise((resolve) => { stopped = resolve; if (!leaving) resolve(); });
+  const stay = () => { leaving = false; stopped(); };
 
   const clean = (text) => {
     const words = (text || "").replace(/\s+/g, " ").trim();
@@ -41,8 +41,8 @@
     element.ownerDocument.defaultView.__arealite?.listening.has(element) || element.onclick ||
     element.onmousedown || element.tabIndex >= 0;
 
-  // Where a frame's corner is in the page.
-  const corner = (view) => {
+  // Offset of a frame in the page.
+  const frameOffset = (view) => {
     let x = 0, y = 0;
     for (; view !== window && view.frameElement; view = view.parent) {
       const frame = view.frameElement, box = frame.getBoundingClientRect();
@@ -70,32 +70,33 @@
     (/^(submit|button|reset)$/.test(element.type) ? element.value : "") ||
     element.placeholder || element.title || element.alt || "");
 
-  const controls = (element, told) => {
-    const words = [told, name(element) && quote(name(element))];
-    if (told === "select") {
+  // The line of a form control: kind, name, value and state.
+  const controlLine = (element, role) => {
+    const words = [role, name(element) && quote(name(element))];
+    if (role === "select") {
       const texts = [...element.options].map((option) => quote(option.text));
       const chosen = [...element.selectedOptions].map((option) => quote(option.text));
       words.push(`= ${chosen.join(", ")} of ${texts.slice(0, 50).join(" | ")}`);
-    } else if (/^(checkbox|radio)/.test(told)) {
+    } else if (/^(checkbox|radio)/.test(role)) {
       words.push((element.checked ?? element.ariaChecked === "true") && "checked");
-    } else if (!/^(button|reset|file)$/.test(told) && element.value && element.tagName !== "LI") {
+    } else if (!/^(button|reset|file)$/.test(role) && element.value && element.tagName !== "LI") {
       words.push(`= ${quote(element.value)}`);
     }
     words.push(element.disabled && "disabled", element === element.ownerDocument.activeElement && "focused");
     return words.filter(Boolean).join(" ");
   };
-  // Whether a label's words are told as the name of what it labels.
-  const isTold = (label) => {
+  // Whether a label's text already appears as the name of its control.
+  const namesControl = (label) => {
     const control = label?.control;
     return control && control.labels[0] === label && shown(control) && control.getClientRects().length &&
       !control.getAttribute("aria-label");
   };
   const classes = (element) => [...element.classList].slice(0, 2).map((each) => " ." + each).join("");
-  // Something without a text: what it looks like tells what it is.
+  // Colour, position and size, which describe an element without text.
   const looks = (element, style, box) => {
     const colour = [element.getAttribute("fill") || style.fill, style.backgroundColor][+!element.ownerSVGElement];
-    const told = colour && !/^(rgba\(0, 0, 0, 0\)|none)$/.test(colour) ? ` ${colour.replace(/\s/g, "")}` : "";
-    return `${told} at ${Math.round(box.x)},${Math.round(box.y)} size ${Math.round(box.width)}x${Math.round(box.height)}`;
+    const fill = colour && !/^(rgba\(0, 0, 0, 0\)|none)$/.test(colour) ? ` ${colour.replace(/\s/g, "")}` : "";
+    return `${fill} at ${Math.round(box.x)},${Math.round(box.y)} size ${Math.round(box.width)}x${Math.round(box.height)}`;
   };
 
   class Full extends Error {}
@@ -117,7 +118,7 @@
       items.push(element);
     }
     inside(box, view) {
-      const [x, y] = corner(view);
+      const [x, y] = frameOffset(view);
       const seen = box.bottom + y > 0 && box.top + y < innerHeight && box.right + x > 0 && box.left + x < innerWidth;
       this.outside += !seen;
       return seen;
@@ -133,7 +134,7 @@
       range.selectNodeContents(node);
       const box = range.getBoundingClientRect(), view = node.ownerDocument.defaultView;
       const style = view.getComputedStyle(node.parentElement || node.getRootNode().host);
-      if (isTold(node.parentElement?.closest("label"))) return;
+      if (namesControl(node.parentElement?.closest("label"))) return;
       if (box.width && style.visibility === "visible" && this.inside(box, view)) this.add(clean(node.data));
     }
     element(element) {
@@ -144,12 +145,12 @@
       if (frame) return this.children(frame);
       const box = element.getBoundingClientRect(), view = element.ownerDocument.defaultView;
       const visible = style.visibility === "visible" && box.width && box.height;
-      const told = kind(element), tag = element.tagName.toLowerCase();
-      if (told) {
-        if (visible && this.inside(box, view)) this.item(element, controls(element, told));
+      const role = kind(element), tag = element.tagName.toLowerCase();
+      if (role) {
+        if (visible && this.inside(box, view)) this.item(element, controlLine(element, role));
         return;
       }
-      if (tag === "label" && isTold(element)) return this.children(element);
+      if (tag === "label" && namesControl(element)) return this.children(element);
       const leaf = ![...element.children].some((child) => !UNSEEN.has(child.tagName) && child.tagName !== "BR");
       if (!visible || (!leaf && !listens(element)) || element.shadowRoot) {
         this.children(element.shadowRoot || element);
@@ -170,36 +171,36 @@
     if (settle) await new Promise((resolve) => setTimeout(resolve, settle));
     if (leaving) return { leaving };
     items = [null];
-    const told = new Description(limit, skip);
+    const page = new Description(limit, skip);
     let cut = "";
     try {
-      if (document.body) told.children(document.body);
+      if (document.body) page.children(document.body);
     } catch (error) {
       if (!(error instanceof Full)) throw error;
       cut = "(the page is cut here: it is longer)";
     }
-    if (!cut && told.outside) cut = `(${told.outside} more outside the window: scroll)`;
+    if (!cut && page.outside) cut = `(${page.outside} more outside the window: scroll)`;
     return {
-      text: [...told.lines, cut].filter(Boolean).join("\n"), choices: told.choices,
+      text: [...page.lines, cut].filter(Boolean).join("\n"), choices: page.choices,
       title: document.title, url: location.href, state: (names || []).map((name) => window[name] ?? null),
     };
   };
 
   const fire = (element, ...types) => types.forEach((type) => element.dispatchEvent(new Event(type, { bubbles: true })));
 
-  // Where a real click reaches the element; a covered one is clicked by script.
+  // Return the point for a real mouse click. If the element is covered, click it by script.
   const click = (element) => {
     element.scrollIntoView({ block: "nearest", inline: "nearest", behavior: "instant" });
     const box = element.getClientRects()[0] || element.getBoundingClientRect();
     const x = box.left + box.width / 2, y = box.top + box.height / 2;
     const hit = element.getRootNode().elementFromPoint?.(x, y);
-    const [left, top] = corner(element.ownerDocument.defaultView);
+    const [left, top] = frameOffset(element.ownerDocument.defaultView);
     if (hit && (element.contains(hit) || hit.closest("label")?.control === element)) return { at: [x + left, y + top] };
-    const about = { bubbles: true, cancelable: true, composed: true, view: window, clientX: x, clientY: y };
-    for (const type of ["mousedown", "mouseup"]) element.dispatchEvent(new MouseEvent(type, about));
+    const options = { bubbles: true, cancelable: true, composed: true, view: window, clientX: x, clientY: y };
+    for (const type of ["mousedown", "mouseup"]) element.dispatchEvent(new MouseEvent(type, options));
     element.focus?.();
     if (element.click) element.click();
-    else element.dispatchEvent(new MouseEvent("click", about));
+    else element.dispatchEvent(new MouseEvent("click", options));
     return {};
   };
   const type = (element, text, id) => {
@@ -238,8 +239,8 @@
 
   const act = (verb, id, text) => {
     const element = id === null ? null : items[id];
-    const isThere = element?.isConnected && element.ownerDocument.defaultView;  // in a frame that is there, too
-    if (id !== null && !isThere) return { error: `there is no [${id}] on this page` };
+    const isPresent = element?.isConnected && element.ownerDocument.defaultView;  // null if its frame was removed
+    if (id !== null && !isPresent) return { error: `there is no [${id}] on this page` };
     return { click, type, select, scroll }[verb](element, text, id);
   };
 

@@ -1,7 +1,7 @@
-"""A page of the browser, as environments use it: open, look, act.
+"""A page of the browser: open an address, describe the page as text, perform actions.
 
-Every question to the page is bounded: a page is a program of someone else's that may hang, crash or
-go away at any moment, and an episode must end then, with the reason as its class of failure.
+A page runs untrusted scripts that may hang, crash or navigate at any moment. So every request to it
+has a deadline, and a failed request fails the episode with a failure class for its reason.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ LEFT = "() => window.__arealite?.left()"
 STAY = "() => window.__arealite?.stay()"
 MAX_REPLACED = 20
 MAX_NOTES = 5
-"""Between two looks; a page may open dialogs for ever."""
+"""Notes per observation; a page may open dialogs without end."""
 MAX_KEYS = 200
-"""A longer text is put in at once, without key events."""
+"""A longer text is inserted at once, without key events."""
 
 
 class PageTimeout(EpisodeError):
-    """The task's page did not load, or a page did not answer, in time."""
+    """A page did not load or answer within `timeout_s`."""
 
     failure_class = "page_timeout"
 
 
 class PageError(EpisodeError):
-    """The task's page could not be loaded, or fails what is done to it."""
+    """The task's page could not be loaded, or its script raised an error during an action."""
 
     failure_class = "page_error"
 
@@ -55,30 +55,30 @@ class BrowserCrash(EpisodeError):
 
 
 class View(msgspec.Struct):
-    """What a page shows. Filled by page.js."""
+    """The description of a page, made by page.js."""
 
     text: str = "(an empty page)"
     title: str = ""
     url: str = ""
     choices: list[str] = []
     state: list[Any] = []
-    """The page's variables that were asked for, in order; None where it has none of the name."""
+    """Values of the requested variables of the page, in order; None for a missing one."""
     leaving: bool = False
-    """The page is about to be replaced by another."""
+    """The page is navigating to another page."""
 
 
 class Page:
-    """One tab in a context of its own; what it opens besides is closed at once."""
+    """One tab in its own browser context. Further tabs that the page opens are closed at once."""
 
     def __init__(self, tab: Tab, config: BrowserConfig, allowed: Collection[str]) -> None:
         self.tab = tab
         self.config = config
         self.allowed = allowed
         self.notes: list[str] = []
-        """What happened that the page does not show; whoever tells the agent empties it."""
+        """Events that the page's text does not show; the next observation shows and clears them."""
         self.crashed = False
         self.uses = 0
-        """Episodes that are over."""
+        """Number of finished episodes."""
         tab.on("crash", self._crash)
         tab.on("dialog", self._dismiss)
         tab.on("download", self._refuse)
@@ -86,19 +86,21 @@ class Page:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be used again."""
+        """Whether the page can be used again."""
         browser = self.tab.context.browser
         alive = browser is not None and browser.is_connected()
         return alive and not self.crashed and not self.tab.is_closed()
 
     async def open(self, url: str) -> None:
-        """Load the task's own page.
+        """Load the first page of a task.
 
         Raises:
-            PageTimeout, PageError, BrowserCrash: it cannot be had.
+            PageTimeout: The page did not load within `timeout_s`.
+            PageError: The address is not on a site of the task, or the page could not be loaded.
+            BrowserCrash: The page or the browser died.
         """
         self.notes.clear()
-        if origin(url) not in self.allowed:  # such as file://, in a task of someone else's
+        if origin(url) not in self.allowed:  # for instance file://, in an untrusted task
             raise PageError(f"{url[:200]} is not on a site of this task")
         try:
             async with self.asking(f"the page {url}"):
@@ -107,7 +109,7 @@ class Page:
             raise PageError(f"{url}: {first_line(error)}") from error
 
     async def evaluate(self, script: str, *given: Any) -> Any:
-        """Return what a script of the environment's own gives; raises as `open` does."""
+        """Run a script of the environment in the page; return its value. Raises as `open` does."""
         try:
             async with self.asking("the page's answer"):
                 return await self.tab.evaluate(script, *given)
@@ -115,30 +117,34 @@ class Page:
             raise PageError(first_line(error)) from error
 
     async def look(self, skip: str = "", names: Collection[str] = ()) -> View:
-        """Return what the page shows, without elements that the selector `skip` fits, and the
-        values of its variables `names`; a page that is being replaced is awaited."""
-        asked = {"limit": self.config.max_chars, "skip": skip, "names": [*names]}
-        asked["settle"] = self.config.settle_ms
-        stayed = False
+        """Return a description of the page. During a navigation, wait for the next page.
+
+        Args:
+            skip: CSS selector of elements to leave out.
+            names: Variables of the page to read into `View.state`.
+        """
+        request = {"limit": self.config.max_chars, "skip": skip, "names": [*names]}
+        request["settle"] = self.config.settle_ms
+        stopped = False
         for _ in range(MAX_REPLACED):
             try:
                 async with self.asking("the page's description"):
-                    view = msgspec.convert(await self.tab.evaluate(DESCRIBE, asked), View)
+                    view = msgspec.convert(await self.tab.evaluate(DESCRIBE, request), View)
                     if not view.leaving:
                         return view
                     await self.tab.evaluate(LEFT)
             except PageTimeout:
-                if stayed:
+                if stopped:
                     raise
-                stayed = True
-                await self._stay("the next page does not load; it was given up")
-            except Error:  # the page was replaced meanwhile
+                stopped = True
+                await self._stop_loading("the next page does not load; it was given up")
+            except Error:  # another page was loaded during the call
                 with suppress(Error):
                     await self.tab.wait_for_load_state(timeout=1000 * self.config.timeout_s)
-        raise PageTimeout(f"{self.tab.url} is replaced again and again")
+        raise PageTimeout(f"{self.tab.url} navigated {MAX_REPLACED} times without stopping")
 
-    async def _stay(self, note: str) -> None:
-        """End a navigation that comes to nothing; while it is under way, no script runs."""
+    async def _stop_loading(self, note: str) -> None:
+        """Stop a navigation that does not finish. No script runs while a page navigates."""
         self._note(note)
         async with self.asking("the end of a navigation"):
             with suppress(Error):
@@ -148,11 +154,11 @@ class Page:
                 await self.tab.evaluate(STAY)
 
     async def perform(self, command: Command) -> None:
-        """Carry out an action, and wait for nothing that it causes.
+        """Perform an action, without waiting for its effects.
 
         Raises:
-            BadAction: it cannot be done; the page is as it was.
-            PageError: the page's own script fails it.
+            BadAction: The action is not possible; the page is unchanged.
+            PageError: A script of the page raised an error.
         """
         if command.verb == "goto":
             return await self._goto(command.text)
@@ -173,7 +179,7 @@ class Page:
         return None
 
     async def _input(self, answer: dict[str, Any]) -> None:
-        """Do by mouse or keyboard what the page has prepared."""
+        """Send the mouse or keyboard input that page.js answered with."""
         keyboard = self.tab.keyboard
         if "at" in answer:
             await self.tab.mouse.click(*answer["at"])
@@ -192,31 +198,35 @@ class Page:
             if not self.is_alive:
                 raise BrowserCrash(first_line(error)) from error
             why = "does not load" if isinstance(error, LoadTimeout) else "cannot be loaded"
-            await self._stay(f"{whole} {why}; it was given up")
+            await self._stop_loading(f"{whole} {why}; it was given up")
 
     async def close(self) -> None:
-        """Close the tab and its context; one that does not answer goes with the browser."""
+        """Close the tab and its context; if they do not answer, they are left to the browser."""
         wait = Wait("the end of a page", owner="browser", on="chromium", seconds=5.0)
         with suppress(Error, DeadlineError, RuntimeError), wait:
             await self.tab.context.close()
 
     @asynccontextmanager
     async def asking(self, what: str) -> AsyncGenerator[None, None]:
-        """Bound the body's time, and name what the death of page or browser does to it."""
+        """Give the body a deadline, and turn the death of page or browser into a BrowserCrash.
+
+        Args:
+            what: What the body waits for, for errors and `arealite why`.
+        """
         seconds = self.config.timeout_s
         try:
             with Wait(what, owner="browser", on="chromium", seconds=seconds):
                 yield
         except DeadlineError as error:
-            raise PageTimeout(f"{what} did not come within {seconds} s") from error
+            raise PageTimeout(f"{what} did not come within timeout_s={seconds}") from error
         except Error as error:
-            self.crashed |= type(error).__name__ == "TargetClosedError"  # the driver is dead, too
+            self.crashed |= type(error).__name__ == "TargetClosedError"  # the driver died
             if self.is_alive:
                 raise
             raise BrowserCrash(first_line(error)) from error
-        except RuntimeError as error:  # of uvloop: there is no pipe to the driver any more
+        except RuntimeError as error:  # raised by uvloop: the pipe to the driver is closed
             self.crashed = True
-            raise BrowserCrash(f"the browser's driver is gone: {error}") from error
+            raise BrowserCrash(f"the browser's driver died: {error}") from error
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MAX_NOTES:
@@ -233,7 +243,7 @@ class Page:
 
     async def _refuse(self, _: Download) -> None:
         with suppress(EpisodeError):
-            await self._stay("a download was refused")
+            await self._stop_loading("a download was refused")
 
     async def _close(self, tab: Tab) -> None:
         if tab is not self.tab:
@@ -242,5 +252,5 @@ class Page:
 
 
 def first_line(error: Exception) -> str:
-    """Return what Playwright says, without its log."""
+    """Return the first line of an error of Playwright; its log follows."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,4 +1,4 @@
-"""The turns of an episode on a page: what the agent is told, and what becomes of its actions."""
+"""Play an episode on a page: send observations to the agent and perform its actions."""
 
 from __future__ import annotations
 
@@ -21,19 +21,31 @@ async def play(
     max_steps: int,
     look: Callable[[], Awaitable[View]],
     is_over: Callable[[View], bool] = lambda _: False,
-    tells_where: bool = True,
+    shows_address: bool = True,
 ) -> tuple[str | None, View]:
-    """Let the agent act until it stops, `is_over` or `max_steps`; return (its answer, None if it
-    never stopped; the last view). `tells_where`: observations have the page's title and address.
+    """Let the agent act until it stops, the episode is over or `max_steps` is reached.
 
-    What is no action, or cannot be done, is told to the agent, and counted as `bad_actions`.
+    An invalid or impossible action is reported to the agent and counted in the reward part
+    `bad_actions`.
+
+    Args:
+        page: The page to act on.
+        agent: The acting agent.
+        goal: The task, in each observation.
+        max_steps: Maximum number of actions.
+        look: Returns a description of the page.
+        is_over: Returns whether the episode ends, after each action.
+        shows_address: Whether observations hold the page's title and address.
+
+    Returns:
+        The answer of the agent's `stop`, None if it did not stop; and the last view.
     """
     rules, view = RULES[page.config.rules], await look()
     for _ in range(max_steps):
-        where = f"Page: {view.title} ({view.url})" if tells_where else ""
-        said = tell(rules, f"Goal: {goal}", *page.notes, where, view.text)
+        where = f"Page: {view.title} ({view.url})" if shows_address else ""
+        text = join_lines(rules, f"Goal: {goal}", *page.notes, where, view.text)
         page.notes.clear()
-        action = await agent.act(Observation(said, (*view.choices,)))
+        action = await agent.act(Observation(text, (*view.choices,)))
         rules = RULES["none" if page.config.rules == "none" else "short"]
         is_bad = 0.0
         try:
@@ -52,6 +64,6 @@ async def play(
     return None, view
 
 
-def tell(*parts: str) -> str:
-    """Write an observation that stands on its own."""
+def join_lines(*parts: str) -> str:
+    """Join the parts that are not empty, one per line."""
     return "\n".join(part for part in parts if part)

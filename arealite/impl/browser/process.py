@@ -1,8 +1,8 @@
-"""One headless Chromium a worker, and the pages that episodes borrow from it.
+"""One headless Chromium per worker, and the pages that it lends to episodes.
 
-One, because a browser costs a hundred times what a context in it costs; and each episode has a
-context of its own, so that no one sees another's cookies. The browser cannot reach any host but the
-task's: that is settled where names are resolved, below everything that a page can do.
+A browser costs a hundred times as much as a context in it, so a worker has one browser. Each page
+has its own context, so concurrent episodes share no cookies. The browser can reach only the task's
+hosts: its resolver refuses all other names, and a page cannot change that.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ logger = log.get(__name__)
 
 START_S, STOP_S = 60.0, 10.0
 MAX_USES = 500
-"""Episodes of a context, which is replaced then: what pages leave behind adds up."""
+"""Episodes of a context before it is replaced: data that pages leave in a context adds up."""
 ARGUMENTS = (
-    "--no-proxy-server",  # a proxy would resolve the names that we do not
+    "--no-proxy-server",  # a proxy could resolve the names that the browser refuses
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--disable-gpu",
-    "--disable-threaded-compositing",  # nobody looks: a third less to compute for each step
+    "--disable-threaded-compositing",  # saves a third of the CPU time of each step
     "--num-raster-threads=1",
 )
 VIEWPORT: Any = {"width": 1024, "height": 768}
 
 
 class Browser:
-    """Lends pages that reach nothing but `sites`, the addresses of a task's hosts."""
+    """Lends pages that can reach only `sites`, the addresses of the task's hosts."""
 
     def __init__(self, config: BrowserConfig, sites: Sequence[str]) -> None:
         self.config = config
         self.allowed = {origin(site) for site in sites}
-        """`host:port` of each."""
+        """`host:port` of each site."""
         self._slots = asyncio.Semaphore(config.contexts)
         self._idle: list[Page] = []
         self._lock = asyncio.Lock()
@@ -60,21 +60,24 @@ class Browser:
         """Start the browser.
 
         Raises:
-            UserError: Playwright or Chromium is not installed, or does not start.
+            UserError: Playwright or Chromium is not installed, or the browser does not start.
         """
         if shutil.which(self.config.executable) is None:
             raise UserError(
-                f"browser.executable={self.config.executable}: no such program. Install Debian's "
-                "package chromium-headless-shell, or give the path of another Chromium."
+                f"browser.executable={self.config.executable}: program not found. Install Debian's "
+                "package chromium-headless-shell, or set the path of another Chromium."
             )
         self._pages = await asyncio.to_thread(_import_pages)
         self._errors = (self._pages.Error, DeadlineError)
         self._script = await asyncio.to_thread(self._pages.SCRIPT.read_text)
         try:
-            await self._running()
+            await self._ensure_browser()
         except self._errors as error:
             why = self._pages.first_line(error)
-            raise UserError(f"{self.config.executable} does not start: {why}") from error
+            raise UserError(
+                f"browser.executable={self.config.executable} does not start: {why}. Set the path "
+                "of a Chromium that starts on this host."
+            ) from error
 
     async def close(self) -> None:
         """Stop the browser."""
@@ -83,23 +86,29 @@ class Browser:
 
     @asynccontextmanager
     async def page(self, storage_state: Any = None) -> AsyncGenerator[Page, None]:
-        """Lend a page for an episode, once one is free; with a `storage_state` (cookies, as
-        Playwright saves them; {} for none) it is in a new context.
+        """Lend a page to an episode; wait until a page is free.
+
+        Args:
+            storage_state: Cookies, in Playwright's format; {} for none. The page then has a new
+                context. None: the page may be a reused one.
+
+        Yields:
+            The page.
 
         Raises:
-            BrowserCrash: the browser died, and does not start again.
+            BrowserCrash: The browser died and does not start again.
         """
         with Wait("a free page", owner="browser", on="other episodes"):
             await self._slots.acquire()
         try:
             page = await self._take(storage_state)
-            is_whole = False
+            is_reusable = False
             try:
                 yield page
                 page.uses += 1
-                is_whole = storage_state is None and page.is_alive and page.uses < MAX_USES
+                is_reusable = storage_state is None and page.is_alive and page.uses < MAX_USES
             finally:
-                if is_whole:
+                if is_reusable:
                     self._idle.append(page)
                 else:
                     await self._drop(page)
@@ -107,9 +116,9 @@ class Browser:
             self._slots.release()
 
     async def _drop(self, page: Page) -> None:
-        """Close a page; with one that crashed also the idle ones, of a browser that may be dead."""
-        doubtful, self._idle = (self._idle, []) if page.crashed else ([], self._idle)
-        await asyncio.gather(*(each.close() for each in [page, *doubtful]))
+        """Close a page. If it crashed, the browser may be dead: close all idle pages, too."""
+        idle, self._idle = (self._idle, []) if page.crashed else ([], self._idle)
+        await asyncio.gather(*(each.close() for each in [page, *idle]))
 
     async def _take(self, storage_state: Any) -> Page:
         while storage_state is None and self._idle:
@@ -119,13 +128,14 @@ class Browser:
         for is_last in (False, True):
             chromium = self._chromium
             try:
-                chromium = await self._running()
+                chromium = await self._ensure_browser()
                 with Wait("a new page", owner="browser", on="chromium", seconds=START_S):
                     return await self._new_page(chromium, storage_state)
             except self._errors as error:
                 why = self._pages.first_line(error)
                 if is_last:
-                    raise self._pages.BrowserCrash(f"it does not start again: {why}") from error
+                    text = f"the browser does not start again: {why}"
+                    raise self._pages.BrowserCrash(text) from error
                 await self._abandon(chromium, why)
         raise AssertionError("the second attempt returns or raises")
 
@@ -140,8 +150,8 @@ class Browser:
         await context.add_init_script(self._script)
         return self._pages.Page(await context.new_page(), self.config, self.allowed)
 
-    async def _running(self) -> Chromium:
-        """Return the browser, started anew if it has died."""
+    async def _ensure_browser(self) -> Chromium:
+        """Return the running browser; start a new one if it has died."""
         async with self._lock:
             if self._chromium is not None and self._chromium.is_connected():
                 return self._chromium
@@ -161,7 +171,7 @@ class Browser:
             return chromium
 
     async def _abandon(self, chromium: Chromium | None, why: str) -> None:
-        """Stop a browser that failed, unless another episode has done so."""
+        """Stop a browser that failed, unless another episode has already stopped it."""
         async with self._lock:
             if self._chromium is chromium:
                 logger.warning("browser died", error=why)

@@ -1,1 +1,1 @@
-"""Built-in environments."""
+"""Environments: mathematics, code, tools, debates, games, web pages and adapters."""

@@ -1,7 +1,6 @@
-"""A task that is solved with tools: the agent calls them, turn by turn, and then answers.
+"""Tasks that are solved with tools: the agent calls tools, turn by turn, and then answers.
 
-Failed calls are told to the agent, as it may learn from them; a tool that is broken fails the
-episode.
+The agent gets the errors of failed calls. A broken tool fails the episode.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import Answer, States, Toolbox
 
 HELD_OUT = 4
-"""One of so many generated tasks is never one of split train, and is of all others."""
+"""One in HELD_OUT generated tasks is left out of the split train and used by all other splits."""
 
 
 @dataclass
 class Tally:
-    """What became of an episode's calls."""
+    """Counts of an episode's calls."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     used: set[str] = field(default_factory=set)
-    """Names of the tools that answered without an error."""
+    """Names of the tools that have answered without an error."""
 
     def add(self, call: ToolCall, answer: Answer) -> None:
         """Count one call."""
@@ -46,7 +45,7 @@ class Tally:
 
 
 class ToolsEnv(Env):
-    """Offers tools, makes the calls of each turn side by side, and scores the last answer."""
+    """Offers tools, executes the calls of each turn concurrently, and scores the last answer."""
 
     resumable = True
 
@@ -58,14 +57,18 @@ class ToolsEnv(Env):
 
     @classmethod
     def rows(cls, config: ToolsEnvConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield arithmetic, easy and not, as `config.arithmetic` has it."""
+        """Yield arithmetic tasks by `config.arithmetic`, without end."""
         return arithmetic(config.arithmetic, split=split, seed=seed)
 
     @staticmethod
     def check_row(task: Task, /) -> None:
-        """Refuse a row without a ground truth, or whose `tools` is not a list."""
+        """Check that a row has a ground truth and, if any, a list of `tools`.
+
+        Raises:
+            EpisodeError: The row is invalid.
+        """
         if task.truth and not isinstance(task.extra_info.get("tools"), list | None):
-            raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of names")
+            raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of tool names")
 
     async def setup(self) -> None:
         """Start the reward function and the tools."""
@@ -73,10 +76,10 @@ class ToolsEnv(Env):
         await self.box.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent call tools until it answers, and reward it.
+        """Let the agent call tools until it answers; give it the reward.
 
         Raises:
-            EpisodeError: the task has no ground truth, or a tool is broken.
+            EpisodeError: The row is invalid, or a tool is broken.
         """
         self.check_row(task)
         agent, tally, wanted = agents["agent"], Tally(), task.extra_info.get("tools")
@@ -95,12 +98,12 @@ class ToolsEnv(Env):
         agent.reward(value, **parts, tool_timeouts=float(tally.kinds["timeout"]))
 
     async def close(self) -> None:
-        """Stop what `setup` started."""
+        """Stop the tools and the reward function."""
         await self.box.close()
         await self.scorer.close()
 
     async def _converse(self, task: Task, agent: Agent, states: States, tally: Tally) -> Action:
-        """Return the agent's last action; one with calls where it never came to an answer."""
+        """Return the agent's last action. It has calls if the agent gave no answer."""
         observation = Observation(task.prompt, tools=self.box.schemas)
         for _ in range(self.config.max_turns - 1):
             action = await agent.act(observation)
@@ -110,26 +113,32 @@ class ToolsEnv(Env):
             messages: list[dict[str, Any]] = []
             for call, answer in zip(action.calls, answers, strict=True):
                 tally.add(call, answer)
-                about = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
-                messages.append(about | {"content": answer.content})
+                message = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
+                messages.append(message | {"content": answer.content})
             observation = Observation(messages, tools=self.box.schemas)
         return await agent.act(observation)
 
     async def _answer(self, calls: tuple[ToolCall, ...], states: States) -> list[Answer]:
-        """Make the calls of one turn side by side; those beyond `max_calls` are refused."""
-        most = self.config.max_calls
+        """Execute the calls of one turn concurrently; refuse calls beyond `max_calls`."""
+        limit = self.config.max_calls
         async with asyncio.TaskGroup() as group:
-            made = [group.create_task(self.box.call(call, states)) for call in calls[:most]]
-        refused = Answer(f"error: more than {most} calls in one turn", "malformed")
-        return [*(task.result() for task in made), *[refused] * len(calls[most:])]
+            made = [group.create_task(self.box.call(call, states)) for call in calls[:limit]]
+        refused = Answer(f"error: more than {limit} calls in one turn", "malformed")
+        return [*(task.result() for task in made), *[refused] * len(calls[limit:])]
 
 
 def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, float]:
-    """Return the parts of the reward by name; `wanted` are the tools that the task says it needs.
+    """Return the parts of the reward by name, each from 0 to 1.
 
-    tool: the share of these that were used, or, where none is needed, whether none was called.
-    format: the share of calls that could be read and made. efficiency: of a right answer, 1 for as
-    many calls as needed, and less for more.
+    Args:
+        correct: Score of the answer.
+        tally: Counts of the episode's calls.
+        wanted: Tools that the task needs; None: the row does not list them.
+
+    Returns:
+        correct: The score of the answer. format: The share of valid calls. efficiency: `correct`,
+        reduced by calls beyond the needed ones. tool, if `wanted` is given: the share of the needed
+        tools that were used; if none is needed, whether no tool was called.
     """
     calls = tally.kinds.total()
     parts = {"correct": correct, "format": 1.0 - tally.kinds["malformed"] / max(calls, 1)}
@@ -143,15 +152,15 @@ def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, 
 
 
 def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield rows of tasks without end; no task of `train` is one of another split.
+    """Yield rows of arithmetic tasks without end. The split train shares no task with other splits.
 
     Raises:
-        UserError: an operator is none, or the prompt has no place for the task.
+        UserError: An operator is unknown, or the prompt has no {} for the task.
     """
     if not config.operators or set(config.operators) - set("+-*/%") or "{}" not in config.prompt:
         raise UserError(
             f"env.tools.arithmetic: operators={config.operators!r} must be some of + - * / %, and "
-            f"prompt={config.prompt!r} must have {{}} where the task stands."
+            f"prompt={config.prompt!r} must contain {{}}, which is replaced by the task."
         )
     rng = random.Random(f"arithmetic {split} {seed}")
     low, high = 10 ** (config.digits - 1), 10**config.digits

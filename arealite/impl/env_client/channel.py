@@ -1,6 +1,7 @@
-"""One session with an environment's server, seen from the client: a question, an answer.
+"""One session with an environment server, on the client's side: each request has one answer.
 
-OpenEnv's wire has no ids: what comes unasked cannot be told from an answer, so it ends the session.
+OpenEnv's messages have no ids, so the client cannot distinguish an unexpected message from an
+answer. An unexpected message ends the session.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, fr
 from arealite.system.health.waits import Wait, is_cancelled
 
 CLOSE_S = 1.0
-"""A server that is told good-bye has this long to say it, too."""
-SPOKEN = (WSMsgType.TEXT, WSMsgType.BINARY)
+"""Timeout for the server's answer to a closing handshake."""
+CONTENT = (WSMsgType.TEXT, WSMsgType.BINARY)
 T = TypeVar("T")
 CLOSING = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED)
 
 
 class EnvServerLost(EpisodeError):
-    """The server of an episode died, is gone or silent or closed the session; or there is none."""
+    """The server died, does not answer or closed the session; or no server answers."""
 
     failure_class = "env_server_lost"
 
 
 class EnvServerFull(EpisodeError):
-    """No server had room for the episode in time."""
+    """No server had a free session within `wait_s`."""
 
     failure_class = "env_server_full"
 
 
 class EnvServerGarbage(EpisodeError):
-    """A server said what is none of the protocol."""
+    """Malformed or unexpected server message."""
 
     failure_class = "env_server_garbage"
 
 
 class EnvStepTimeout(EpisodeError):
-    """A server did not answer a step in time."""
+    """A server did not answer a request within `answer_s`."""
 
     failure_class = "env_step_timeout"
 
 
 class Answer(msgspec.Struct):
-    """What a server says."""
+    """A message of a server."""
 
     type: str
     data: msgspec.Raw = msgspec.Raw(b"{}")
@@ -65,24 +66,26 @@ decode_refusal = msgspec.json.Decoder(Refusal).decode
 
 
 @dataclass(eq=False)
-class Server:
-    """One server, as a worker knows it."""
+class ServerState:
+    """A worker's view of one environment server."""
 
     url: URL
-    most: int = 0
-    """Episodes that it may begin in all, 0: any number."""
+    max_episodes: int = 0
+    """Episodes that this worker may start on the server; 0: no limit."""
     alive: bool = False
-    """It answered when last asked."""
+    """The server answered the last request."""
     full: bool = False
-    """It has just refused an episode."""
+    """The server refused an episode because all sessions are in use."""
     lost: bool = False
-    """It was alive, and is silent or gone."""
+    """The server was alive and does not answer any more."""
     retired: bool = False
-    """It finishes what it has, and gets no more."""
-    heard: float = 0.0
+    """The server gets no new episodes."""
+    last_seen: float = 0.0
+    """Time of the last answer to /health, by `time.monotonic`."""
     load: int = 0
-    """Episodes in it, of this worker."""
-    begun: int = 0
+    """Episodes of this worker that are running on the server."""
+    started: int = 0
+    """Episodes that this worker has started on the server."""
     channels: set[Channel[Any]] = field(default_factory=set)
 
     @property
@@ -91,22 +94,22 @@ class Server:
 
     @property
     def is_free(self) -> bool:
-        is_worn = self.retired or bool(self.most and self.begun >= self.most)
-        return self.alive and not self.full and not is_worn
+        is_used_up = bool(self.max_episodes and self.started >= self.max_episodes)
+        return self.alive and not (self.full or self.retired or is_used_up)
 
-    def lose(self) -> None:
-        """Take it out of use, and end what waits for it."""
+    def mark_lost(self) -> None:
+        """Use the server no more; fail the requests that wait for its answers."""
         self.alive, self.lost = False, True
         for channel in self.channels:
             channel.pending.cancel()
 
 
 class Channel(Generic[T]):
-    """An open session; `decode` reads the data of an answer, a T."""
+    """An open session, whose answers are decoded to T."""
 
     def __init__(
         self,
-        server: Server,
+        server: ServerState,
         socket: aiohttp.ClientWebSocketResponse,
         *,
         config: EnvServersConfig,
@@ -114,19 +117,20 @@ class Channel(Generic[T]):
     ) -> None:
         self.server = server
         self.pending = asyncio.ensure_future(socket.receive())
-        """What the server says next: done before it is asked, the session is broken."""
+        """The next message. If it is done while no request is open, the session is broken."""
         self._socket = socket
         self._config = config
         self._decode = decode
         server.channels.add(self)
 
     async def ask(self, kind: str, data: Any) -> T:
-        """Send a message; return its answer.
+        """Send a message; return the decoded data of its answer.
 
         Raises:
-            EpisodeError: there is none; or the server tells of a failure, which has the same class
-                here.
-            UserError, InvariantError: the server tells of one.
+            EpisodeError: No valid answer came, or the server answered with a failed episode; the
+                failure class is the server's.
+            UserError: The environment raised a UserError.
+            InvariantError: The environment raised an InvariantError.
         """
         self.check()
         text = frame(kind, data, self._config.max_message_kb * 1024)
@@ -141,26 +145,30 @@ class Channel(Generic[T]):
             raise EnvServerLost(f"{name}: {type(error).__name__}: {error}") from error
         except asyncio.CancelledError:
             if not is_cancelled():
-                raise EnvServerLost(f"{name} is gone or silent") from None
+                raise EnvServerLost(f"{name} does not answer") from None
             raise
         self.pending = asyncio.ensure_future(self._socket.receive())
-        await asyncio.sleep(0)  # what came together with the answer is there now
+        await asyncio.sleep(0)  # a message that arrived with the answer is received now
         answer = self._read(message)
-        if self.pending.done() and self.pending.result().type in SPOKEN:
-            raise EnvServerGarbage(f"{name} spoke twice")
+        if self.pending.done() and self.pending.result().type in CONTENT:
+            raise EnvServerGarbage(f"{name} sent two answers to one message")
         return answer
 
     def check(self) -> None:
-        """Raise what is wrong if the server has spoken unasked, closed or died."""
+        """Check, between requests, that the session is intact.
+
+        Raises:
+            EpisodeError: The server sent an unexpected message, closed the session or died.
+        """
         if not self.pending.done():
             return
         if self.pending.cancelled():
-            raise EnvServerLost(f"{self.server.name} is gone or silent")
+            raise EnvServerLost(f"{self.server.name} does not answer")
         self._read(self.pending.result())
-        raise EnvServerGarbage(f"{self.server.name} spoke without being asked")
+        raise EnvServerGarbage(f"{self.server.name} sent a message without a request")
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the message ends the session."""
         self.server.channels.discard(self)
         self.pending.cancel()
         await asyncio.gather(self.pending, return_exceptions=True)
@@ -169,26 +177,28 @@ class Channel(Generic[T]):
             await self._socket.close()
 
     def _read(self, message: WSMessage) -> T:
-        if message.type not in SPOKEN:
-            raise self._ended(message)
+        if message.type not in CONTENT:
+            raise self._close_reason(message)
         try:
             answer = decode(message.data)
             if answer.type != "error":
                 return self._decode(answer.data)
-            told = decode_refusal(answer.data)
+            refused = decode_refusal(answer.data)
         except msgspec.MsgspecError as error:
             raise EnvServerGarbage(f"{self.server.name}: {error}") from error
-        if told.code == CAPACITY:
-            raise EnvServerFull(f"{self.server.name}: {told.message}")
-        raise failure(told, self.server.name)
+        if refused.code == CAPACITY:
+            raise EnvServerFull(f"{self.server.name}: {refused.message}")
+        raise failure(refused, self.server.name)
 
-    def _ended(self, message: WSMessage) -> EpisodeError:
-        """Say why there is no answer."""
+    def _close_reason(self, message: WSMessage) -> EpisodeError:
+        """Return the error for a message without content: the session was closed."""
         code, name = self._socket.close_code, self.server.name
         if code == WSCloseCode.MESSAGE_TOO_BIG:
-            most = self._config.max_message_kb
-            what = f"{name}: a message longer than its limit, or than max_message_kb={most}"
-            return MessageTooLarge(what)
+            limit = self._config.max_message_kb
+            return MessageTooLarge(
+                f"{name}: a message is longer than max_message_kb={limit} of the runtime, or than "
+                "the server's server.max_message_kb. Raise both."
+            )
         if message.type in CLOSING:
             why = f"{code} {message.extra or ''}".strip()
             return EnvServerLost(f"{name} closed the session ({why})")

@@ -1,6 +1,6 @@
-"""An environment's own processes: children of the worker that run `arealite serve` on loopback.
+"""Child processes of a rollout worker that run `arealite serve` on loopback.
 
-One that crashes, hangs or leaks takes its episodes with it, and no more: another takes its place.
+A child that crashes, hangs or leaks memory is replaced. Only its own episodes fail.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
-from arealite.impl.env_client.channel import Server
-from arealite.impl.env_client.servers import Servers, parse
+from arealite.impl.env_client.channel import ServerState
+from arealite.impl.env_client.servers import ServerPool, parse
 from arealite.impl.env_server.wire import SERVING
 from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
 from arealite.impl.launcher.supervisor import Budget
@@ -32,11 +32,12 @@ logger = log.get(__name__)
 
 START_S = 120.0
 CHECK_S = 0.5
-"""How often a child's memory is looked at."""
+"""Interval for checking a child's memory."""
 TERMINATE_S = 2.0
-"""From SIGTERM to SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 RETIRE_S = 600.0
-"""What is full of episodes has this long to finish them; what holds too much memory, a tenth."""
+"""Grace period for the running episodes of a child that has started `recycle_episodes` episodes. A
+child with too much memory gets a tenth of it."""
 
 
 @dataclass(eq=False)
@@ -44,11 +45,11 @@ class Running:
     """A child that listens."""
 
     process: Child
-    server: Server
+    server: ServerState
     exit: asyncio.Task[int]
 
     def rss_mb(self) -> float:
-        """Return the memory that it holds; 0 where this system does not tell."""
+        """Return the child's resident memory in MB; 0 if the system does not report it."""
         try:
             pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         except (OSError, IndexError):
@@ -57,13 +58,14 @@ class Running:
 
 
 class Children:
-    """Keeps `runtime.processes` children alive, and in the list of servers."""
+    """Keeps `runtime.processes` children running and registered in the server pool."""
 
-    def __init__(self, args: Any, config: EnvConfig, servers: Servers) -> None:
+    def __init__(self, args: Any, config: EnvConfig, servers: ServerPool) -> None:
         self.runtime: RuntimeConfig = config.runtime
         self.name = f"environment {config.type}"
         self._servers = servers
-        # Its episodes end with the worker's sockets, and by the collector's deadline.
+        # A child needs no limits of its own: an episode ends when the worker closes its socket, and
+        # the collector has a deadline for it.
         own = {"max_sessions": 2**20, "idle_s": 1e6, "episode_s": 1e6}
         own["max_message_kb"] = self.runtime.max_message_kb
         tree = {name: getattr(args, name) for name in ("seed", "experiment_name", "trial_name")}
@@ -79,23 +81,23 @@ class Children:
         """Start the first children.
 
         Raises:
-            UserError: one does not come to serve; its words are in this process's log.
+            UserError: A child did not start; its stderr is in this process's log.
         """
         starts = (self._start() for _ in range(self.runtime.processes))
-        for first in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(first, BaseException):
-                raise first
-            self._own(self._keep(first))
+        for child in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(child, BaseException):
+                raise child
+            self._create_task(self._keep_alive(child))
 
     async def close(self) -> None:
-        """End all of them."""
+        """Stop all children."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._remove(child) for child in [*self._running]))
 
-    def _own(self, work: Any) -> None:
-        task = asyncio.create_task(work, name=self.name)
+    def _create_task(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine, name=self.name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -106,12 +108,12 @@ class Children:
             words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
             child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
             try:
-                address = await self._address(child.process)
+                address = await self._read_address(child.process)
             except BaseException:
                 await end_all([child], grace_s=TERMINATE_S)
                 raise
-        server = self._servers.add(parse(address), most=self.runtime.recycle_episodes)
-        server.alive = True  # it has just told that it listens
+        server = self._servers.add(parse(address), max_episodes=self.runtime.recycle_episodes)
+        server.alive = True  # a server prints its address when it listens
         self._servers.changed.set()
         logger.info("environment process ready", name=self.name, server=address, child=child.pid)
         exit_ = asyncio.create_task(child.process.wait())
@@ -119,28 +121,31 @@ class Children:
         self._running.add(running)
         return running
 
-    async def _address(self, process: Process) -> str:
+    async def _read_address(self, process: Process) -> str:
+        """Return the host:port that a new child prints when it listens."""
         assert process.stdout is not None
         with Wait("its port", owner="collector", on=self.name, seconds=START_S):
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
             ended = how_ended(await process.wait())
-        raise UserError(f"a process of {self.name} did not start ({ended}); see above.")
+        raise UserError(
+            f"a process of {self.name} did not start ({ended}). Its error is in the log above."
+        )
 
-    async def _keep(self, child: Running | None) -> None:
-        """Replace a child whenever it is over, until it dies too often."""
+    async def _keep_alive(self, child: Running | None) -> None:
+        """Replace a child each time it dies or is used up, until the restart budget is spent."""
         budget = Budget(self.runtime.max_restarts)
         while True:
             begin = time.monotonic()
             try:
                 child = child or await self._start()
-                why, grace_s = await self._over(child)
+                why, grace_s = await self._wait_for_replacement(child)
             except (UserError, DeadlineError) as error:
                 why, grace_s = str(error), 0.0
             if child and grace_s:
-                logger.info("environment process renewed", name=self.name, why=why)
-                self._own(self._retire(child, grace_s))
+                logger.info("environment process recycled", name=self.name, why=why)
+                self._create_task(self._retire(child, grace_s))
             else:
                 if child:
                     await self._remove(child)
@@ -151,35 +156,40 @@ class Children:
                     break
                 await asyncio.sleep(pause_s)
             child = None
-        self._servers.verdict = UserError(
-            f"the processes of {self.name} died {budget.deaths} times in a row, at first: "
-            f"{budget.first}. Its words are in the log of the rollout worker."
+        self._servers.fatal = UserError(
+            f"the processes of {self.name} died {budget.deaths} times in a row "
+            f"(env.runtime.max_restarts={self.runtime.max_restarts}). The first death: "
+            f"{budget.first}. The error is in the log of the rollout worker; fix the environment."
         )
         self._servers.changed.set()
 
-    async def _over(self, child: Running) -> tuple[str, float]:
-        """Wait until a child is to be replaced; return why, and how long it may go on meanwhile:
-        0, it is dead or silent."""
-        server, most_mb = child.server, self.runtime.max_memory_mb
+    async def _wait_for_replacement(self, child: Running) -> tuple[str, float]:
+        """Wait until a child must be replaced.
+
+        Returns:
+            The reason, and the grace period in seconds for the child's running episodes; 0: the
+            child is dead or does not answer.
+        """
+        server, limit_mb = child.server, self.runtime.max_memory_mb
         while True:
             await asyncio.wait((child.exit,), timeout=CHECK_S)
             if child.exit.done():
                 return how_ended(child.exit.result()), 0.0
             if server.lost:
-                return f"silent for {self.runtime.silence_s} s", 0.0
-            if server.most and server.begun >= server.most:
-                return f"{server.begun} episodes", RETIRE_S
-            if most_mb and (held := child.rss_mb()) > most_mb:
-                return f"{held:.0f} MB", RETIRE_S / 10
+                return f"no answer for {self.runtime.silence_s} s", 0.0
+            if server.max_episodes and server.started >= server.max_episodes:
+                return f"{server.started} episodes", RETIRE_S
+            if limit_mb and (rss_mb := child.rss_mb()) > limit_mb:
+                return f"{rss_mb:.0f} MB of memory", RETIRE_S / 10
 
     async def _retire(self, child: Running, seconds: float) -> None:
-        """Let a child finish what it has, and end it."""
+        """Let a child finish its running episodes, then stop it."""
         child.server.retired = True
         try:
             with Wait("its last episodes", owner="collector", on=self.name, seconds=seconds):
-                await self._servers.until(lambda: child.exit.done() or not child.server.load)
+                await self._servers.wait_until(lambda: child.exit.done() or not child.server.load)
         except DeadlineError:
-            logger.warning("environment process ended early", name=self.name, seconds=seconds)
+            logger.warning("retired environment process killed", name=self.name, seconds=seconds)
         await self._remove(child)
 
     async def _remove(self, child: Running) -> None:

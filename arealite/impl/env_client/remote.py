@@ -1,6 +1,6 @@
-"""An environment that runs elsewhere: in processes of its own, or behind `arealite serve`.
+"""An environment that runs in child processes of the worker or behind `arealite serve`.
 
-The agents stay here, with their tokens; what crosses is what they see, what they do, and rewards.
+The agents stay in the worker, with their tokens. Observations, actions and rewards are sent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from arealite.api.task import Task
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
-from arealite.impl.env_client.servers import Servers
+from arealite.impl.env_client.servers import ServerPool
 from arealite.system.health import waits
 
 TOKEN = "AREALITE_ENV_TOKEN"
-"""Environment variable with the token of this worker's own environment processes."""
+"""Environment variable with the token of the worker's own child processes."""
 
 
 class Hosted(msgspec.Struct):
-    """What a server says of its environment."""
+    """A server's description of its environment."""
 
     name: str
     seats: tuple[str, ...]
@@ -44,7 +44,7 @@ decode_hosted = msgspec.json.Decoder(Hosted).decode
 
 
 class RemoteEnv(Env):
-    """Plays episodes in servers of an environment."""
+    """Plays episodes in environment servers."""
 
     def __init__(self, args: Any, config: EnvConfig) -> None:
         if config.runtime.type == "subprocess" and not config.runtime.token_env:
@@ -56,18 +56,18 @@ class RemoteEnv(Env):
         runtime = config.runtime
         if runtime.type == "remote" and not runtime.addresses:
             raise UserError(
-                "env.runtime.type=remote needs env.runtime.addresses=[host:port,…] of servers that "
-                f"`arealite serve env.type={config.type}` started."
+                "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]: the addresses "
+                f"of servers that `arealite serve env.type={config.type}` started."
             )
-        self.servers = Servers(runtime, Reply)
+        self.servers = ServerPool(runtime, Reply)
         self._stack = AsyncExitStack()
         self._hosted: Hosted | None = None
 
     async def setup(self) -> None:
-        """Start the processes, or find the servers.
+        """Start the child processes or find the servers, and read which seats they host.
 
         Raises:
-            UserError: none answers, or one hosts another environment.
+            UserError: No server answers, or a server hosts another environment.
         """
         runtime = self.config.runtime
         async with AsyncExitStack() as stack:
@@ -80,113 +80,117 @@ class RemoteEnv(Env):
             try:
                 what, on = "an environment server", "environment servers"
                 with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
-                    await self.servers.until(self._found)
+                    await self.servers.wait_until(self._is_any_alive)
             except DeadlineError as error:
-                where = ", ".join(runtime.addresses) or "its own processes"
+                where = ", ".join(runtime.addresses) or "the worker's child processes"
                 raise UserError(
                     f"env.runtime.type={runtime.type}: no server answers at {where} in "
-                    f"wait_s={runtime.wait_s}. Start them with `arealite serve`, or check "
+                    f"wait_s={runtime.wait_s}. Start the servers with `arealite serve`, or check "
                     "env.runtime.addresses and env.runtime.token_env."
                 ) from error
-            await self._ask()
+            await self._read_metadata()
             self._stack = stack.pop_all()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play an episode: the seats that wait act, side by side, until it is over."""
+        """Play an episode on a server; seats that wait at the same time act concurrently."""
         untrained = [name for name, agent in agents.items() if not agent.trainable]
         reset = {"task": task, "untrained": untrained}
         async with self.servers.episode(reset) as (channel, first):
             await _Episode(channel, agents).play(first)
 
     async def close(self) -> None:
-        """Stop what `setup` started."""
+        """Stop the child processes and close all connections."""
         await self._stack.aclose()
 
-    def _found(self) -> bool:
-        if self.servers.verdict is not None:
-            raise self.servers.verdict
+    def _is_any_alive(self) -> bool:
+        if self.servers.fatal is not None:
+            raise self.servers.fatal
         return any(server.alive for server in self.servers.known)
 
-    async def _ask(self) -> None:
-        """Learn from the servers what they host: seats may depend on their config."""
+    async def _read_metadata(self) -> None:
+        """Read seats and resumability from the servers: both may depend on the server's config."""
         for server in [server for server in self.servers.known if server.alive]:
             try:
                 hosted = decode_hosted(await self.servers.get(server, "metadata"))
             except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
-                has_key = getattr(error, "status", 0) != 401
-                why = error if has_key else "it asks for another env.runtime.token_env"
-                raise UserError(f"{server.name} does not say what it hosts: {why}") from error
+                is_unauthorized = getattr(error, "status", 0) == 401
+                why = "it needs another token; set env.runtime.token_env"
+                raise UserError(
+                    f"{server.name} does not describe its environment at /metadata: "
+                    f"{why if is_unauthorized else error}"
+                ) from error
             self._hosted = self._hosted or hosted
             if hosted != self._hosted or hosted.name != self.config.type:
                 raise UserError(
-                    f"{server.name} hosts environment {hosted.name} with seats {hosted.seats}; "
-                    f"this run needs {self.config.type}, the same in all servers."
+                    f"{server.name} hosts environment {hosted.name} with seats {hosted.seats}. "
+                    f"This run needs {self.config.type}, with the same seats in all servers."
                 )
             self.seats, self.resumable = hosted.seats, hosted.resumable
 
 
 class _Episode:
-    """One episode, from its first answer to its last."""
+    """One episode of a session."""
 
     def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
         self.channel = channel
         self.agents = agents
         self._acting = dict[asyncio.Future[Action], Wait]()
-        self._begun = dict.fromkeys(agents, 0)
-        self._turns = dict[tuple[str, int], int]()
-        """How many turns an agent's record had when it had acted for the n-th time."""
+        self._latest = dict.fromkeys(agents, 0)
+        """Number of each seat's latest turn."""
+        self._record_lengths = dict[tuple[str, int], int]()
+        """By seat and turn number: how many turns the agent's record had after that turn."""
 
     async def play(self, reply: Reply) -> None:
-        """Go on from an answer to the end."""
+        """Play from the answer to the reset until the episode is done."""
         try:
-            while not self._follow(reply).done:
-                reply = await self.channel.ask("step", await self._next())
+            while not self._handle(reply).done:
+                reply = await self.channel.ask("step", await self._next_step())
         finally:
             for task in self._acting:
                 task.cancel()
             await asyncio.gather(*self._acting, return_exceptions=True)
 
-    def _follow(self, reply: Reply) -> Reply:
-        """Give the rewards of an answer, and let the seats act that it tells of."""
-        seen = reply.observation
+    def _handle(self, reply: Reply) -> Reply:
+        """Pass the rewards of an answer to the agents; start `act` of seats that newly wait."""
+        view = reply.observation
         try:
-            for given in seen.rewards:
+            for given in view.rewards:
                 self._reward(given)
-            waits = [*seen.waiting, *([seen] if seen.turn else [])]
+            waits = [*view.waiting, *([view] if view.turn else [])]
             for wait in [] if reply.done else waits:
-                self._begin(wait)
+                self._start(wait)
         except KeyError as error:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat {error}") from error
         if not self._acting and not reply.done:
-            raise EnvServerGarbage(f"{self.channel.server.name}: no seat is to act")
+            raise EnvServerGarbage(f"{self.channel.server.name}: no seat waits for a step")
         return reply
 
-    def _begin(self, wait: Wait) -> None:
-        if wait.turn <= self._begun[wait.seat]:
-            return  # told before
-        self._begun[wait.seat] = wait.turn
+    def _start(self, wait: Wait) -> None:
+        if wait.turn <= self._latest[wait.seat]:
+            return  # an earlier answer held this wait
+        self._latest[wait.seat] = wait.turn
         extra = wait.choices or wait.tools
         seen = Observation(wait.content, wait.choices, wait.tools) if extra else wait.content
         task = asyncio.ensure_future(self.agents[wait.seat].act(seen))
         self._acting[task] = wait
 
-    async def _next(self) -> Step:
-        """Wait until a seat has acted."""
+    async def _next_step(self) -> Step:
+        """Wait until an agent has acted; return its step."""
         pending = self.channel.pending
         await asyncio.wait((*self._acting, pending), return_when=asyncio.FIRST_COMPLETED)
         self.channel.check()
         task = next(task for task in self._acting if task.done())
         wait, action = self._acting.pop(task), task.result()
-        self._turns[wait.seat, wait.turn] = len(self.agents[wait.seat].record.turns)
+        self._record_lengths[wait.seat, wait.turn] = len(self.agents[wait.seat].record.turns)
         reason = action.response.stop_reason if action.response else ""
         return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, reason)
 
     def _reward(self, given: Given) -> None:
-        """Give a reward to the turn for which it was meant: the agent may have gone on since."""
+        """Add a reward to the turn it was given for; the agent may have acted since."""
         agent, turns = self.agents[given.seat], self.agents[given.seat].record.turns
-        meant = self._turns.get((given.seat, given.turn), 0)
-        if not 0 < meant < len(turns):
+        length = self._record_lengths.get((given.seat, given.turn), 0)
+        if not 0 < length < len(turns):
             agent.reward(given.value, **given.parts)
             return
         agent.reward(0.0, **given.parts)
-        turns[meant - 1].reward += given.value
+        turns[length - 1].reward += given.value

@@ -1,7 +1,7 @@
-"""The servers of an environment: who is alive, who has room, and which gets the next episode.
+"""The pool of environment servers: health checks, and the choice of a server for each episode.
 
-A lost one takes its running episodes with it, which are offered again; others go elsewhere, and
-come back to it when it answers again.
+Episodes that run on a lost server fail and are offered again. The server gets new episodes when it
+answers again.
 """
 
 from __future__ import annotations
@@ -20,43 +20,55 @@ from yarl import URL
 from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, Server, T
+from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, ServerState, T
 from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
 PROBE_S = 0.5
-"""How often each server is asked for its health."""
+"""Interval of the requests to each server's /health."""
 CONNECT_S = 10.0
 MAX_BODY = 2**16
 
 
-class Servers(Generic[T]):
-    """Opens sessions for episodes, in which answers are T; `start` it before, `close` it after."""
+class ServerPool(Generic[T]):
+    """Opens sessions for episodes. Call `start` before the first episode and `close` at the end."""
 
     def __init__(self, config: EnvServersConfig, answer: type[T]) -> None:
-        """Raises UserError where an address is none, or the token's variable is not set."""
+        """Read the addresses and the token.
+
+        Args:
+            config: Addresses, token and limits.
+            answer: Type that the data of an answer is decoded to.
+
+        Raises:
+            UserError: An address is invalid, or the token's environment variable is not set.
+        """
         self.config = config
         self._decode = msgspec.json.Decoder(answer).decode
         self._urls = [parse(address) for address in config.addresses]
-        self.known: list[Server] = []
+        self.known: list[ServerState] = []
         self.finished = 0
-        """Episodes that came to their end."""
-        self.verdict: ArealiteError | None = None
-        """Why there will be no server any more; raised instead of waiting for one."""
+        """Number of episodes that ended without an error."""
+        self.fatal: ArealiteError | None = None
+        """Set when no server will become available any more; episodes raise it."""
         self.changed = asyncio.Event()
-        self._watching = dict[Server, asyncio.Task[None]]()
+        """Set whenever the state of a server changes."""
+        self._monitors = dict[ServerState, asyncio.Task[None]]()
         self._session: aiohttp.ClientSession
         self._headers = dict[str, str]()
         if config.token_env:
             if config.token_env not in os.environ:
-                raise UserError(f"token_env={config.token_env}: no such variable is set.")
+                raise UserError(
+                    f"token_env={config.token_env}: this environment variable is not set. Export "
+                    "it with the servers' token, or name another variable."
+                )
             self._headers["Authorization"] = f"Bearer {os.environ[config.token_env]}"
 
     async def start(self) -> None:
-        """Begin to ask the servers of `addresses` for their health."""
+        """Start the health checks of the servers at `addresses`."""
         trace = aiohttp.TraceConfig()
-        trace.on_request_redirect.append(_refuse)
+        trace.on_request_redirect.append(_refuse_redirect)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
@@ -67,116 +79,128 @@ class Servers(Generic[T]):
             self.add(url)
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Remove all servers and close all connections."""
         for server in [*self.known]:
             self.remove(server)
-        await asyncio.gather(*self._watching.values(), return_exceptions=True)
+        await asyncio.gather(*self._monitors.values(), return_exceptions=True)
         await self._session.close()
 
-    def add(self, url: URL, *, most: int = 0) -> Server:
-        """Use a server, as soon as it answers, for `most` episodes (0: any number)."""
-        server = Server(url, most)
+    def add(self, url: URL, *, max_episodes: int = 0) -> ServerState:
+        """Add a server; it gets episodes as soon as it answers /health.
+
+        Args:
+            url: The server's base URL.
+            max_episodes: Episodes that may start on the server; 0: no limit.
+        """
+        server = ServerState(url, max_episodes)
         self.known.append(server)
-        self._watching[server] = asyncio.create_task(self._watch(server), name=server.name)
+        self._monitors[server] = asyncio.create_task(self._monitor(server), name=server.name)
         return server
 
-    def remove(self, server: Server) -> None:
-        """Use a server no more; what runs there is lost."""
-        server.lose()
+    def remove(self, server: ServerState) -> None:
+        """Remove a server; its running episodes fail with `EnvServerLost`."""
+        server.mark_lost()
         self.known.remove(server)
-        self._watching[server].cancel()
+        self._monitors[server].cancel()
         self.changed.set()
 
     @asynccontextmanager
     async def episode(self, reset: Any) -> AsyncGenerator[tuple[Channel[T], T], None]:
-        """Begin an episode on the least loaded server; yield its session and the first answer.
+        """Start an episode on the least loaded server; close its session when the body exits.
+
+        Args:
+            reset: Data of the reset message.
+
+        Yields:
+            The session and its first answer.
 
         Raises:
-            EpisodeError: no server had room in `wait_s`, or the server that was chosen is lost.
+            EpisodeError: No server had a free session within `wait_s`, or the chosen server died.
         """
-        channel, first = await self._begin(reset)
+        channel, first = await self._start_episode(reset)
         try:
             yield channel, first
             self.finished += 1
         finally:
-            await self._end(channel)
+            await self._close(channel)
             channel.server.full = False
             self.changed.set()
 
-    async def until(self, condition: Callable[[], Any]) -> Any:
-        """Return what `condition` gives of the servers' state, as soon as it is true."""
-        while not (found := condition()):
+    async def wait_until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until `condition`, evaluated after each change of a server, is true; return it."""
+        while not (value := condition()):
             self.changed.clear()
             await self.changed.wait()
-        return found
+        return value
 
-    async def get(self, server: Server, path: str) -> bytes:
-        """Return what a server tells under a path.
+    async def get(self, server: ServerState, path: str) -> bytes:
+        """Return the body of a GET request, at most MAX_BODY bytes.
 
         Raises:
-            OSError, aiohttp.ClientError: it tells nothing, or too much.
+            OSError: The server is not reachable.
+            aiohttp.ClientError: The server does not answer with success.
         """
         limit = aiohttp.ClientTimeout(total=self.config.silence_s)
         async with self._session.get(server.url / path, timeout=limit) as response:
             response.raise_for_status()
             return await response.content.readexactly(min(response.content_length or 0, MAX_BODY))
 
-    async def _begin(self, reset: Any) -> tuple[Channel[T], T]:
-        """Go from server to server until one has room; a message is sent to one alone."""
+    async def _start_episode(self, reset: Any) -> tuple[Channel[T], T]:
+        """Try one server after the other until a server has a free session."""
         end = time.monotonic() + self.config.wait_s
         while True:
-            server = await self._free(end)
+            server = await self._wait_for_server(end)
             channel = await self._connect(server)
             if channel is None:
                 continue
             try:
                 return channel, await channel.ask("reset", reset)
             except EnvServerFull:
-                await self._end(channel)
+                await self._close(channel)
                 server.full = True
             except BaseException:
-                await self._end(channel)
+                await self._close(channel)
                 raise
 
-    async def _end(self, channel: Channel[T]) -> None:
+    async def _close(self, channel: Channel[T]) -> None:
         channel.server.load -= 1
         await channel.close()
 
-    async def _free(self, end: float) -> Server:
-        """Return the free server with the fewest episodes."""
-        if self.verdict is None and (server := self._pick()):
+    async def _wait_for_server(self, end: float) -> ServerState:
+        """Return the free server with the fewest episodes; wait for one until `end`."""
+        if self.fatal is None and (server := self._pick()):
             return server
         what, on = "an environment server with room", "environment servers"
         seconds = max(0.0, end - time.monotonic())
         try:
             with Wait(what, owner="episode", on=on, seconds=seconds):
-                await self.until(lambda: self.verdict or self._pick())
+                await self.wait_until(lambda: self.fatal or self._pick())
         except DeadlineError as error:
             kind = EnvServerFull if any(server.alive for server in self.known) else EnvServerLost
             names = ", ".join(server.name for server in self.known) or "none"
-            most = self.config.wait_s
-            raise kind(f"no server had room in wait_s={most} (known: {names})") from error
-        if self.verdict is not None:
-            raise self.verdict
-        return await self._free(end)
+            seconds = self.config.wait_s
+            raise kind(f"no server had a free session in wait_s={seconds} ({names})") from error
+        if self.fatal is not None:
+            raise self.fatal
+        return await self._wait_for_server(end)
 
-    def _pick(self) -> Server | None:
+    def _pick(self) -> ServerState | None:
         free = [server for server in self.known if server.is_free]
-        return min(free, key=lambda server: (server.load, server.begun), default=None)
+        return min(free, key=lambda server: (server.load, server.started), default=None)
 
-    async def _connect(self, server: Server) -> Channel[T] | None:
-        """Open a session; None: the server does not answer, and is left until it does."""
+    async def _connect(self, server: ServerState) -> Channel[T] | None:
+        """Open a session. If the server does not answer, mark it as not alive and return None."""
         server.load += 1
-        server.begun += 1
+        server.started += 1
         try:
             with Wait("a session", owner="episode", on=server.name, seconds=CONNECT_S):
                 socket = await self._session.ws_connect(
                     server.url / "ws", max_msg_size=self.config.max_message_kb * 1024
                 )
         except (aiohttp.ClientError, OSError, DeadlineError) as error:
-            if server.alive:  # of the episodes that come at the same time, the first tells
+            if server.alive:  # log once, also if several episodes connect at the same time
                 why = str(error) or repr(error)
-                logger.warning("environment server refuses", server=server.name, error=why)
+                logger.warning("environment server unreachable", server=server.name, error=why)
             server.alive = False
             server.load -= 1
             return None
@@ -185,43 +209,47 @@ class Servers(Generic[T]):
             raise
         return Channel(server, socket, config=self.config, decode=self._decode)
 
-    async def _watch(self, server: Server) -> None:
-        server.heard = time.monotonic()
+    async def _monitor(self, server: ServerState) -> None:
+        server.last_seen = time.monotonic()
         while True:
             try:
                 await self.get(server, "health")
             except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-                is_silent = time.monotonic() - server.heard > self.config.silence_s
+                is_silent = time.monotonic() - server.last_seen > self.config.silence_s
                 if server.alive and (is_silent or isinstance(error, aiohttp.ClientConnectorError)):
-                    why = f"{type(error).__name__}: {error}"  # its repr may show the token
+                    why = f"{type(error).__name__}: {error}"  # repr(error) may contain the token
                     logger.warning("environment server lost", server=server.name, why=why)
-                    server.lose()
+                    server.mark_lost()
             else:
                 if not server.alive:
                     logger.info("environment server found", server=server.name)
-                server.heard, server.alive = time.monotonic(), True
+                server.last_seen, server.alive = time.monotonic(), True
                 server.full = server.lost = False
                 self.changed.set()
             await asyncio.sleep(PROBE_S)
 
 
 def parse(address: str) -> URL:
-    """Return the URL of host:port, or of http(s)://host[:port].
+    """Return the URL of an address, host:port or http(s)://host[:port].
 
     Raises:
-        UserError: it is neither.
+        UserError: The address has another form.
     """
     try:
         url = URL(address if "://" in address else f"http://{address}")
-        is_whole = url.host and ("://" in address or url.explicit_port)
-        if url.scheme in ("http", "https") and is_whole:
+        is_complete = url.host and ("://" in address or url.explicit_port)
+        if url.scheme in ("http", "https") and is_complete:
             return url
     except ValueError:
         pass
-    raise UserError(f"environment server '{address}': host:port or http(s)://host is expected.")
+    raise UserError(
+        f"environment server '{address}': the address must be host:port or http(s)://host[:port]."
+    )
 
 
-async def _refuse(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """Refuse to go elsewhere: an episode stays with the servers that the config names."""
+async def _refuse_redirect(
+    session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """Raise an error: episodes and the token go only to the servers in the config."""
     where = params.response.headers.get("Location", "")
-    raise aiohttp.ClientError(f"{params.url} wants to redirect to {where[:200]}")
+    raise aiohttp.ClientError(f"{params.url} redirects to {where[:200]}; redirects are refused")

@@ -1,1 +1,1 @@
-"""`arealite serve`: environments for other processes."""
+"""`arealite serve`: host an environment for other processes."""

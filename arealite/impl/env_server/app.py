@@ -1,6 +1,6 @@
-"""The HTTP side of an environment's server: OpenEnv's routes over sessions, one or more a socket.
+"""The HTTP side of an environment server: OpenEnv's routes. Each socket has one session.
 
-In an event loop that belongs to the environment, too: what blocks it is the environment's fault.
+The environment runs in the same event loop: an environment that blocks it blocks all sessions.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ from arealite.system.data.tasks import GENERATED, generate
 from arealite.system.health.waits import END_S, Wait
 
 logger = log.get(__name__)
-decode, decode_batch = decoder(Message), decoder(list[Message])
-decode_reset, decode_step = decoder(Reset), decoder(Step)
+decode, decode_reset, decode_step = decoder(Message), decoder(Reset), decoder(Step)
 decode_members = decoder(dict[str, msgspec.Raw])
 
 CLOSE_S = 1.0
-"""A peer that is told good-bye has this long to say it, too."""
+"""Timeout for a client's answer to a closing handshake."""
 STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
-"""Of HTTP answers; other refusals are 422."""
+"""HTTP status by error code; the status of other errors is 422."""
 
 
 class EnvServer:
-    """One environment and the sessions that play in it."""
+    """One environment and its sessions."""
 
     def __init__(self, config: EnvServerConfig) -> None:
-        """Read the tasks and make the environment.
+        """Read the tasks and construct the environment.
 
         Raises:
-            UserError: the environment is unknown, or the token or the file of tasks is missing.
+            UserError: The environment is unknown, or the token or the file of tasks is missing.
         """
         self.config = config
         self.options = config.server
@@ -58,28 +57,34 @@ class EnvServer:
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
-        """Episodes that were cancelled, while they clean up."""
+        """Cancelled episodes that still clean up."""
         path = config.tasks
         self._tasks = [] if path == GENERATED else load_tasks(str(Path(path)), "train")
         self._seeds = count(config.seed)
         self._max_bytes = self.options.max_message_kb * 1024
         self._token = os.environ.get(self.options.token_env, "")
         if self.options.token_env and not self._token:
-            raise UserError(f"server.token_env={self.options.token_env}: no such variable is set.")
+            raise UserError(
+                f"server.token_env={self.options.token_env}: this environment variable is not set. "
+                "Export it with the token, or name another variable."
+            )
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[str, None]:
-        """Serve for the time of the body; yield where it listens, as host:port.
+        """Set up the environment and serve it until the body exits.
+
+        Yields:
+            The address, as host:port.
 
         Raises:
-            UserError: it cannot listen there.
+            UserError: The server cannot listen at `server.host` and `server.port`.
         """
         host, port = self.options.host, self.options.port
-        await asyncio.to_thread(check_address, host, port, at="server")  # before `setup` starts any
+        await asyncio.to_thread(check_address, host, port, at="server")  # before the costly `setup`
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.env.close)
             await self.env.setup()
-            stack.push_async_callback(self._ended)
+            stack.push_async_callback(self._wait_for_cleanup)
             bodies = {"/reset": self._max_bytes, "/step": self._max_bytes}
             runner = LimitedRunner(self._app(), bodies=bodies, shutdown_timeout=0.1)
             await runner.setup()
@@ -91,65 +96,68 @@ class EnvServer:
         checks = [guard(self._token, self.options.host)]
         app = web.Application(middlewares=checks)
         routes = web.post("/reset", self._post), web.post("/step", self._post)
-        app.add_routes([web.get("/ws", self._socket), web.get("/ws/batch", self._socket), *routes])
-        for path, tell in {
+        app.add_routes([web.get("/ws", self._socket), *routes])
+        for path, describe in {
             "/health": self._health,
             "/metadata": self._metadata,
             "/schema": self._schema,
-            "/state": Session(self.env, episode_s=0.0).about,
-            "/sessions": lambda: [session.about() for session in self.sessions.values()],
+            "/state": Session(self.env, episode_s=0.0).describe,
+            "/sessions": lambda: [session.describe() for session in self.sessions.values()],
         }.items():
-            app.router.add_get(path, self._get(tell))
+            app.router.add_get(path, self._get(describe))
         return app
 
-    async def _ended(self) -> None:
+    async def _wait_for_cleanup(self) -> None:
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_S)
 
-    def _open(self, more: int = 0) -> Session:
-        """Return a new session, if there is room for it and `more` besides.
+    def _open(self) -> Session:
+        """Return a new session.
 
         Raises:
-            Refused: there is not.
+            Refused: `server.max_sessions` sessions are open.
         """
-        if len(self.sessions) + len(self._ending) + more >= self.options.max_sessions:
-            most = self.options.max_sessions
-            raise Refused(f"all {most} sessions (server.max_sessions) are taken", CAPACITY)
+        most = self.options.max_sessions
+        if len(self.sessions) + len(self._ending) >= most:
+            raise Refused(f"all sessions are in use (server.max_sessions={most})", CAPACITY)
         session = Session(self.env, episode_s=self.options.episode_s)
         self.sessions[session.id] = session
         return session
 
-    def _shut(self, session: Session) -> None:
-        """Cancel a session; at once, as its handler may be cancelled itself meanwhile."""
+    def _close(self, session: Session) -> None:
+        """Remove a session and cancel its episode, without waiting for the episode's cleanup.
+
+        The caller may be cancelled itself, so it must not wait.
+        """
         del self.sessions[session.id]
         if run := session.cancel():
             self._ending.add(run)
             run.add_done_callback(self._ending.discard)
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
-        """Answer each message of a socket, until it closes or is idle for too long."""
+        """Answer each message of a socket until it closes or has been idle for `idle_s`."""
         socket = web.WebSocketResponse(
             max_msg_size=self._max_bytes, compress=False, timeout=CLOSE_S
         )
         await socket.prepare(request)
-        own = dict[str, Session]()
         try:
-            own[""] = self._open()
-            with suppress(ConnectionError):
-                await self._converse(socket, own)
+            session = self._open()
         except Refused as refused:
             await socket.send_str(frame("error", refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
-        except DeadlineError:  # it does not read what it is told
+            return socket
+        try:
+            with suppress(ConnectionError):
+                await self._converse(socket, session)
+        except DeadlineError:  # the client does not read its answers
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            for session in own.values():
-                self._shut(session)
+            self._close(session)
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, own: dict[str, Session]) -> None:
-        """Answer messages to the sessions of a socket, which are `own`, by name."""
+    async def _converse(self, socket: web.WebSocketResponse, session: Session) -> None:
+        """Answer the messages of a socket, all of which belong to its session."""
         peer = {"owner": "env server", "on": "its peer", "seconds": self.options.idle_s}
         while True:
             try:
@@ -165,43 +173,19 @@ class EnvServer:
                 if message.type == "close":
                     await socket.close()
                     return
-                is_batch = message.type == "batch"
-                answering = self._batch if is_batch else self._only
-                kind, data = await answering(message, own)
+                kind, data = await self._answer(message, session)
                 text = frame(kind, data, self._max_bytes)
             except (Refused, msgspec.MsgspecError) as error:
                 text = frame("error", refusal(error), self._max_bytes)
-            except Exception as error:  # noqa: BLE001  (whatever an environment's answer raises)
-                for session in own.values():  # what cannot be told ends the episode
-                    await session.end()
+            except Exception as error:  # noqa: BLE001  (the answer is too long or not JSON)
+                await session.end()
                 text = frame("error", refusal(error), self._max_bytes)
             with Wait("an answer to be read", **peer):
                 await socket.send_str(text)
 
-    async def _only(self, message: Message, own: dict[str, Session]) -> tuple[str, Any]:
-        return await self._one(message, own[""])
-
-    async def _batch(self, batch: Message, own: dict[str, Session]) -> tuple[str, Any]:
-        """Answer messages to several sessions of a socket, side by side."""
-        messages = decode_batch(batch.data)
-        names = [message.session for message in messages]
-        if len(set(names)) < len(names) or not all(names):
-            raise Refused("each message of a batch names a session of its own")
-        new = [name for name in names if name not in own]
-        for left, name in zip(range(len(new) - 1, -1, -1), new, strict=True):
-            own[name] = self._open(left)  # all of them, or none
-        answers = await asyncio.gather(*(self._one(m, own[m.session]) for m in messages))
-        for message in messages:
-            if message.type == "close":
-                self._shut(own.pop(message.session))
-        return "batch", [
-            {"session": name, "type": kind, "data": data}
-            for name, (kind, data) in zip(names, answers, strict=True)
-        ]
-
-    async def _one(self, message: Message, session: Session) -> tuple[str, Any]:
-        """Return the type and the data of the answer to one message to one session."""
-        session.heard = time.monotonic()
+    async def _answer(self, message: Message, session: Session) -> tuple[str, Any]:
+        """Return the type and the data of the answer to a message."""
+        session.last_message = time.monotonic()
         try:
             match message.type:
                 case "step":
@@ -210,16 +194,19 @@ class EnvServer:
                     reset = decode_reset(message.data)
                     return "observation", await session.reset(await self._task(reset), reset)
                 case "state" | "close":
-                    return "state", session.about()
-            raise Refused(f"no message of type '{message.type}'", "UNKNOWN_TYPE")
-        except Exception as error:  # noqa: BLE001  (whatever an episode raises is told)
+                    return "state", session.describe()
+            known = "reset, step, state or close"
+            raise Refused(f"type '{message.type}' is unknown; send {known}", "UNKNOWN_TYPE")
+        except Exception as error:  # noqa: BLE001  (an episode may raise any exception)
             return "error", refusal(error)
 
     async def _task(self, reset: Reset) -> Task:
-        """Return the task of a reset, or draw one; a seed always draws the same.
+        """Return the task of a reset or, without one, the task that its seed draws.
+
+        Equal seeds draw equal tasks.
 
         Raises:
-            Refused: it is no task, or the environment makes none.
+            Refused: The task is invalid, or the environment generates no tasks.
         """
         try:
             if reset.task is not None:
@@ -234,26 +221,29 @@ class EnvServer:
             raise Refused(str(error)) from error
 
     async def _post(self, request: web.Request) -> web.Response:
-        """Answer /reset and /step: an episode each, which ends with the answer, as there is no
-        session without a socket. /step resets first, by the same keys as /reset."""
+        """Answer POST /reset and /step.
+
+        A session needs a socket. So each of these requests has an episode of its own, which is
+        cancelled after the answer. /step takes the keys of /reset and `action`, and resets first.
+        """
         try:
             body = await request.read() or b"{}"
             action = decode_members(body).get("action", msgspec.Raw(b"{}"))
             session = self._open()
             try:
-                kind, data = await self._one(Message("reset", msgspec.Raw(body)), session)
+                kind, data = await self._answer(Message("reset", msgspec.Raw(body)), session)
                 if request.path == "/step" and kind != "error":
-                    kind, data = await self._one(Message("step", action), session)
+                    kind, data = await self._answer(Message("step", action), session)
             finally:
-                self._shut(session)
+                self._close(session)
         except (msgspec.MsgspecError, Refused) as error:
             kind, data = "error", refusal(error)
         status = STATUS.get(data.code, 422) if kind == "error" else 200
         return _json(data, status)
 
-    def _get(self, tell: Callable[[], Any]) -> Callable[[web.Request], Any]:
+    def _get(self, describe: Callable[[], Any]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
-            return _json(tell())
+            return _json(describe())
 
         return answer
 

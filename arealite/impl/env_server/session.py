@@ -1,7 +1,6 @@
-"""One session of an environment's server: an environment's `run`, turned inside out into reset and
-step.
+"""One session of an environment server: it plays `Env.run` by reset and step messages.
 
-The environment stays the program it is: its agents are seats whose `act` waits for a step.
+The environment is not changed. The session passes it agents whose `act` waits for a step message.
 """
 
 from __future__ import annotations
@@ -31,74 +30,73 @@ from arealite.system.health.waits import END_S, is_cancelled
 logger = log.get(__name__)
 
 SETTLE_TURNS = 10
-"""Turns of the loop that seats which act at the same time get to come to their next wait: then one
-answer tells of all of them."""
+"""Iterations of the event loop before an answer, in environments with several seats. Seats that act
+at the same time reach their next wait in these iterations, so that one answer holds all waits."""
 
 
 class RemoteSeat(Agent):
-    """A seat whose agent is at the other end of the wire."""
+    """Stands for an agent that runs in the client."""
 
     trainable = False
 
     def __init__(self, name: str, session: Session, *, trainable: bool) -> None:
-        nobody = cast(Any, None)
-        super().__init__(None, client=nobody, tokenizer=nobody, seat=Seat(name))
+        unused = cast(Any, None)
+        super().__init__(None, client=unused, tokenizer=unused, seat=Seat(name))
         self.trainable = trainable
         self._session = session
-        self._finished = 0
+        self._turn = 0
 
     async def act(self, observation: Any) -> Action:
-        """Tell what the seat sees, and wait for its step."""
-        turn, step = await self._session.wait_for(self.seat.name, observation)
-        self._finished = turn
+        """Send the observation to the client and wait for its step."""
+        self._turn, step = await self._session.wait_for(self.seat.name, observation)
         response = LLMResponse([], [], [], step.stop_reason)
-        if step.stop_reason:  # it was generated
+        if step.stop_reason:  # the client's agent generated the text
             self.record.turns.append(Turn([], response, 0.0))
         return Action(step.text, response if step.stop_reason else None, step.calls, step.is_last)
 
     def reward(self, value: float, **parts: float) -> None:
         """Keep the reward for the next answer."""
         given = finite(value, parts)
-        self._session.rewards.append(Given(self.seat.name, self._finished, *given))
+        self._session.rewards.append(Given(self.seat.name, self._turn, *given))
 
 
 class Session:
-    """Episodes of one client, one after the other."""
+    """The episodes of one client, played one after the other."""
 
     def __init__(self, env: Env, *, episode_s: float) -> None:
         self.env = env
         self.id = str(uuid.uuid4())
         self.episode_id: str | None = None
-        self.created = self.heard = time.monotonic()
+        self.created = self.last_message = time.monotonic()
         self.steps = self.episodes = 0
         self.rewards: list[Given] = []
         self._episode_s = episode_s
         self._waits: dict[tuple[str, int], tuple[Wait, asyncio.Future[Step]]] = {}
-        """In the order in which they began."""
+        """Pending waits by seat and turn, oldest first."""
         self._turns: Counter[str] = Counter()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._run: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
-    def about(self) -> dict[str, Any]:
-        """Describe the session, without what is said in it."""
+    def describe(self) -> dict[str, Any]:
+        """Return the session's state, without the text of its messages."""
         run, now = self._run, time.monotonic()
         playing = "waiting" if self._waits else "running"
         return {
             "id": self.id,
             "status": "new" if run is None else "over" if run.done() else playing,
             "seconds": round(now - self.created, 1),
-            "silent_s": round(now - self.heard, 1),
+            "silent_s": round(now - self.last_message, 1),
             "episodes": self.episodes,
             "episode_id": self.episode_id,
             "step_count": self.steps,
         }
 
     async def reset(self, task: Task, reset: Reset) -> Reply:
-        """Begin an episode of a task; what was left of the one before is cancelled.
+        """Cancel the current episode, if any, and begin an episode of a task.
 
         Raises:
-            BaseException: what `run` raised.
+            BaseException: The episode failed with this exception.
         """
         await self.end()
         self.episode_id = reset.episode_id or str(uuid.uuid4())
@@ -113,49 +111,55 @@ class Session:
         return await self._reply()
 
     async def step(self, step: Step) -> Reply:
-        """Let a seat act. One that came too late, as its wait is over, changes nothing.
+        """Let a seat act, and return the next observation.
+
+        A step for a wait that is already over changes nothing.
 
         Raises:
-            Refused: no such seat waits.
-            BaseException: what `run` raised.
+            Refused: No episode is running, or the seat does not wait for a step.
+            BaseException: The episode failed with this exception.
         """
         if self._run is None or (self._run.done() and not step.turn):
-            raise Refused("there is no episode under way. Send a reset first.")
+            raise Refused("no episode is running. Send a reset first.")
         key = self._find(step)
         if key is not None:
             self.steps += 1
             future = self._waits.pop(key)[1]
-            if not future.done():  # else the environment has just given up to wait
+            if not future.done():  # done: the environment cancelled this `act`
                 future.set_result(step)
             for _ in range(SETTLE_TURNS if self._waits else 0):
                 await asyncio.sleep(0)
         return await self._reply()
 
     def cancel(self) -> asyncio.Task[None] | None:
-        """Cancel the episode; return its task while that cleans up."""
+        """Cancel the episode; return its task if it still has to clean up, else None."""
         for _, future in self._waits.values():
             future.cancel()
         if self._run is None or self._run.done():
             return None
-        if not self._run.cancelling():  # a second time would cut its cleaning
+        if not self._run.cancelling():  # a second `cancel` would interrupt its cleanup
             self._run.cancel()
         return self._run
 
     async def end(self) -> None:
-        """Cancel the episode, and see it gone."""
+        """Cancel the episode and wait until it has cleaned up, at most END_S seconds."""
         if run := self.cancel():
             await asyncio.wait((run,), timeout=END_S)
             if not run.done():
-                logger.warning("episode does not end", env=type(self.env).__name__)
+                logger.warning("cancelled episode still running", env=type(self.env).__name__)
 
     async def wait_for(self, seat: str, observation: Any) -> tuple[int, Step]:
-        """Wait for a seat's step; return which of its turns it was, and the step."""
+        """Send an observation and wait for the seat's step.
+
+        Returns:
+            The number of the seat's turn, from 1, and the step.
+        """
         seen = observe(observation)
         self._turns[seat] += 1
         key = seat, self._turns[seat]
         future = asyncio.get_running_loop().create_future()
         self._waits[key] = Wait(*key, seen.content, seen.choices, seen.tools), future
-        self._news.set()
+        self._changed.set()
         try:
             return key[1], await future
         finally:
@@ -171,13 +175,14 @@ class Session:
             if wait.expired:
                 self._failure = EpisodeTimeout(f"longer than server.episode_s={self._episode_s}")
             elif isinstance(raised, asyncio.CancelledError) and is_cancelled():
-                raise  # the episode is cancelled, and not something that it waited for
+                raise  # the task itself was cancelled, not a future that the episode awaits
             else:
                 self._failure = cause(raised)
         finally:
-            self._news.set()
+            self._changed.set()
 
     def _find(self, step: Step) -> tuple[str, int] | None:
+        """Return the wait that a step answers, or None if that wait is over."""
         waiting = [key for key in self._waits if step.seat in ("", key[0])]
         if step.turn:
             waiting = [key for key in waiting if key[1] == step.turn]
@@ -185,15 +190,16 @@ class Session:
                 return None
         if not waiting:
             now = ", ".join(f"{seat} (turn {turn})" for seat, turn in self._waits) or "none"
-            raise Refused(f"seat '{step.seat}' does not wait for turn {step.turn}; now: {now}")
+            raise Refused(f"seat '{step.seat}' does not wait for turn {step.turn}; waiting: {now}")
         return waiting[0]
 
     async def _reply(self) -> Reply:
+        """Wait until a seat waits or the episode is over; return what has happened since."""
         run, seats = self._run, len(self.env.seats)
         assert run is not None
         while not self._waits and not run.done():
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
             for _ in range(SETTLE_TURNS if seats > 1 else 0):
                 await asyncio.sleep(0)
         rewards, self.rewards = self.rewards, []

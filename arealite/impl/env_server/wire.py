@@ -1,4 +1,4 @@
-"""What both ends of an environment's wire agree on: frames, and how a failure travels."""
+"""Wire format shared by environment servers and their clients: messages, limits, failures."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from arealite.base.errors import ArealiteError, EpisodeError, InvariantError, Us
 
 encode = msgspec.json.Encoder().encode
 SERVING = "serving on "
-"""What the line on a server's stdout begins with that tells host:port, once it listens."""
+"""Start of the line that a listening server prints to stdout; host:port follows."""
 CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 FATAL: dict[str, type[ArealiteError]] = {
     f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)
 }
-"""What stops a run wherever its environment runs, by failure class."""
+"""By failure class: errors that stop the whole run, wherever the environment runs."""
 INVALID_ACTION = "env_action_invalid"
-"""As a failure class: the server cannot follow a message; its session stays as it was."""
+"""Failure class: the server refused a message as invalid. Its session is unchanged."""
 MAX_NAME, MAX_TEXT = 64, 2000
 MAX_PARTS = 2**16
-"""Brackets and braces in a message, those in texts included. Each list or object costs about 0.5 us
-of CPU time, because Python's garbage collector visits all of them."""
+"""Maximum number of brackets and braces in a message, including those in strings. Each list or
+object costs about 0.5 us of CPU time, because Python's garbage collector visits it."""
 
 
 T = TypeVar("T")
 
 
 class MessageTooLarge(EpisodeError):
-    """A message between an environment's server and a client is longer than either allows."""
+    """A message is longer than the environment server or its client allows."""
 
     failure_class = "env_message_too_large"
 
 
 class RemoteFailure(EpisodeError):
-    """An episode failed where its environment runs; of the class that it has there."""
+    """An episode failed in the environment server. It keeps the failure class it has there."""
 
     def __init__(self, message: str, failure_class: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class RemoteFailure(EpisodeError):
 
 
 class Refused(Exception):
-    """A message that the server cannot follow; the session stays as it was."""
+    """The server refuses a message. Its session is unchanged."""
 
     def __init__(self, message: str, code: str = INVALID) -> None:
         super().__init__(message)
@@ -53,9 +53,9 @@ class Refused(Exception):
 
 
 def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
-    """Return a function that decodes a message, or a part of a message.
+    """Return a function that decodes JSON to `kind`.
 
-    It raises Refused or msgspec.MsgspecError.
+    The returned function raises Refused or msgspec.MsgspecError for an invalid message.
     """
     decode = msgspec.json.Decoder(kind).decode
 
@@ -63,7 +63,8 @@ def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
         text = raw.encode() if isinstance(raw, str) else bytes(raw)
         parts = text.count(b"[") + text.count(b"{")
         if parts > MAX_PARTS:
-            raise Refused(f"{parts} brackets and braces; at most {MAX_PARTS}", "TOO_MANY_PARTS")
+            text = f"the message has {parts} brackets and braces; the limit is {MAX_PARTS}"
+            raise Refused(text, "TOO_MANY_PARTS")
         try:
             return decode(text)
         except (RecursionError, UnicodeDecodeError) as error:
@@ -73,21 +74,23 @@ def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
 
 
 def frame(kind: str, data: Any, max_bytes: int) -> str:
-    """Return a message as text.
+    """Encode a message as JSON.
 
     Raises:
-        MessageTooLarge: it is longer than `max_bytes`.
-        TypeError: the data is none that JSON can hold.
+        MessageTooLarge: The message is longer than `max_bytes`.
+        TypeError: JSON cannot represent the data.
     """
     raw = encode({"type": kind, "data": data})
     if len(raw) > max_bytes:
-        what = f"a message of {len(raw)} bytes; max_message_kb={max_bytes // 1024}"
-        raise MessageTooLarge(what)
+        raise MessageTooLarge(
+            f"a message has {len(raw)} bytes, more than max_message_kb={max_bytes // 1024}. Raise "
+            "max_message_kb of the server and of the runtime."
+        )
     return raw.decode()
 
 
 def refusal(error: BaseException) -> Refusal:
-    """Return what a client is told of an error."""
+    """Return the message that tells a client of an error."""
     text = str(error)[:MAX_TEXT]
     if isinstance(error, Refused):
         return Refusal(text, error.code)
@@ -95,15 +98,20 @@ def refusal(error: BaseException) -> Refusal:
         is_json = isinstance(error, msgspec.ValidationError)
         return Refusal(text, INVALID if is_json else "INVALID_JSON")
     kind = errors.failure_class(error)
-    said = text if isinstance(error, ArealiteError) else f"{type(error).__name__}: {text}"
-    return Refusal(said, failure_class=kind)
+    message = text if isinstance(error, ArealiteError) else f"{type(error).__name__}: {text}"
+    return Refusal(message, failure_class=kind)
 
 
-def failure(told: Refusal, where: str) -> ArealiteError:
-    """Return the error that a refusal tells of, as it would have been raised here."""
-    text = f"{told.message[:MAX_TEXT]} ({where})"
-    name = told.failure_class[:MAX_NAME]
+def failure(refused: Refusal, server: str) -> ArealiteError:
+    """Return the exception that an episode of the client fails with.
+
+    Args:
+        refused: The server's error message.
+        server: Name of the server, for the exception's text.
+    """
+    text = f"{refused.message[:MAX_TEXT]} ({server})"
+    name = refused.failure_class[:MAX_NAME]
     if name in FATAL:
         return FATAL[name](text)
-    refused = INVALID_ACTION if told.code == INVALID else "env_server_error"
-    return RemoteFailure(text, name or refused)
+    default = INVALID_ACTION if refused.code == INVALID else "env_server_error"
+    return RemoteFailure(text, name or default)

@@ -1,1 +1,1 @@
-"""Sandboxes: programs that nobody trusts, run with limits."""
+"""Run untrusted programs with limits on files, network, memory, processes and time."""

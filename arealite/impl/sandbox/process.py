@@ -1,7 +1,7 @@
-"""The sandbox: runs each program in bubblewrap, under a warden of its own.
+"""Run each program in bubblewrap, as a child of a new `sandbox_init` process.
 
-A warden ends its program when its stdin ends. So a cancelled run, a killed worker and a late
-program end in the same way.
+`sandbox_init` kills its program when its own stdin closes: when a run is cancelled, and when the
+worker dies.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = get(__name__)
 
 START_S, END_S, PROBE_S = 60.0, 30.0, 30.0
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
-"""Files and folders that programs may read, besides Python's."""
+"""Files and folders that programs may read, in addition to those of Python."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-PLACE: Any = {
+PROCESS_OPTIONS: Any = {
     **{"stdin": PIPE, "stdout": PIPE, "stderr": PIPE},
     **{"cwd": "/", "env": ENVIRONMENT, "start_new_session": True},
 }
-"""A session of its own is not told of this terminal's signals, and has its share of the cores."""
+"""A new session receives no signals of the terminal, and gets its own scheduling group."""
 BOOT = """import marshal, os
 def receive(count):
     text = b""
@@ -44,14 +44,15 @@ def receive(count):
         text += os.read(0, count - len(text)) or os._exit(0)
     return text
 exec(marshal.loads(receive(int.from_bytes(receive(4), "little"))))"""
+"""Program of the new Python process: it reads the code of `sandbox_init` from stdin and runs it."""
 PROBE = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('works')"
 USERS = cycle(sorted(range(60000, 65000), key=lambda _: random()))
-"""Ids for programs where this process is root's: each has one of its own, and so its own limit on
-processes; no file is theirs."""
+"""User ids for programs if this process runs as root. The kernel counts processes per user, so each
+program has a limit of its own. No file belongs to these users."""
 
 
 class Sandbox:
-    """Runs Python programs, each confined in a process of its own; shared by all episodes."""
+    """Runs Python programs, each confined in its own process. All episodes share one sandbox."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -59,10 +60,10 @@ class Sandbox:
         self._slots = asyncio.Semaphore(config.concurrency)
 
     async def setup(self) -> None:
-        """Check that this host can confine programs, by running one that forks.
+        """Check that this host can confine programs: run one that forks.
 
         Raises:
-            UserError: it cannot; the text says what to install or set.
+            UserError: This host cannot; the message says what to install or set.
         """
         if self.config.backend == "unsafe":
             log.warning("programs run unconfined", setting="sandbox.backend=unsafe")
@@ -75,77 +76,82 @@ class Sandbox:
         except SandboxFailed as error:
             problem = str(error)
         raise UserError(
-            f"this host cannot confine programs: {problem}. `apt install bubblewrap` and allow "
-            "user namespaces; or set sandbox.backend=unsafe where programs may do what this user "
-            "may."
+            f"this host cannot confine programs: {problem}. Run `apt install bubblewrap` and allow "
+            "user namespaces. Or set sandbox.backend=unsafe: programs then run with all rights of "
+            "this user."
         )
 
     async def run(self, program: str, *, stdin: str = "") -> Outcome:
-        """Run a program to its end, or kill it at a limit; cancelling kills it, too.
+        """Run a program until it exits or reaches a limit. Cancelling this call kills the program.
 
-        When this returns, nothing of the program is left.
+        When this call returns, all processes of the program have ended.
+
+        Args:
+            program: Python source.
+            stdin: Standard input of the program.
 
         Raises:
-            SandboxFailed: the sandbox could not start or end the program.
+            SandboxFailed: The sandbox could not start or end the program.
         """
         seconds = START_S + self.config.timeout_s
-        what, text = "a program in the sandbox", request(program, stdin)
+        what, data = "a program in the sandbox", request(program, stdin)
         async with self._slots:
             try:
-                with Wait(what, owner="sandbox", on="warden", seconds=seconds):
+                with Wait(what, owner="sandbox", on="sandbox_init", seconds=seconds):
                     process = await spawn(self.command)
                     try:
-                        return outcome(*await ask(process, text))
+                        return outcome(*await communicate(process, data))
                     finally:
-                        await end(process)
+                        await stop(process)
             except (DeadlineError, OSError) as error:
                 raise SandboxFailed(f"{self.config.backend}: {error}") from error
 
 
 @cache
-def warden() -> bytes:
-    """Return the warden, compiled: that takes longer than most programs."""
-    file = Path(__file__).with_name("warden.py")
-    return marshal.dumps(compile(file.read_text(), "<warden>", "exec"))
+def init_code() -> bytes:
+    """Return the marshalled code of `sandbox_init`; compiling takes longer than most runs."""
+    file = Path(__file__).with_name("sandbox_init.py")
+    return marshal.dumps(compile(file.read_text(), "<sandbox_init>", "exec"))
 
 
 def command(config: SandboxConfig) -> list[str]:
-    """Return the command that starts a warden, whose code comes first on its stdin."""
+    """Return the command that starts Python for `sandbox_init`, in bubblewrap if confined."""
     folders = [sys.base_prefix, *([config.packages] if config.packages else [])]
     sizes = config.memory_mb << 20, config.processes, config.output_kb << 10, config.disk_mb << 20
-    words = [config.backend, config.timeout_s, *sizes, *folders]
-    outside = bubblewrap(folders, config.disk_mb << 20) if config.backend == "bwrap" else []
+    arguments = [config.backend, config.timeout_s, *sizes, *folders]
+    outer = bubblewrap(folders, config.disk_mb << 20) if config.backend == "bwrap" else []
     python = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT]
-    return [*outside, *python, *map(str, words)]
+    return [*outer, *python, *map(str, arguments)]
 
 
 def bubblewrap(readable: list[str], disk: int) -> list[str]:
-    """Return the command line of bubblewrap before the command that it confines.
+    """Return the arguments of bubblewrap that precede the confined command.
 
-    The command is process 1 in its namespaces: all others end with it, and leave no zombie. It has
-    to notice by itself when it must end: bubblewrap, killed while it starts (also by its own option
-    --die-with-parent), leaves a child that waits for ever.
+    The confined command is process 1 of a PID namespace, so the kernel kills and reaps all other
+    processes when it exits. It must notice the end of its parent itself: the option
+    --die-with-parent is not used, because a bubblewrap that is killed while it starts leaves a
+    child that blocks forever.
 
     Args:
-        readable: Folders that the command may read, besides the system's programs.
-        disk: Bytes of files that it may keep in /tmp, and as many in /dev/shm.
+        readable: Folders that the command may read, in addition to SYSTEM.
+        disk: Bytes of files that the command may keep in /tmp; the same again in /dev/shm.
     """
     binds: list[str] = []
     for path in [*SYSTEM, *(path for path in readable if not path.startswith("/usr/"))]:
-        for folder in [*PurePath(path).parents][-2::-1]:  # bubblewrap's own would be closed
+        for folder in [*PurePath(path).parents][-2::-1]:  # implicit parents are not readable
             binds += ["--perms", "0755", "--dir", str(folder)]
         link = ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
         binds += link or ["--ro-bind-try", path, path]
-    if os.getuid() == 0:  # user 0 has no RLIMIT_NPROC, under whatever number: be another's parent
+    if os.getuid() == 0:  # RLIMIT_NPROC does not bind root: sandbox_init changes to another user
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
         user = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    program = shutil.which("bwrap") or "bwrap: not on the PATH"  # it is started with another PATH
+    unshare = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    program = shutil.which("bwrap") or "bwrap: not on the PATH"  # PROCESS_OPTIONS changes the PATH
     return [
-        *(program, *spaces, "--cap-drop", "ALL", *user, "--hostname", "sandbox"),
+        *(program, *unshare, "--cap-drop", "ALL", *user, "--hostname", "sandbox"),
         *("--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
-        *("--ro-bind", "/dev/null", "/dev/zero"),  # shared, it is memory that nobody counts
+        *("--ro-bind", "/dev/null", "/dev/zero"),  # shared mappings of it escape the memory limit
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *(*binds, "--remount-ro", "/", "--"),
@@ -153,39 +159,45 @@ def bubblewrap(readable: list[str], disk: int) -> list[str]:
 
 
 def request(program: str, stdin: str) -> bytes:
-    """Return what a warden is told, after its own code; what no file could hold becomes "?"."""
-    code, texts = warden(), (program.encode(errors="replace"), stdin.encode(errors="replace"))
+    """Return the stdin of a new process: the code of `sandbox_init`, then its request.
+
+    Characters that UTF-8 cannot encode become "?".
+    """
+    code, texts = init_code(), (program.encode(errors="replace"), stdin.encode(errors="replace"))
     head = pack("<I", len(code)) + code + pack("<3I", next(USERS), *map(len, texts))
     return head + b"".join(texts)
 
 
-async def spawn(words: list[str]) -> Process:
-    """Start a warden. Cancelled, wait for it and end it: killed while it starts, it could stay."""
-    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*words, **PLACE))
+async def spawn(command: list[str]) -> Process:
+    """Start a process. If cancelled, wait until it has started and stop it.
+
+    A process that is killed while it starts could leave children.
+    """
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **PROCESS_OPTIONS))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         with suppress(OSError):
-            await end(await starting)
+            await stop(await starting)
         raise
 
 
-async def ask(process: Process, text: bytes) -> tuple[bytes, bytes]:
-    """Tell a warden its program; return all that it writes."""
+async def communicate(process: Process, data: bytes) -> tuple[bytes, bytes]:
+    """Write `data` to the process; return its whole stdout and stderr."""
     assert process.stdin and process.stdout and process.stderr
-    with suppress(ConnectionError):  # it failed, and says why
-        process.stdin.write(text)
+    with suppress(ConnectionError):  # the process failed: its stderr holds the reason
+        process.stdin.write(data)
         await process.stdin.drain()
     return await process.stdout.read(), await process.stderr.read()
 
 
-async def end(process: Process) -> None:
-    """Have the warden end its program, and wait until nothing is left."""
+async def stop(process: Process) -> None:
+    """Make `sandbox_init` kill its program; return when all processes have ended."""
     assert process.stdin and process.stdout
     process.stdin.close()
     try:
-        with Wait("its end", owner="sandbox", on="warden", seconds=END_S):
-            with suppress(RuntimeError):  # a read that was cut still waits
+        with Wait("its end", owner="sandbox", on="sandbox_init", seconds=END_S):
+            with suppress(RuntimeError):  # a cancelled `communicate` still reads
                 await process.stdout.read()
             await process.wait()
     except DeadlineError:
@@ -194,17 +206,18 @@ async def end(process: Process) -> None:
         await process.wait()
 
 
-def outcome(answer: bytes, problem: bytes) -> Outcome:
-    """Read a warden's answer.
+def outcome(stdout: bytes, stderr: bytes) -> Outcome:
+    """Parse the output of `sandbox_init`.
 
     Raises:
-        SandboxFailed: there is none.
+        SandboxFailed: The output holds no outcome; the message is the end of `stderr`.
     """
-    head, _, texts = answer.partition(b"\n")
-    words = head.decode().split()
-    if len(words) != 4:
-        raise SandboxFailed(problem.decode(errors="replace").strip()[-500:] or "it was killed")
-    size = int(words[3])
+    head, _, texts = stdout.partition(b"\n")
+    fields = head.decode().split()
+    if len(fields) != 4:
+        problem = stderr.decode(errors="replace").strip()[-500:]
+        raise SandboxFailed(problem or "sandbox_init was killed")
+    size = int(fields[3])
     out, err = (text.decode(errors="replace") for text in (texts[:size], texts[size:]))
-    status: Any = words[0]
-    return Outcome(status, int(words[1]), out, err, float(words[2]))
+    status: Any = fields[0]
+    return Outcome(status, int(fields[1]), out, err, float(fields[2]))

@@ -1,1 +1,1 @@
-"""Built-in tools, which agents call in env.type=tools."""
+"""Tools that agents call in env.type=tools, and the Toolbox that calls them."""

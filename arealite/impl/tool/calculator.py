@@ -1,4 +1,4 @@
-"""A calculator: Python's parser reads an expression, exact fractions give its value."""
+"""A calculator: it parses expressions with `ast` and computes with exact fractions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from arealite.api.tool import Tool, ToolError, function
 
 MAX_CHARS, MAX_DEPTH, MAX_BITS, DIGITS = 500, 32, 4096, 12
-"""Limits of an expression's length and nesting, and of the bits of each numerator and denominator;
-the digits of a result that is not exact or has no finite decimal form."""
+"""Limits: characters and nesting of an expression, bits of a numerator or denominator. DIGITS is
+the number of digits of a result that is inexact or has no finite decimal form."""
 NUMBER = re.compile(r"(?<!\w)(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 CONSTANTS = {"pi": math.pi, "e": math.e}
 REASONS = {ZeroDivisionError: "division by zero", OverflowError: "the result is too large"}
@@ -31,7 +31,7 @@ def evaluate(text: str) -> str:
         raise ToolError(f"the expression is longer than {MAX_CHARS} characters")
     text = " ".join(text.split()).replace("^", "**").encode("ascii", "replace").decode()
     depth = max(accumulate((char == "(") - (char == ")") for char in text), default=0)
-    # Numbers become names of the same length: Python's own rules for numbers do not apply.
+    # Replace each number by a name of the same length, so that Python does not parse numbers.
     names = NUMBER.sub(lambda number: "_" * len(number[0]), text)
     try:
         return show(_value(ast.parse(names, mode="eval").body, text, depth))
@@ -40,7 +40,7 @@ def evaluate(text: str) -> str:
 
 
 def show(value: Fraction) -> str:
-    """Return an integer or a short decimal with all its digits, any other value with twelve."""
+    """Format a value: all digits of an integer or a short decimal, else DIGITS digits."""
     exact = (value * 10**DIGITS).denominator == 1
     top, bottom = map(Decimal, value.as_integer_ratio())
     result = Context(prec=MAX_BITS if exact else DIGITS).divide(top, bottom)
@@ -76,7 +76,18 @@ KNOWN = ", ".join(["+ - * / // % ** ( )", *sorted(FUNCTIONS), *CONSTANTS])
 
 
 def _value(node: ast.expr, text: str, depth: int) -> Fraction:
-    """Return the value of a node; refuse every node that is not listed here."""
+    """Return the value of a syntax node.
+
+    Args:
+        node: The node.
+        text: The expression, with its numbers.
+        depth: Nesting depth of the node.
+
+    Raises:
+        ToolError: The node is not a number, an operation or a call of a known function, or it is
+            nested too deeply.
+        OverflowError: The value is too large.
+    """
     if depth > MAX_DEPTH:
         raise ToolError(f"nested deeper than {MAX_DEPTH}")
     source = text[node.col_offset : node.end_col_offset]

@@ -1,4 +1,4 @@
-"""Text files of an episode, kept in memory: the agent's paths never reach this machine's disk."""
+"""Text files of an episode, kept in memory. The agent's paths are never used on the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MAX_DEPTH, MAX_NAME = 8, 255
 
 
 class FilesTool(Tool):
-    """Lists, reads, writes and deletes text files; the task's `extra_info.files` exist at first."""
+    """Lists, reads, writes and deletes an episode's text files.
+
+    An episode starts with the files of the task's `extra_info.files`.
+    """
 
     deterministic = True
     schema = function(
@@ -26,7 +29,7 @@ class FilesTool(Tool):
     )
 
     async def begin(self, task: Task, state: dict[str, Any]) -> None:
-        """Create the task's files.
+        """Create the files of the task.
 
         Raises:
             EpisodeError: `extra_info.files` does not map paths to texts.
@@ -36,11 +39,12 @@ class FilesTool(Tool):
             for path, content in task.extra_info.get("files", {}).items():
                 self._write(state["files"], str(path), content)
         except (AttributeError, ToolError) as error:
-            what = f"{task.task_id}: extra_info.files must be texts by their paths: {error}"
-            raise EpisodeError(what) from error
+            raise EpisodeError(
+                f"task {task.task_id}: extra_info.files must map paths to texts: {error}"
+            ) from error
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
-        """Carry out one action on the episode's files."""
+        """Perform one action on the episode's files; return its result."""
         files: dict[str, bytes] = state["files"]
         action, path = arguments["action"], arguments.get("path", "")
         if action == "list":
@@ -68,10 +72,11 @@ class FilesTool(Tool):
 
 
 def check_path(files: dict[str, bytes], path: str) -> None:
-    """Check that `path` can name a file among `files`, as a file system would.
+    """Check that a file system with `files` would accept `path` as a file.
 
     Raises:
-        ToolError: `path` is absolute, climbs, is too long, names a folder or leads through a file.
+        ToolError: `path` is absolute, contains "..", is too long, names a folder, or has a file as
+            a parent.
     """
     parts = path.split("/")
     if "\0" in path or {"", ".", ".."} & {*parts} or len(parts) > MAX_DEPTH + 1:

@@ -1,7 +1,8 @@
-"""Tools of a server of the Model Context Protocol, through its SDK (`mcp`, an extra).
+"""Tools of Model Context Protocol servers, by the SDK `mcp` (extra `tools`).
 
-One session a worker. The SDK wants its contexts left by the task that entered them, so each session
-has a task of its own; when a server dies, its session is begun anew, once for a call.
+A worker has one session with each server. The SDK requires that the task that enters a client also
+exits it, so each session has its own task. If a server dies during a call, the session is restarted
+and the call is repeated once.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from arealite.system.health.waits import Wait
 logger = log.get(__name__)
 
 LOST = {-32000, -32600, -32001}
-"""Errors that end a session: connection closed; and, by HTTP, what servers that were started anew
-say of a session they do not know."""
+"""Error codes that end a session: the connection was closed, or the server was restarted and does
+not know the session."""
 MAX_PAGES = 100
-"""Of a server's list of tools."""
+"""Maximum number of pages of a server's list of tools."""
 
 
 class MCPUnavailable(EpisodeError):
-    """A server of tools is dead and stays so: nothing that the agent could help."""
+    """An MCP server died and does not start again. The agent is not at fault."""
 
     failure_class = "mcp_unavailable"
 
 
 class MCPServer:
-    """One server, and the session with it."""
+    """One MCP server and the worker's session with it."""
 
     def __init__(self, name: str, config: MCPServerConfig) -> None:
         if bool(config.command) == bool(config.url):
             where = f"env.tools.mcp.{name}"
-            raise UserError(f"{where} needs either a command or a url. Set one of them.")
+            raise UserError(f"{where}: set command or url, and not both.")
         self.name = name
         self.config = config
         self._session: _Session | None = None
@@ -45,10 +46,11 @@ class MCPServer:
         self.slots = asyncio.Semaphore(config.concurrency)
 
     async def setup(self) -> list[MCPTool]:
-        """Start the server or find it; return its tools, sorted by name.
+        """Connect to the server, starting it if it has a command; return its tools by name.
 
         Raises:
-            UserError: it does not answer, lacks a tool of `config.tools`, or the SDK is missing.
+            UserError: The server does not answer or lacks a tool of `config.tools`, or the SDK is
+                not installed.
         """
         self._sdk = extra("mcp", ours("tools"))
         try:
@@ -64,13 +66,16 @@ class MCPServer:
         return [MCPTool(self, listed[name]) for name in sorted(self.config.tools or listed)]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Return the result of a call; a server that died is started once more for it.
+        """Call a tool; return the SDK's result.
+
+        If the server dies, restart the session and repeat the call once.
 
         Raises:
-            MCPUnavailable: it died again, or does not start.
+            ToolError: The server refused the arguments.
+            MCPUnavailable: The server died twice or does not start again.
         """
         for _ in range(2):
-            session = await self._alive()
+            session = await self._live_session()
             try:
                 return await session.client.call_tool(tool, arguments)
             except self._sdk.MCPError as error:
@@ -82,17 +87,21 @@ class MCPServer:
         raise MCPUnavailable(f"MCP server '{self.name}' died twice in a call of {tool}")
 
     def check(self) -> None:
-        """Raise MCPUnavailable while there is no session: a call then waits for it in vain."""
+        """Check that there is a session.
+
+        Raises:
+            MCPUnavailable: The session is lost.
+        """
         if self._session is None or self._session.is_lost:
-            raise MCPUnavailable(f"MCP server '{self.name}' died and is not back")
+            raise MCPUnavailable(f"MCP server '{self.name}' died and has not started again")
 
     async def close(self) -> None:
-        """End the session, and with it a server that was started."""
+        """Close the session and stop the server if `command` started it."""
         if self._session is not None:
             await self._session.end()
 
-    async def _alive(self) -> _Session:
-        """Return a session that is not known to be lost; begin one if need be."""
+    async def _live_session(self) -> _Session:
+        """Return the session; start a new one if it is lost."""
         async with self._restarting:
             if self._session is None or self._session.is_lost:
                 logger.warning("mcp server lost", server=self.name)
@@ -116,13 +125,13 @@ class MCPServer:
             await session.end()
             if not isinstance(error, Exception):
                 raise
-            why = str(error) if isinstance(error, DeadlineError) else first(error)
+            why = str(error) if isinstance(error, DeadlineError) else describe(error)
             raise MCPUnavailable(f"MCP server '{self.name}' did not start: {why}") from error
         return session
 
 
 class _Session:
-    """A client of the SDK's, entered and left by a task of its own."""
+    """A client of the SDK that one task enters and exits."""
 
     def __init__(self, client: Any, name: str) -> None:
         self.client = client
@@ -133,20 +142,24 @@ class _Session:
         self._error: Exception | None = None
 
     async def begin(self) -> None:
-        """Enter the client and list the tools; raises what the client did."""
-        self._owner = asyncio.create_task(self._own(), name=self.name)
+        """Enter the client and list the tools.
+
+        Raises:
+            Exception: The client could not connect or list the tools.
+        """
+        self._owner = asyncio.create_task(self._run(), name=self.name)
         await self._listed.wait()
         if self._error is not None:
             raise self._error
 
     async def end(self) -> None:
-        """Leave the client, and wait until it is left."""
+        """Exit the client and wait until it has closed."""
         self._ended.set()
         if not self._listed.is_set():
             self._owner.cancel()
-        await asyncio.wait([self._owner])  # which goes on to its end when this is cancelled
+        await asyncio.wait([self._owner])  # cancelling this call does not cancel the owner
 
-    async def _own(self) -> None:
+    async def _run(self) -> None:
         try:
             async with self.client:
                 cursor = None
@@ -157,7 +170,7 @@ class _Session:
                         break
                 self._listed.set()
                 await self._ended.wait()
-        except Exception as error:  # noqa: BLE001  (the server's, at any time: the session is over)
+        except Exception as error:  # noqa: BLE001  (any error of the client ends the session)
             self._error = error
         finally:
             self.is_lost = True
@@ -165,18 +178,18 @@ class _Session:
 
 
 class MCPTool(Tool):
-    """One tool of a server, called `server__tool`."""
+    """One tool of an MCP server, with the name `server__tool`."""
 
     def __init__(self, server: MCPServer, tool: Any) -> None:
         super().__init__(server.config)
         self.slots = server.slots
         self.server = server
         self.name = tool.name
-        about = {"name": f"{server.name}__{tool.name}", "description": tool.description or ""}
-        self.schema = {"type": "function", "function": about | {"parameters": tool.input_schema}}
+        function = {"name": f"{server.name}__{tool.name}", "description": tool.description or ""}
+        self.schema = {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
-        """Call it; what is no text is named by its kind."""
+        """Return the text of the result; each block without text becomes "[TYPE]"."""
         result = await self.server.call(self.name, arguments)
         texts = [getattr(block, "text", f"[{block.type}]") for block in result.content]
         answer = "\n".join(texts)
@@ -185,8 +198,8 @@ class MCPTool(Tool):
         return answer
 
 
-def first(error: BaseException) -> str:
-    """Describe an error, or the first one of a group."""
+def describe(error: BaseException) -> str:
+    """Return the type and text of an error; of an exception group, those of its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Runs the agent's Python, each call a program of its own, in the project's sandbox or in Monty."""
+"""The tool `python`: each call runs one program, in the sandbox or in Monty."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from arealite.impl.sandbox.process import Sandbox
 
 MAX_CHARS = 20_000
 MONTY_MB = 64
-"""What a program may keep in Monty: its value is made anew here, in the event loop."""
+"""Memory limit of a program in Monty. Its last value is copied into this process."""
 AS_TYPED = """import ast
 _scope = {{"__name__": "__main__"}}
 for _node in ast.parse({code!r}).body:
     exec(compile(ast.Interactive([_node]), "<code>", "single"), _scope)
 """
-"""Runs a program as a prompt does that is typed into: it prints the value of each expression."""
+"""Runs a program like Python's interactive prompt: the value of each expression is printed."""
 
 
 class PythonTool(Tool):
-    """Runs a program and answers with what it prints."""
+    """Runs a program and returns its output."""
 
     schema = function(
         "python",
@@ -44,7 +44,7 @@ class PythonTool(Tool):
         """Start the back-end.
 
         Raises:
-            UserError: it cannot run programs here.
+            UserError: The back-end is not installed or cannot run programs on this host.
         """
         limits = self.config.sandbox
         if self.config.backend == "sandbox":
@@ -58,26 +58,30 @@ class PythonTool(Tool):
             self._run = partial(run_in_monty, monty, pool, limits)
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
-        """Run a program; of an error, the agent gets the last line."""
+        """Run a program; return its output.
+
+        Raises:
+            ToolError: The program failed; the text is the last line of the error.
+        """
         if len(arguments["code"]) > MAX_CHARS:
             raise ToolError(f"the program is longer than {MAX_CHARS} characters")
         return (await self._run(arguments["code"])).rstrip() or "(nothing printed)"
 
     async def close(self) -> None:
-        """Stop it."""
+        """Stop the back-end."""
         await self._stack.aclose()
 
 
 def failed(why: str, printed: str) -> ToolError:
-    """Say why a program failed, and after that what it had printed."""
+    """Return an error with the reason and the program's output so far."""
     return ToolError(f"{why}\nprinted before:\n{printed}" if printed else why)
 
 
 async def run_in_sandbox(sandbox: Sandbox, code: str) -> str:
-    """Return what the program prints.
+    """Run a program in the sandbox; return its stdout.
 
     Raises:
-        ToolError: the program fails.
+        ToolError: The program failed or was killed at a limit.
     """
     outcome = await sandbox.run(AS_TYPED.format(code=code))
     if outcome.status == "exited" and outcome.code == 0:
@@ -86,17 +90,18 @@ async def run_in_sandbox(sandbox: Sandbox, code: str) -> str:
         "timeout": f"ran longer than {sandbox.config.timeout_s:g} s",
         "output": f"printed more than {sandbox.config.output_kb} kB",
     }
-    said = outcome.stderr.strip().rpartition("\n")[2] or f"ended with code {outcome.code}"
-    raise failed(why.get(outcome.status, said), outcome.stdout)
+    last_line = outcome.stderr.strip().rpartition("\n")[2]
+    default = last_line or f"ended with code {outcome.code}"
+    raise failed(why.get(outcome.status, default), outcome.stdout)
 
 
 async def run_in_monty(monty: Any, pool: Any, limits: SandboxConfig, code: str) -> str:
-    """Return what the program prints, and its last value.
+    """Run a program in Monty; return its output and the value of its last expression.
 
-    Monty interprets a subset of Python in processes of its own, without files, network or imports.
+    Monty interprets a subset of Python in child processes, without files, network or imports.
 
     Raises:
-        ToolError: the program fails.
+        ToolError: The program failed or exceeded a limit.
     """
     printed = monty.CollectString(limits.output_kb << 10)
     bounds = {
@@ -111,5 +116,5 @@ async def run_in_monty(monty: Any, pool: Any, limits: SandboxConfig, code: str) 
         raise ToolError(str(error)) from error
     except monty.MontyError as error:
         raise failed(error.display("type-msg"), printed.output) from error
-    except (ValueError, RecursionError) as error:  # of repr, of this Python's
+    except (ValueError, RecursionError) as error:  # raised by `repr` in this process
         raise failed(f"the value cannot be shown: {error}", printed.output) from error

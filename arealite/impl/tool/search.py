@@ -1,4 +1,4 @@
-"""Searches a knowledge base of the user's, with the index for texts that SQLite brings along."""
+"""The tool `search`: full-text search (SQLite FTS5) in a local knowledge base."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from arealite.base.errors import UserError
 from arealite.system.data.dataset import jsonl_rows
 
 MAX_WORDS = 32
-"""Of a query; more are left out."""
+"""Words of a query that are used; further words are ignored."""
 FIND = """SELECT id, title, snippet(texts, 2, '', '', ' … ', ?) FROM texts
 WHERE texts MATCH ? ORDER BY bm25(texts, 0, 4, 1), id LIMIT ?"""
-"""A word of the title counts four times (id and title are the first columns)."""
+"""The weights of bm25 are those of the columns id, title and text: a word in the title counts four
+times."""
 
 
 class SearchTool(Tool):
-    """Finds documents by their words, best first (BM25), and reads them."""
+    """Finds documents by words, ranked by BM25, and returns whole documents by id."""
 
     deterministic = True
     schema = function(
@@ -33,20 +34,20 @@ class SearchTool(Tool):
 
     def __init__(self, config: SearchToolConfig) -> None:
         super().__init__(config)
-        self.slots = asyncio.Semaphore(1)  # one connection, one thread at a time
+        self.slots = asyncio.Semaphore(1)  # the database connection allows one thread at a time
 
     async def setup(self) -> None:
         """Read and index the knowledge base."""
         self.index = await asyncio.to_thread(build, self.config.path)
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
-        """Return the best documents, or one whole."""
+        """Return excerpts of the best documents for `query`, or the document `read`."""
         if "read" in arguments:
             return await asyncio.to_thread(self._read, arguments["read"])
         return await asyncio.to_thread(self._find, arguments.get("query", ""))
 
     async def close(self) -> None:
-        """Forget it."""
+        """Free the index."""
         if hasattr(self, "index"):
             self.index.close()
 
@@ -54,27 +55,30 @@ class SearchTool(Tool):
         words = re.findall(r"\w+", query)[:MAX_WORDS]
         if not words:
             raise ToolError("name the words to look for in `query`")
-        asked = (self.config.excerpt_words, " OR ".join(f'"{word}"' for word in words))
-        found = self.index.execute(FIND, (*asked, self.config.top_k)).fetchall()
+        match = " OR ".join(f'"{word}"' for word in words)
+        parameters = self.config.excerpt_words, match, self.config.top_k
+        found = self.index.execute(FIND, parameters).fetchall()
         texts = [f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found]
         return "\n\n".join(texts) or f"no document has any of these words: {' '.join(words)}"
 
     def _read(self, name: str) -> str:
-        asked = "SELECT title, text FROM texts WHERE id = ?"
-        found = self.index.execute(asked, (name,)).fetchone()
+        select = "SELECT title, text FROM texts WHERE id = ?"
+        found = self.index.execute(select, (name,)).fetchone()
         if found is None:
             raise ToolError(f"no document has the id '{name}'")
         return "\n".join(filter(None, found))
 
 
 def build(source: str) -> sqlite3.Connection:
-    """Index a JSONL file or a folder, in memory.
+    """Index a JSONL file, or the .txt and .md files of a folder, in memory.
 
     Raises:
-        UserError: there is nothing, or a document is not as it should be.
+        UserError: The path does not exist or has no documents, or a document is invalid.
     """
     if not source:
-        raise UserError("env.tools.search.path is not set. Name what the tool search looks in.")
+        raise UserError(
+            "env.tools.search.path is not set. Set a JSONL file, or a folder of .txt and .md files."
+        )
     path = Path(source).expanduser()
     index = sqlite3.connect(":memory:", check_same_thread=False)
     columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
@@ -82,7 +86,10 @@ def build(source: str) -> sqlite3.Connection:
     read = _folder if path.is_dir() else _jsonl
     count = index.executemany("INSERT INTO texts VALUES (?, ?, ?)", read(path)).rowcount
     if count < 1:
-        raise UserError(f"env.tools.search.path={path} has no documents.")
+        raise UserError(
+            f"env.tools.search.path={path} has no documents. Name a JSONL file with rows, or a "
+            "folder of .txt and .md files."
+        )
     return index
 
 
@@ -101,5 +108,5 @@ def _jsonl(path: Path) -> Iterator[tuple[str, str, str]]:
         )
     for number, (where, row) in enumerate(jsonl_rows(path), start=1):
         if "text" not in row:
-            raise UserError(f'{where}: a document needs "text", and perhaps "id" and "title".')
+            raise UserError(f'{where}: a document needs "text"; "id" and "title" are optional.')
         yield str(row.get("id", number)), str(row.get("title", "")), str(row["text"])

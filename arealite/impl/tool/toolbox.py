@@ -1,5 +1,7 @@
-"""The tools of one worker: made by their names, offered by their schemas, and called with every
-guard that a call of a model's needs."""
+"""The tools of one worker: constructed by name, offered by schema, and called with a deadline.
+
+The toolbox checks the arguments of each call and truncates long answers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from arealite.system.health.waits import Wait
 
 OWNER = "environment tools"
 States = dict[str, dict[str, Any]]
-"""What an episode keeps, by tool."""
+"""An episode's state by the name of the tool."""
 TYPES: dict[Any, Any] = {
     "string": str,
     "integer": int,
@@ -26,29 +28,29 @@ TYPES: dict[Any, Any] = {
     "array": list,
     "object": dict,
 }
-"""What the types of a JSON schema are here."""
+"""Python types by their names in a JSON schema."""
 
 
 class ToolCrash(EpisodeError):
-    """A tool raised something else than a ToolError: nothing that the agent could help."""
+    """A tool raised an exception other than ToolError. The agent is not at fault."""
 
     failure_class = "tool_crash"
 
 
 class Answer(NamedTuple):
-    """What the agent is told of a call."""
+    """The answer to a call, as the agent gets it."""
 
     content: str
     kind: Literal["fine", "failed", "timeout", "malformed"] = "fine"
 
 
 class Toolbox:
-    """Holds the tools of a config, and those of its MCP servers."""
+    """The tools of a config and of its MCP servers."""
 
     def __init__(self, config: ToolsEnvConfig) -> None:
         self.config = config
         self.tools = dict[str, Tool]()
-        """By the name that agents call."""
+        """Tools by the name that agents call."""
         for name in config.tools:
             self._add(tools.get(name)(getattr(config, name, None)))
         self.deterministic = not config.mcp and all(t.deterministic for t in self.tools.values())
@@ -57,11 +59,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """What agents are offered."""
+        """The function schemas that agents are offered."""
         return tuple(tool.schema for tool in self.tools.values())
 
     async def setup(self) -> None:
-        """Start the tools, then the servers; `close` ends what was started, also if one fails."""
+        """Start the tools, then the servers. Call `close` also if this fails."""
         for tool in self.tools.values():
             self._stack.push_async_callback(tool.close)
             await tool.setup()
@@ -71,12 +73,16 @@ class Toolbox:
                 self._add(tool)
 
     async def close(self) -> None:
-        """Stop them."""
+        """Stop all tools and servers that were started."""
         await self._stack.aclose()
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator[States]:
-        """Hold what the tools keep for one episode."""
+        """Prepare the tools for an episode; end it when the body exits.
+
+        Yields:
+            The tools' states, for `call`.
+        """
         states: States = {name: {} for name in self.tools}
         async with AsyncExitStack() as stack:
             for name, tool in self.tools.items():
@@ -85,17 +91,17 @@ class Toolbox:
             yield states
 
     async def call(self, call: ToolCall, states: States) -> Answer:
-        """Make one call, and return what the agent is told.
+        """Execute one call; return the answer for the agent.
 
         Raises:
-            ToolCrash: the tool raised something unexpected.
+            ToolCrash: The tool raised an unexpected exception.
         """
         tool = self.tools.get(call.name)
         problem = call.error
         if not problem and tool is None:
             problem = unknown("tool", call.name, [*self.tools])
         if not problem and tool is not None:
-            problem = misfit(call.arguments, tool.schema["function"]["parameters"])
+            problem = mismatch(call.arguments, tool.schema["function"]["parameters"])
         if problem or tool is None:
             return Answer(f"error: {problem}", "malformed")
         async with tool.slots:
@@ -124,7 +130,9 @@ class Toolbox:
     def _add(self, tool: Tool) -> None:
         name = tool.schema["function"]["name"]
         if name in self.tools:
-            raise UserError(f"two tools are called '{name}'. Leave one out of env.tools.tools.")
+            raise UserError(
+                f"two tools have the name '{name}'. Remove one of env.tools.tools or env.tools.mcp."
+            )
         self.tools[name] = tool
 
     def _cut(self, answer: str) -> str:
@@ -132,10 +140,13 @@ class Toolbox:
         return answer if more <= 0 else f"{answer[:-more]} [{more} more characters]"
 
 
-def misfit(arguments: dict[str, Any], parameters: dict[str, Any]) -> str:
-    """Say what in the arguments is not as the JSON schema wants it, "" if nothing.
+def mismatch(arguments: dict[str, Any], parameters: dict[str, Any]) -> str:
+    """Check arguments against a JSON schema.
 
-    Looks at names, plain types and enumerations; what else a schema may say is left to the tool.
+    Only names, plain types and enumerations are checked. Tools check other constraints themselves.
+
+    Returns:
+        The first problem; "" if there is none.
     """
     known: dict[str, Any] = parameters.get("properties", {})
     for name in parameters.get("required", ()):
@@ -146,12 +157,12 @@ def misfit(arguments: dict[str, Any], parameters: dict[str, Any]) -> str:
             if known and not parameters.get("additionalProperties"):
                 return unknown("argument", name, [*known])
             continue
-        wanted = known[name] if isinstance(known[name], dict) else {}
-        kind = wanted.get("type")
-        held = TYPES.get(kind, object) if isinstance(kind, str) else object
+        schema = known[name] if isinstance(known[name], dict) else {}
+        kind = schema.get("type")
+        expected = TYPES.get(kind, object) if isinstance(kind, str) else object
         is_flag = isinstance(value, bool) and kind in ("integer", "number")
-        if is_flag or not isinstance(value, held):
+        if is_flag or not isinstance(value, expected):
             return f"argument '{name}' must be of type {kind}"
-        if "enum" in wanted and value not in wanted["enum"]:
-            return f"argument '{name}' must be one of {', '.join(map(str, wanted['enum']))}"
+        if "enum" in schema and value not in schema["enum"]:
+            return f"argument '{name}' must be one of {', '.join(map(str, schema['enum']))}"
     return ""

@@ -1,4 +1,4 @@
-"""Tool calls are read as they were meant, or say what is wrong with them."""
+"""Tool calls are parsed, or have an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_text_without_calls_is_text() -> None:
     assert llama_json("42") == ("42", [])
 
 
-def test_a_mark_within_an_argument_ends_nothing() -> None:
+def test_marker_inside_an_argument_is_text() -> None:
     body = json.dumps({"name": "write", "arguments": {"text": "</tool_call><tool_call>"}})
     assert hermes(wrapped(body, ADD))[1] == [
         Call("write", {"text": "</tool_call><tool_call>"}),
@@ -41,10 +41,10 @@ def test_a_mark_within_an_argument_ends_nothing() -> None:
         ("{'name': 'add'}", "", "not JSON"),
         ('{"name": "add", "arguments": {"a": 1}', "", "not JSON"),
         ("", "", "not JSON"),
-        ('["add"]', "", "a call is an object"),
-        ('{"arguments": {}}', "", "a call is an object"),
-        ('{"name": 3, "arguments": {}}', "", "a call is an object"),
-        ('{"name": "", "arguments": {}}', "", "a call is an object"),
+        ('["add"]', "", "a call must be an object"),
+        ('{"arguments": {}}', "", "a call must be an object"),
+        ('{"name": 3, "arguments": {}}', "", "a call must be an object"),
+        ('{"name": "", "arguments": {}}', "", "a call must be an object"),
         ('{"name": "add"}', "add", '"arguments" must be an object'),
         ('{"name": "add", "arguments": "{}"}', "add", '"arguments" must be an object'),
         ('{"name": "add", "arguments": [1]}', "add", '"arguments" must be an object'),
@@ -56,7 +56,7 @@ def test_a_mark_within_an_argument_ends_nothing() -> None:
         (ADD + " and more", "add", "does not end with </tool_call>"),
     ],
 )
-def test_a_call_that_cannot_be_made_says_why_and_the_next_one_is_read(body, name, error) -> None:
+def test_malformed_call_has_an_error_and_the_next_call_is_parsed(body, name, error) -> None:
     _, (bad, good) = hermes(wrapped(body, ADD))
     assert (bad.name, bad.arguments) == (name, {})
     assert error in bad.error
@@ -64,13 +64,13 @@ def test_a_call_that_cannot_be_made_says_why_and_the_next_one_is_read(body, name
 
 
 @pytest.mark.parametrize("text", ["<tool_call>" + ADD, "<tool_call>" + ADD[:9], "<tool_call>"])
-def test_a_call_that_is_cut_is_not_made(text) -> None:
+def test_truncated_call_has_an_error(text) -> None:
     said, (call,) = hermes("a" + text)
     assert said == "a"
     assert call.error
 
 
-def test_bare_objects_are_read_where_they_are_all_there_is() -> None:
+def test_bare_objects_are_calls_if_the_answer_has_no_other_text() -> None:
     one = '{"name": "add", "parameters": {"a": 1}}'
     assert llama_json(f" <|python_tag|>{one}; {one}\n") == ("", [Call("add", {"a": 1})] * 2)
     assert llama_json(f"So: {one}") == (f"So: {one}", [])
@@ -106,7 +106,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize(("text", "name"), FOREIGN)
 @pytest.mark.parametrize("configured", FORMATS)
-def test_call_in_another_format_is_named(text: str, name: str, configured: str) -> None:
+def test_call_in_another_format_is_detected(text: str, name: str, configured: str) -> None:
     if FORMATS[configured](text)[1] == []:
         assert foreign(text, KNOWN) == name
         assert name != configured
@@ -132,5 +132,5 @@ def test_call_in_another_format_is_named(text: str, name: str, configured: str) 
         "[1, 2]",
     ],
 )
-def test_text_that_only_mentions_a_format_is_text(text: str) -> None:
+def test_text_that_mentions_a_format_is_not_a_call(text: str) -> None:
     assert foreign(text, KNOWN) == ""

@@ -1,4 +1,4 @@
-"""A conversation keeps the tokens that were sampled, whatever its template makes of their text."""
+"""A conversation keeps its sampled tokens with every chat template."""
 
 from __future__ import annotations
 
@@ -23,45 +23,54 @@ from arealite.impl.rollout.collector import Collector
 from arealite.system.data.chats import encode, render
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
-from tests.impl.agent.talk import TEMPLATES, ended, extends, make, prompts, said, spaced, talker
-from tests.impl.rollout import worlds  # registers the counter
+from tests.impl.agent.conversations import (
+    TEMPLATES,
+    chat_tokenizer,
+    ended,
+    extends,
+    make,
+    prompts,
+    said,
+    space_prefix_tokenizer,
+)
+from tests.impl.rollout import worlds  # registers the environment `counter`
 
 assert worlds is not None
 ALWAYS = ("chatml", "no system")
-"""Templates that tell every answer as it was, closed by the end token."""
+"""Templates that render every answer unchanged, followed by the end token."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_told", set())
+def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_warned", set())
 
 
 # ------------------------------------------------------------ any conversation
 
 
-def drawn(dice: random.Random, tokenizer: Any) -> list[int]:
-    """Any tokens: pieces of characters, merges of letters written apart, special ones, none."""
+def drawn(rng: random.Random, tokenizer: Any) -> list[int]:
+    """Return random tokens: parts of characters, unmerged letters, special tokens, or none."""
     common = encode(tokenizer, "the\n\n>The 12 </think> <tool_call>")
     return [
-        dice.choice(common) if dice.random() < 0.8 else dice.randrange(len(tokenizer) - 1)
-        for _ in range(dice.choice((0, 1, 2, 12)))
+        rng.choice(common) if rng.random() < 0.8 else rng.randrange(len(tokenizer) - 1)
+        for _ in range(rng.choice((0, 1, 2, 12)))
     ]
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_a_prompt_holds_what_was_sampled_or_is_the_templates_own(name, seed) -> None:
-    dice, tokenizer = random.Random(f"{name} {seed}"), talker(name)
+async def test_prompt_extends_the_sampled_tokens_or_is_the_templates_rendering(name, seed) -> None:
+    rng, tokenizer = random.Random(f"{name} {seed}"), chat_tokenizer(name)
 
     def sample(_: Any) -> Any:
-        ids = drawn(dice, tokenizer)
-        return ended(tokenizer, ids) if dice.random() < 0.7 else response(ids, stop_reason="length")
+        ids = drawn(rng, tokenizer)
+        return ended(tokenizer, ids) if rng.random() < 0.7 else response(ids, stop_reason="length")
 
     agent = make("chat", tokenizer, sample)
     messages: list[dict[str, str]] = []
     held = ""
     for turn in range(6):
-        text = "".join(dice.choices("the \n12>é", k=5))
+        text = "".join(rng.choices("the \n12>é", k=5))
         messages.append({"role": "user", "content": text})
         await agent.act(text)
         whole = render(tokenizer, messages)
@@ -82,8 +91,8 @@ async def test_a_prompt_holds_what_was_sampled_or_is_the_templates_own(name, see
 
 
 @pytest.mark.parametrize(("name", "ends"), [("chatml", 3), ("no system", 1)])
-async def test_the_sampled_end_token_is_not_doubled(name, ends) -> None:
-    tokenizer = talker(name)
+async def test_sampled_end_token_is_in_the_next_prompt_once(name, ends) -> None:
+    tokenizer = chat_tokenizer(name)
     agent = make("chat", tokenizer, [said(tokenizer, "the\n\n12")] * 2)
     action = await agent.act("a")
     await agent.act("b")
@@ -91,14 +100,14 @@ async def test_the_sampled_end_token_is_not_doubled(name, ends) -> None:
     assert action.text == "the\n\n12"
     assert extends(agent) == [True]
     assert second.input_ids.count(tokenizer.eos_token_id) == ends
-    # What was sampled is another tokenisation than the tokenizer's own.
+    # The sampled tokens differ from the tokenizer's tokenisation of their text.
     assert len(first.response.output_ids) > len(encode(tokenizer, "the\n\n12")) + 1
 
 
 @pytest.mark.parametrize("name", ALWAYS)
-async def test_what_follows_an_answer_is_tokenised_in_its_place(name: str) -> None:
-    """Not as a text of its own, to which some tokenizers add a space."""
-    tokenizer = spaced(name)
+async def test_text_after_an_answer_is_tokenised_in_its_context(name: str) -> None:
+    """Some tokenizers prepend a space to a separate text."""
+    tokenizer = space_prefix_tokenizer(name)
     agent = make("chat", tokenizer, [ended(tokenizer, encode(tokenizer, "the")[1:])] * 3)
     for question in "abc":
         await agent.act(question)
@@ -110,8 +119,8 @@ async def test_what_follows_an_answer_is_tokenised_in_its_place(name: str) -> No
     assert agent.record.turns[2].input_ids == encode(tokenizer, render(tokenizer, messages))
 
 
-async def test_an_answer_that_is_cut_is_closed_by_the_template() -> None:
-    tokenizer = talker("chatml")
+async def test_template_closes_a_truncated_answer() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "the", cut=True), said(tokenizer, "x")])
     await agent.act("a")
     await agent.act("b")
@@ -121,16 +130,16 @@ async def test_an_answer_that_is_cut_is_closed_by_the_template() -> None:
     assert second.input_ids[held] == tokenizer.eos_token_id
 
 
-async def test_an_answer_of_nothing_is_one() -> None:
-    tokenizer = talker("chatml")
+async def test_empty_answer_is_a_turn() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [ended(tokenizer, [])] * 2)
     assert (await agent.act("a")).text == ""
     await agent.act("b")
     assert "assistant\n<|end|>\n<|turn|>user\nb<|end|>" in prompts(agent)[1]
 
 
-async def test_a_stop_string_is_part_of_the_answer() -> None:
-    tokenizer = talker("chatml")
+async def test_stop_string_is_part_of_the_answer() -> None:
+    tokenizer = chat_tokenizer("chatml")
     stopped = response(encode(tokenizer, "the\n\n"), stop_reason="stop")
     agent = make("chat", tokenizer, [stopped, said(tokenizer, "x")])
     assert (await agent.act("a")).text == "the\n\n"
@@ -142,8 +151,8 @@ async def test_a_stop_string_is_part_of_the_answer() -> None:
 # ------------------------------------------------------------ templates that rewrite
 
 
-async def test_a_template_that_drops_thoughts_has_its_way_and_is_named_once() -> None:
-    tokenizer = talker("thoughtless")
+async def test_template_that_drops_thoughts_is_used_and_logged_once() -> None:
+    tokenizer = chat_tokenizer("thoughtless")
     with capture_logs() as logs:
         for _ in range(2):
             answers = [said(tokenizer, "<think>12</think>\n\nthe")] * 3
@@ -152,14 +161,14 @@ async def test_a_template_that_drops_thoughts_has_its_way_and_is_named_once() ->
                 await agent.act(question)
             assert extends(agent) == [False, False]
             assert "12" not in prompts(agent)[2]
-    (told,) = [log for log in logs if log["event"] == "chat template rewrites"]
+    (told,) = [log for log in logs if log["event"] == "chat template rewrites earlier turns"]
     assert told["was"].startswith("<think>12</think>")
     assert told["now"].startswith("the<|end|>")
     assert told["at"] == prompts(agent)[1].index("the<|end|>")
 
 
-async def test_a_template_without_the_sampled_end_token_rewrites() -> None:
-    tokenizer = talker("tiny")
+async def test_template_without_the_sampled_end_token_starts_new_segments() -> None:
+    tokenizer = chat_tokenizer("tiny")
     agent = make("chat", tokenizer, [said(tokenizer, "the")] * 2)
     await agent.act("a")
     await agent.act("b")
@@ -167,19 +176,19 @@ async def test_a_template_without_the_sampled_end_token_rewrites() -> None:
     assert prompts(agent)[1] == "user: a\nassistant: the\nuser: b\nassistant: "
 
 
-async def test_answers_that_are_trimmed_rewrite_and_others_do_not() -> None:
-    tokenizer = talker("heads")
+async def test_template_that_trims_starts_a_new_segment_only_if_it_trims() -> None:
+    tokenizer = chat_tokenizer("heads")
     agent = make("chat", tokenizer, [said(tokenizer, text) for text in ("the", " the", "the")])
     for question in "abc":
         await agent.act(question)
     assert extends(agent) == [True, False]
 
 
-# ------------------------------------------------------------ what it is told
+# ------------------------------------------------------------ system prompts and tools
 
 
-async def test_the_system_prompt_stands_at_the_beginning_once() -> None:
-    tokenizer = talker("chatml")
+async def test_system_prompt_is_first_and_only_once() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, system_prompt="S")
     await agent.act([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     await agent.act(Observation("c", choices=("d",)))
@@ -189,8 +198,8 @@ async def test_the_system_prompt_stands_at_the_beginning_once() -> None:
     assert "\nc<|end|>" in second
 
 
-async def test_tools_go_through_the_template() -> None:
-    tokenizer = talker("chatml")
+async def test_template_renders_tools() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, system_prompt="S")
     tools = ({"type": "function", "function": {"name": "add"}},)
     await agent.act(Observation("a", tools=tools))
@@ -199,23 +208,23 @@ async def test_tools_go_through_the_template() -> None:
     assert extends(agent) == [True]
 
 
-async def test_what_a_template_refuses_is_the_users_error() -> None:
+async def test_messages_that_the_template_refuses_are_a_user_error() -> None:
     with pytest.raises(UserError, match="refuses the messages: no role system"):
-        await make("chat", talker("no system"), [], system_prompt="S").act("a")
+        await make("chat", chat_tokenizer("no system"), [], system_prompt="S").act("a")
 
 
 # ------------------------------------------------------------ caps
 
 
-async def test_the_last_turn_is_its_last_action() -> None:
-    tokenizer = talker("chatml")
+async def test_action_of_turn_max_turns_is_the_last() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("chat", tokenizer, [said(tokenizer, "1")] * 2, max_turns=2)
     assert [(await agent.act("a")).is_last for _ in range(3)] == [False, True, True]
     assert len(agent.record.turns) == 2
 
 
-async def test_no_prompt_is_sent_that_leaves_no_room() -> None:
-    tokenizer = talker("chatml")
+async def test_prompt_over_max_tokens_is_not_sent() -> None:
+    tokenizer = chat_tokenizer("chatml")
     answers = [said(tokenizer, "1")] * 3
     free = make("chat", tokenizer, answers, max_new_tokens=4)
     for _ in range(3):
@@ -229,8 +238,8 @@ async def test_no_prompt_is_sent_that_leaves_no_room() -> None:
     assert not any([(await agent.act("a")).is_last for _ in range(3)])
 
 
-async def test_a_first_prompt_without_room_fails_the_episode() -> None:
-    agent = make("chat", talker("chatml"), [], max_tokens=80)
+async def test_first_prompt_over_max_tokens_fails_the_episode() -> None:
+    agent = make("chat", chat_tokenizer("chatml"), [], max_tokens=80)
     with pytest.raises(ContextOverflow, match="max_tokens=80"):
         await agent.act("a" * 40)
 
@@ -240,7 +249,7 @@ async def test_a_first_prompt_without_room_fails_the_episode() -> None:
 
 @envs.register("three questions")
 class ThreeQuestions(Env):
-    """Asks, and rewards the second answer."""
+    """Asks three questions and rewards the second answer."""
 
     resumable = True
 
@@ -254,8 +263,10 @@ class ThreeQuestions(Env):
 @pytest.mark.parametrize(
     ("name", "segments"), [("chatml", 1), ("no system", 1), ("thoughtless", 3), ("tiny", 3)]
 )
-async def test_it_is_one_segment_where_the_template_extends_itself(name, segments) -> None:
-    tokenizer = talker(name)
+async def test_conversation_is_one_segment_if_the_template_extends_earlier_turns(
+    name, segments
+) -> None:
+    tokenizer = chat_tokenizer(name)
     sampled = said(tokenizer, "<think>1</think>\n\nthe")
     collector = Collector(
         experiment("three questions", agent="chat"), ScriptedClient(lambda _: sampled), tokenizer
@@ -283,8 +294,8 @@ async def test_it_is_one_segment_where_the_template_extends_itself(name, segment
 
 
 @pytest.mark.parametrize("name", ["chatml", "thoughtless"])
-async def test_a_cut_episode_goes_on_with_its_recorded_turns(name: str) -> None:
-    tokenizer, told = talker(name), []
+async def test_interrupted_episode_resumes_with_its_recorded_turns(name: str) -> None:
+    tokenizer, told = chat_tokenizer(name), []
     client = ScriptedClient(lambda _: said(tokenizer, "<think>1</think>\n\nthe"))
     collector = Collector(experiment("three questions", agent="chat"), client, tokenizer)
     rewards = Agent.reward
@@ -304,8 +315,8 @@ async def test_a_cut_episode_goes_on_with_its_recorded_turns(name: str) -> None:
     assert replayed == whole
 
 
-async def test_a_step_environment_ends_with_its_agent() -> None:
-    tokenizer = talker("chatml")
+async def test_step_environment_ends_after_the_agents_last_action() -> None:
+    tokenizer = chat_tokenizer("chatml")
     config = experiment("counter", "chat")
     chat = ChatConfig(max_turns=2)
     ppo = config.trainer.ppo

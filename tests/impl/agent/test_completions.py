@@ -1,4 +1,4 @@
-"""An endpoint's errors are tried again, bounded, and never tell the key."""
+"""Errors of an endpoint are retried a bounded number of times, and never show the API key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def connected(*faults: str, **options):
     async with FakeCompletions(*faults) as server:
         config = FixedPolicyConfig(base_url=server.url, **own)
         async with Completions.connect(config) as endpoint:
-            with blockbuster_ctx("arealite.impl.client"):
+            with blockbuster_ctx("arealite.impl.agent"):
                 yield server, endpoint
 
 
@@ -37,7 +37,7 @@ def without_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "MAX_BACKOFF_S", 0.01)
 
 
-async def test_it_sends_the_conversation_and_the_sampling() -> None:
+async def test_conversation_and_sampling_options_are_sent() -> None:
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_new_tokens=7, stop=["\n"])
     async with connected(model="m", sampling=sampling) as (server, endpoint):
         assert await endpoint.ask(HELLO, owner="seat judge") == "1: hello"
@@ -64,7 +64,7 @@ async def test_it_sends_the_conversation_and_the_sampling() -> None:
     ],
     ids=lambda fault: fault[:12],
 )
-async def test_a_fault_is_tried_again(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fault_is_retried(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patience = Patience(monkeypatch, completions)
     async with connected(fault) as (server, endpoint):
         server.on_hang = lambda: patience.end(f"endpoint 127.0.0.1:{server.port}")
@@ -77,12 +77,12 @@ async def test_a_fault_is_tried_again(fault: str, monkeypatch: pytest.MonkeyPatc
     [
         ("500", "HTTP 500"),
         ("429", "HTTP 429"),
-        ("hang", "no answer in 30 s"),
-        ("nonsense", "no chat completion"),
+        ("hang", "no answer in timeout_s=30"),
+        ("nonsense", "not a chat completion"),
         ("reset", "Disconnected"),
     ],
 )
-async def test_a_lasting_fault_fails_after_all_tries(
+async def test_lasting_fault_fails_after_all_attempts(
     fault: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience = Patience(monkeypatch, completions)
@@ -96,14 +96,14 @@ async def test_a_lasting_fault_fails_after_all_tries(
 
 
 @pytest.mark.parametrize("fault", ["400", "401", "404", "redirect"])
-async def test_a_refusal_is_not_tried_again(fault: str) -> None:
+async def test_refusal_is_not_retried(fault: str) -> None:
     async with connected(fault) as (server, endpoint):
         with pytest.raises(FixedPolicyFailed, match=r"HTTP (40\d|307)"):
             await endpoint.ask(HELLO, owner="seat judge")
     assert len(server.bodies) == 1
 
 
-async def test_a_dead_endpoint_fails() -> None:
+async def test_unreachable_endpoint_fails() -> None:
     async with connected() as (server, endpoint):
         await server._runner.cleanup()
         with pytest.raises(FixedPolicyFailed, match="Connect"):
@@ -112,7 +112,7 @@ async def test_a_dead_endpoint_fails() -> None:
 
 @pytest.mark.parametrize("key", [KEY, f"{KEY}{'x' * 600}"], ids=["short", "long"])
 @pytest.mark.parametrize("fault", ["500", "401"])
-async def test_the_key_is_sent_and_never_told(
+async def test_api_key_is_sent_and_never_logged(
     fault: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", f" {key}\n")
@@ -129,21 +129,21 @@ async def test_the_key_is_sent_and_never_told(
     "url",
     ["", "127.0.0.1:1", "ftp://a/v1", "http:///v1", "http://me:pw@host/v1", "http://h?key=pw"],
 )
-async def test_an_address_that_is_none_is_refused_without_being_shown(url: str) -> None:
+async def test_invalid_address_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(UserError, match="base_url must be") as raised:
         async with Completions.connect(FixedPolicyConfig(base_url=url)):
             pass
     assert "pw" not in str(raised.value).replace("password", "")
 
 
-async def test_a_key_that_is_not_there_is_the_users_error() -> None:
+async def test_missing_api_key_is_a_user_error() -> None:
     config = FixedPolicyConfig(base_url="http://h/v1", api_key_env="NO_SUCH_KEY")
-    with pytest.raises(UserError, match="no NO_SUCH_KEY"):
+    with pytest.raises(UserError, match="api_key_env=NO_SUCH_KEY"):
         async with Completions.connect(config):
             pass
 
 
-async def test_requests_at_a_time_are_bounded_and_a_cancelled_one_gives_its_place_back() -> None:
+async def test_concurrent_requests_are_bounded_and_cancelling_frees_a_slot() -> None:
     async with connected(connections=2) as (server, endpoint):
         server.released.clear()
         asks = [asyncio.create_task(endpoint.ask(HELLO, owner="seat judge")) for _ in range(5)]
@@ -157,6 +157,6 @@ async def test_requests_at_a_time_are_bounded_and_a_cancelled_one_gives_its_plac
         asks[1].cancel()
         server.released.set()
         assert await asyncio.gather(*asks[2:]) == ["1: hello"] * 3
-        assert server.most <= 4  # the cancelled ones may still have been under way
+        assert server.most <= 4  # cancelled requests may still be in flight
     assert asks[0].cancelled()
     assert not [wait for wait in waits.table if wait.owner == "seat judge"]

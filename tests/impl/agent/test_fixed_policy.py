@@ -1,4 +1,4 @@
-"""A frozen model plays a seat: through a server of another trial, or an endpoint."""
+"""A frozen model plays a seat, by a server of another trial or an endpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.fakes.client import ScriptedClient, response
 from tests.fakes.completions import FakeCompletions
 from tests.fakes.experiment import lease, tokenizer
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.agent.talk import talker
+from tests.impl.agent.conversations import chat_tokenizer
 
 SAMPLING = SamplingConfig(temperature=0.5, max_new_tokens=4)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with another tokenizer than the trained model's."""
-    folder, other = tmp_path_factory.mktemp("frozen"), talker("chatml")
+    """A model folder with another tokenizer than the trained model's."""
+    folder, other = tmp_path_factory.mktemp("frozen"), chat_tokenizer("chatml")
     other.save_pretrained(folder)
     shape = {"vocab_size": len(other), "eos_token_id": other.eos_token_id}
     (folder / "config.json").write_text(json.dumps(shape))
@@ -64,7 +64,7 @@ def experiment(tmp_path: Path, opponent: FixedPolicyConfig) -> ExperimentConfig:
 
 @envs.register("against")
 class Against(Env):
-    """The trained seat asks, the frozen one answers, twice; both get a reward."""
+    """The trained seat asks and the frozen seat answers, twice; both get a reward."""
 
     seats = ("agent", "other")
     resumable = True
@@ -91,7 +91,7 @@ async def collecting(config: ExperimentConfig):
 
 @asynccontextmanager
 async def frozen(tmp_path: Path, model: Path, **options: Any):
-    """A collector whose other seat is played through a server of the trial judge/one."""
+    """Yield a collector whose other seat uses a server of the trial judge/one."""
     own = {"server": "judge/one", "model_path": str(model), "sampling": SAMPLING} | options
     config = experiment(tmp_path, FixedPolicyConfig(**own))
     other = replace(config, experiment_name="judge", trial_name="one")
@@ -102,21 +102,21 @@ async def frozen(tmp_path: Path, model: Path, **options: Any):
             yield server, collector
 
 
-async def test_a_server_of_another_trial_plays_with_its_own_tokens(tmp_path, model) -> None:
+async def test_server_of_another_trial_uses_its_own_tokenizer(tmp_path, model) -> None:
     async with frozen(tmp_path, model, system_prompt="S") as (server, collector):
         episode, _ = await collector.run(lease(prompt="a", version=7), 0)
     assert episode.failure is None
-    (header,) = episode.headers  # of the trained seat alone
+    (header,) = episode.headers  # only the trained seat's
     assert (header.seat, header.reward, header.oldest_version) == ("agent", 1.0, 7)
     first, second = server.requests
-    shown = talker("chatml").decode(second["input_ids"])
+    shown = chat_tokenizer("chatml").decode(second["input_ids"])
     assert shown.startswith("<|turn|>system\nS<|end|>\n<|turn|>user\n789<|end|>\n")
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
     params = first["sampling_params"]
     assert (params["temperature"], params["max_new_tokens"]) == (0.5, 4)
 
 
-async def test_its_turns_are_recorded_though_its_model_is_of_no_version(tmp_path, model) -> None:
+async def test_turns_are_recorded_without_a_version(tmp_path, model) -> None:
     async with frozen(tmp_path, model) as (server, collector):
         server.hold_after = 2
         task = asyncio.create_task(collector.run(lease(prompt="a", version=7), 0))
@@ -127,7 +127,7 @@ async def test_its_turns_are_recorded_though_its_model_is_of_no_version(tmp_path
     assert (asked.seat, asked.oldest_version) == ("agent", 7)
 
 
-async def test_a_recorded_answer_is_not_asked_for_again(tmp_path, model) -> None:
+async def test_recorded_answer_is_not_requested_again(tmp_path, model) -> None:
     told: list[Any] = []
 
     async with frozen(tmp_path, model) as (server, collector):
@@ -154,9 +154,7 @@ async def test_a_recorded_answer_is_not_asked_for_again(tmp_path, model) -> None
     assert episode.failure is None
 
 
-async def test_a_server_that_refuses_fails_the_episode_under_a_name_of_its_own(
-    tmp_path, model
-) -> None:
+async def test_server_error_fails_the_episode_as_fixed_policy(tmp_path, model) -> None:
     async with frozen(tmp_path, model) as (server, collector):
         server.fail_next("400")
         episode, _ = await collector.run(lease(prompt="a"), 0)
@@ -164,7 +162,7 @@ async def test_a_server_that_refuses_fails_the_episode_under_a_name_of_its_own(
     assert "GenerationRefused" in episode.failure.detail
 
 
-async def test_a_server_that_never_was_ends_the_start(tmp_path, model) -> None:
+async def test_missing_server_fails_the_start(tmp_path, model) -> None:
     config = experiment(tmp_path, FixedPolicyConfig(server="judge/one", model_path=str(model)))
     with pytest.raises(DeadlineError, match=r"judge.one"):
         async with collecting(replace(config, server_wait_s=0.1)):
@@ -174,19 +172,19 @@ async def test_a_server_that_never_was_ends_the_start(tmp_path, model) -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({}, "needs fixed_policy.server, or else"),
-        ({"server": "a/b", "base_url": "http://h/v1"}, "or else"),
+        ({}, "set fixed_policy.server or fixed_policy.base_url"),
+        ({"server": "a/b", "base_url": "http://h/v1"}, "and not both"),
         ({"server": "judge"}, "write EXPERIMENT/TRIAL"),
-        ({"server": "a/b"}, "trained is no model folder"),
+        ({"server": "a/b"}, "trained: this folder has no config.json"),
     ],
 )
-async def test_a_wrong_address_is_the_users_error(tmp_path, options, hint) -> None:
+async def test_invalid_options_are_a_user_error(tmp_path, options, hint) -> None:
     with pytest.raises(UserError, match=hint):
         async with collecting(experiment(tmp_path, FixedPolicyConfig(**options))):
             pass
 
 
-async def test_an_endpoint_plays_a_conversation_of_text(tmp_path) -> None:
+async def test_endpoint_gets_the_conversation_as_text(tmp_path) -> None:
     async with FakeCompletions("500") as server:
         opponent = FixedPolicyConfig(base_url=server.url, system_prompt="S")
         async with collecting(experiment(tmp_path, opponent)) as collector:
@@ -198,7 +196,7 @@ async def test_an_endpoint_plays_a_conversation_of_text(tmp_path) -> None:
     ]
 
 
-async def test_an_endpoint_that_fails_fails_the_episode(tmp_path) -> None:
+async def test_endpoint_error_fails_the_episode(tmp_path) -> None:
     async with FakeCompletions("401") as server:
         opponent = FixedPolicyConfig(base_url=server.url)
         async with collecting(experiment(tmp_path, opponent)) as collector:
@@ -207,7 +205,7 @@ async def test_an_endpoint_that_fails_fails_the_episode(tmp_path) -> None:
     assert "HTTP 401" in episode.failure.detail
 
 
-async def test_an_endpoint_keeps_to_its_turns(tmp_path) -> None:
+async def test_endpoint_agent_stops_after_max_turns(tmp_path) -> None:
     async with FakeCompletions() as server, AsyncExitStack() as stack:
         config = AgentConfig(
             type="fixed_policy", fixed_policy=FixedPolicyConfig(base_url=server.url, max_turns=1)
@@ -224,6 +222,6 @@ async def test_an_endpoint_keeps_to_its_turns(tmp_path) -> None:
     assert len(server.bodies) == 1
 
 
-def test_its_failures_are_one_class() -> None:
+def test_all_failures_have_one_class() -> None:
     assert FixedPolicyFailed.failure_class == "fixed_policy"
     assert not agents.get("fixed_policy").trainable

@@ -1,4 +1,4 @@
-"""The built-in agent: prompt to token ids, completion to text."""
+"""The default agent: prompt to token ids, completion to text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agent(tok=None, **settings):
     return factory.make_agent(config, Seat("agent", "g", "e"))
 
 
-async def test_a_text_prompt_is_continued_as_it_is() -> None:
+async def test_text_prompt_is_sent_unchanged() -> None:
     made = agent()
     action = await made.act("1+1=")
     (request,) = made.client.requests
@@ -44,13 +44,13 @@ async def test_a_text_prompt_is_continued_as_it_is() -> None:
         ("1+1", "think", "system: think\nuser: 1+1\nassistant: "),
     ],
 )
-async def test_chat_goes_through_the_template(observation, system, text: str) -> None:
+async def test_template_renders_chat_messages(observation, system, text: str) -> None:
     made = agent(system_prompt=system)
     await made.act(observation)
     assert tokenizer().decode(made.client.requests[0].input_ids) == text
 
 
-async def test_messages_without_a_template_are_the_users_error() -> None:
+async def test_messages_without_a_template_are_a_user_error() -> None:
     plain = tiny_tokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match="chat template"):

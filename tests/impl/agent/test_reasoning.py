@@ -1,4 +1,4 @@
-"""Thoughts end before the answer, and are dropped as tokens or not at all."""
+"""Actions hold the text after a thought; thoughts are dropped as whole tokens or kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from arealite.api.llm import LLMResponse
 from arealite.impl.agent.reasoning import ReasoningAgent
-from tests.impl.agent.talk import ended, extends, make, prompts, said, talker
+from tests.impl.agent.conversations import chat_tokenizer, ended, extends, make, prompts, said
 
 THOUGHT = "<think>1 > 2</think>\n\n"
 MARKS = ("<think>", "</think>")
@@ -15,8 +15,8 @@ MARKS = ("<think>", "</think>")
 async def asked(
     name: str, keep: str, text: str = THOUGHT + "the", **options: str
 ) -> ReasoningAgent:
-    """Return an agent that gave `text` three times, a token a character."""
-    tokenizer = talker(name)
+    """Return an agent that has answered `text` three times, one token per character."""
+    tokenizer = chat_tokenizer(name)
     agent = make("reasoning", tokenizer, [said(tokenizer, text)] * 3, keep=keep)
     for question in "abc":
         await agent.act(question)
@@ -37,38 +37,38 @@ async def asked(
         ("", ""),
     ],
 )
-async def test_the_answer_is_what_follows_the_thought(text, answer) -> None:
-    tokenizer = talker("chatml")
+async def test_action_is_the_text_after_the_thought(text, answer) -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("reasoning", tokenizer, [said(tokenizer, text)])
     assert (await agent.act("a")).text == answer
 
 
-async def test_a_thought_that_the_template_begins_may_not_end() -> None:
-    tokenizer = talker("opening")
+async def test_unfinished_thought_started_by_the_template_gives_an_empty_action() -> None:
+    tokenizer = chat_tokenizer("opening")
     agent = make("reasoning", tokenizer, [said(tokenizer, "1 2")])
     assert (await agent.act("a")).text == ""
 
 
-async def test_the_marks_may_be_others() -> None:
-    tokenizer = talker("chatml")
+async def test_markers_are_configurable() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("reasoning", tokenizer, [said(tokenizer, "[1]the")], begin="[", end="]")
     assert (await agent.act("a")).text == "the"
 
 
-async def test_thoughts_are_kept() -> None:
+async def test_keep_all_keeps_all_thoughts() -> None:
     agent = await asked("chatml", "all")
     assert extends(agent) == [True, True]
     assert prompts(agent)[2].count(THOUGHT) == 2
 
 
-async def test_only_the_last_thought_is_kept() -> None:
+async def test_keep_last_keeps_only_the_last_thought() -> None:
     agent = await asked("chatml", "last")
     assert extends(agent) == [True, False]
     assert [prompt.count(THOUGHT) for prompt in prompts(agent)] == [0, 1, 1]
     assert cut(agent, 2) == [0]
 
 
-async def test_no_thought_is_kept() -> None:
+async def test_keep_none_drops_all_thoughts() -> None:
     agent = await asked("chatml", "none")
     assert extends(agent) == [False, False]
     assert [prompt.count("think") for prompt in prompts(agent)] == [0, 0, 0]
@@ -76,12 +76,12 @@ async def test_no_thought_is_kept() -> None:
 
 
 def cut(agent: ReasoningAgent, turn: int) -> list[int]:
-    """Return of which turns the prompt of `turn` has just the answer, as it was sampled."""
+    """Return the turns whose sampled answer is in the prompt of `turn` without its thought."""
     prompt = agent.record.turns[turn].input_ids
     found, at = [], 0
     for index, earlier in enumerate(agent.record.turns[:turn]):
         sampled = earlier.response.output_ids
-        answer = sampled[-4:]  # t, h, e and the end, which the tokenizer would write as two tokens
+        answer = sampled[-4:]  # t, h, e, end; the tokenizer merges t, h, e
         places = [at for at in range(len(prompt)) if prompt[at : at + 4] == answer]
         at = places[index]
         assert agent.tokenizer.decode(answer) == "the<|end|>"
@@ -90,14 +90,14 @@ def cut(agent: ReasoningAgent, turn: int) -> list[int]:
     return found
 
 
-async def test_a_template_that_drops_thoughts_too_takes_no_text_anew() -> None:
-    """What is left is what the template tells: prompts are made of sampled tokens all the same."""
+async def test_template_that_drops_thoughts_too_retokenises_nothing() -> None:
+    """Prompts consist of sampled tokens, also if the template drops the thoughts first."""
     agent = await asked("thoughtless", "none")
     assert cut(agent, 1) == [0]
     assert cut(agent, 2) == [0, 1]
 
 
-async def test_a_thought_that_the_template_begins_goes_with_its_beginning() -> None:
+async def test_dropping_a_thought_drops_the_templates_opening() -> None:
     agent = await asked("opening", "none", text="1 > 2</think>\n\nthe")
     assert [prompt.count("<think>") for prompt in prompts(agent)] == [1, 1, 1]
     assert prompts(agent)[2].count("assistant\nthe<|end|>") == 2
@@ -106,8 +106,8 @@ async def test_a_thought_that_the_template_begins_goes_with_its_beginning() -> N
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-async def test_a_thought_without_an_end_leaves_an_empty_answer(is_cut) -> None:
-    tokenizer = talker("chatml", *MARKS)
+async def test_dropping_an_unfinished_thought_leaves_an_empty_answer(is_cut) -> None:
+    tokenizer = chat_tokenizer("chatml", *MARKS)
     answers = [said(tokenizer, "<think>1 2", cut=is_cut), said(tokenizer, "12")]
     agent = make("reasoning", tokenizer, answers, keep="none")
     await agent.act("a")
@@ -118,16 +118,16 @@ async def test_a_thought_without_an_end_leaves_an_empty_answer(is_cut) -> None:
     )
 
 
-async def test_marks_that_are_tokens_are_cut_alike() -> None:
-    tokenizer = talker("chatml", *MARKS)
+async def test_markers_that_are_single_tokens_are_dropped() -> None:
+    tokenizer = chat_tokenizer("chatml", *MARKS)
     agent = make("reasoning", tokenizer, [said(tokenizer, THOUGHT + "the")] * 2, keep="none")
     await agent.act("a")
     await agent.act("b")
     assert cut(agent, 1) == [0]
 
 
-async def test_a_mark_that_ends_within_a_token_leaves_the_thought() -> None:
-    tokenizer = talker("chatml")
+async def test_thought_that_ends_inside_a_token_is_kept() -> None:
+    tokenizer = chat_tokenizer("chatml")
     spelled = [*"<think>1</think", ">T", *"he"]
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece in spelled]
     agent = make("reasoning", tokenizer, [ended(tokenizer, ids)] * 2, keep="none")
@@ -137,8 +137,8 @@ async def test_a_mark_that_ends_within_a_token_leaves_the_thought() -> None:
     assert extends(agent) == [True]
 
 
-async def test_recorded_turns_are_left_as_they_were() -> None:
-    tokenizer = talker("chatml")
+async def test_recorded_turns_are_unchanged() -> None:
+    tokenizer = chat_tokenizer("chatml")
     answer = said(tokenizer, THOUGHT + "the")
     before = LLMResponse(answer.output_ids[:], answer.logprobs, answer.versions, "stop")
     agent = make("reasoning", tokenizer, [answer, answer], keep="none")

@@ -1,4 +1,4 @@
-"""Scripted seats do the same in every attempt."""
+"""Scripted agents act the same in every attempt."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ async def says(agent: Agent, turns: int = 6) -> str:
     return "".join([(await agent.act(CHOICES)).text for _ in range(turns)])
 
 
-async def test_answers_come_in_turn_and_again() -> None:
+async def test_answers_are_given_in_order_and_repeat() -> None:
     assert await says(scripted(answers=["x", "y"]), 5) == "xyxyx"
 
 
-async def test_the_first_choice() -> None:
+async def test_policy_first_takes_the_first_choice() -> None:
     assert await says(scripted(policy="first"), 3) == "aaa"
 
 
-async def test_random_choices_are_those_of_the_episode_whatever_the_attempt() -> None:
+async def test_random_choices_are_the_same_in_each_attempt() -> None:
     first = await says(scripted(policy="random", episode="lease-1/3"))
     assert first == await says(scripted(policy="random", episode="again/3"))
     others = [
@@ -49,7 +49,7 @@ async def test_random_choices_are_those_of_the_episode_whatever_the_attempt() ->
     assert len(set(first)) > 1
 
 
-async def test_it_samples_nothing_and_may_be_rewarded() -> None:
+async def test_scripted_agent_samples_nothing_and_takes_rewards() -> None:
     agent = scripted(answers=["x"])
     agent.reward(1.0, win=1.0)
     action = await agent.act("a")
@@ -61,8 +61,8 @@ async def test_it_samples_nothing_and_may_be_rewarded() -> None:
         agent.reward(float("nan"))
 
 
-async def test_nothing_to_say_is_the_users_error() -> None:
-    with pytest.raises(UserError, match="another scripted"):
+async def test_missing_answers_or_choices_are_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"needs scripted\.answers"):
         ScriptedAgent.share(None, ScriptedConfig())
     with pytest.raises(UserError, match="offers choices"):
         await scripted(policy="random").act("a")

@@ -1,4 +1,4 @@
-"""Calls go to the environment, answers come back, and the tokens stay as they were sampled."""
+"""Calls are sent to the environment, results come back, sampled tokens are unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from arealite.api.observation import Observation, ToolCall
 from arealite.impl.agent import tool_use
-from tests.impl.agent.talk import extends, make, prompts, said, talker
+from tests.impl.agent.conversations import chat_tokenizer, extends, make, prompts, said
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "find")
@@ -25,8 +25,8 @@ def answers(calls: tuple[ToolCall, ...]) -> Observation:
     return Observation(told, tools=TOOLS)
 
 
-async def test_a_conversation_with_calls_is_one_segment() -> None:
-    tokenizer = talker("chatml")
+async def test_conversation_with_calls_is_one_segment() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO), said(tokenizer, "12")])
     action = await agent.act(Observation("a", tools=TOOLS))
     assert action.text.strip() == "Both:"
@@ -38,13 +38,13 @@ async def test_a_conversation_with_calls_is_one_segment() -> None:
     assert (last.text, last.calls) == ("12", ())
     assert extends(agent) == [True]
     second = prompts(agent)[1]
-    assert TWO in second  # as it was written, two spaces included
+    assert TWO in second  # unchanged, with its two spaces
     assert second.count("<result>") == 2
     assert second.count('"name": "find", "parameters"') == 1
 
 
-async def test_calls_of_all_turns_have_ids_of_their_own() -> None:
-    tokenizer = talker("chatml")
+async def test_call_ids_are_unique_in_an_episode() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)] * 2)
     first = await agent.act(Observation("a", tools=TOOLS))
     second = await agent.act(answers(first.calls))
@@ -53,8 +53,8 @@ async def test_calls_of_all_turns_have_ids_of_their_own() -> None:
     assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
-async def test_calls_that_cannot_be_made_are_counted_and_told() -> None:
-    tokenizer = talker("chatml")
+async def test_malformed_calls_are_counted_and_have_an_error() -> None:
+    tokenizer = chat_tokenizer("chatml")
     bad = '<tool_call>{"name": "ad", "arguments": {}}</tool_call><tool_call>{</tool_call>'
     agent = make("tool_use", tokenizer, [said(tokenizer, bad), said(tokenizer, TWO)])
     action = await agent.act(Observation("a", tools=TOOLS))
@@ -67,37 +67,37 @@ async def test_calls_that_cannot_be_made_are_counted_and_told() -> None:
     assert agent.record.reward_parts == {"malformed_calls": 2.0}
 
 
-async def test_without_tools_no_call_can_be_made() -> None:
-    tokenizer = talker("chatml")
+async def test_call_without_tools_has_an_error() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)])
     action = await agent.act("a")
     assert [bool(call.error) for call in action.calls] == [True, True]
 
 
-async def test_the_last_turn_may_call_and_says_that_it_is_the_last() -> None:
-    tokenizer = talker("chatml")
+async def test_last_turn_may_call_tools_and_is_marked_last() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, TWO)], max_turns=1)
     action = await agent.act(Observation("a", tools=TOOLS))
     assert (len(action.calls), action.is_last) == (2, True)
 
 
-async def test_the_format_is_chosen_by_config() -> None:
-    tokenizer = talker("heads")
+async def test_format_is_configurable() -> None:
+    tokenizer = chat_tokenizer("heads")
     call = '{"name": "add", "parameters": {"a": 1}}'
     agent = make("tool_use", tokenizer, [said(tokenizer, call)], format="llama_json")
     action = await agent.act(Observation("a", tools=TOOLS))
     assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
 
 
-async def test_call_in_another_format_is_malformed_and_named_once(monkeypatch) -> None:
+async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) -> None:
     monkeypatch.setattr(tool_use, "_seen", set())
-    tokenizer = talker("chatml")
+    tokenizer = chat_tokenizer("chatml")
     mistral = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
     with capture_logs() as logs:
         for _ in range(2):
             agent = make("tool_use", tokenizer, [said(tokenizer, mistral)])
             (call,) = (await agent.act(Observation("a", tools=TOOLS))).calls
-            assert call.error == "a call in the format mistral, not in hermes"
+            assert call.error == "the call has the format mistral, not hermes"
             assert agent.record.reward_parts == {"malformed_calls": 1.0}
     (told,) = logs
     assert (told["log_level"], told["seen"], told["configured"]) == ("warning", "mistral", "hermes")
@@ -105,7 +105,7 @@ async def test_call_in_another_format_is_malformed_and_named_once(monkeypatch) -
     assert "hermes or llama_json" in told["hint"]
 
 
-async def test_answer_without_tools_is_text_whatever_it_looks_like() -> None:
-    tokenizer = talker("chatml")
+async def test_answer_is_text_if_no_tools_are_offered() -> None:
+    tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, "[TOOL_CALLS] [{}]")])
     assert (await agent.act("a")).calls == ()

@@ -1,4 +1,4 @@
-"""Tiny web sites on loopback, and whether this machine has a browser to look at them with."""
+"""Small web sites on loopback, and the check whether this machine has a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer = str | Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Site:
-    """Pages by path; remembers which were asked for."""
+    """Serves pages by path and records the requests."""
 
     def __init__(self, pages: dict[str, Answer]) -> None:
         self.pages = pages
@@ -49,7 +49,7 @@ class Site:
 
 @asynccontextmanager
 async def serving(pages: dict[str, Answer]) -> AsyncGenerator[Site, None]:
-    """Serve pages for the body's time."""
+    """Serve pages until the body exits."""
     site, app = Site(pages), web.Application()
     app.router.add_route("*", "/{path:.*}", site.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -65,7 +65,7 @@ async def serving(pages: dict[str, Answer]) -> AsyncGenerator[Site, None]:
 
 @asynccontextmanager
 async def one_task(folder: Path) -> AsyncGenerator[dict[str, Any], None]:
-    """Serve a site for WebArena, and give the options with which an environment plays on it."""
+    """Serve a site for WebArena; yield the options of an environment that plays on it."""
     checks = {"eval_types": ["string_match"], "reference_answers": {"exact_match": "blue"}}
     task = {"sites": ["shopping"], "task_id": 0, "start_url": "__SHOPPING__", "intent": "Which?"}
     file = folder / "tasks.json"

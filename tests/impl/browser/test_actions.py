@@ -1,4 +1,4 @@
-"""The language of actions: what is read, what is refused, and why."""
+"""The language of actions: parsing, refusals and their texts, allowed addresses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from arealite.impl.browser.actions import BadAction, Command, destination, origi
         ("stop", Command("stop", None, "")),
     ],
 )
-def test_actions_are_read_as_models_write_them(text: str, command: Command) -> None:
+def test_actions_are_parsed_in_the_forms_that_models_write(text: str, command: Command) -> None:
     assert parse(text) == command
 
 
@@ -51,7 +51,7 @@ def test_actions_are_read_as_models_write_them(text: str, command: Command) -> N
         ("type [1] [" + "x" * 3000 + "]", "at most 2000"),
     ],
 )
-def test_what_is_no_action_is_refused_with_the_way_to_write_it(text: str, hint: str) -> None:
+def test_invalid_action_is_refused_with_the_right_form(text: str, hint: str) -> None:
     with pytest.raises(BadAction) as refused:
         parse(text)
     assert hint in str(refused.value)
@@ -70,7 +70,7 @@ ALLOWED = {"127.0.0.1:8000", "shop.test:80"}
         ("//shop.test/x", "http://shop.test/x"),
     ],
 )
-def test_addresses_on_the_sites_are_gone_to(url: str, whole: str) -> None:
+def test_addresses_on_the_tasks_sites_are_allowed(url: str, whole: str) -> None:
     assert destination(url, base="http://127.0.0.1:8000/a", allowed=ALLOWED) == whole
 
 
@@ -104,7 +104,7 @@ def test_other_addresses_are_refused(url: str) -> None:
         destination(url, base="http://127.0.0.1:8000/a", allowed=ALLOWED)
 
 
-def test_an_origin_is_host_and_port() -> None:
+def test_origin_is_host_and_port() -> None:
     assert origin("https://a.test/x") == "a.test:443"
     assert origin("http://A.test:81") == "a.test:81"
     assert origin("file:///x") == origin("nonsense") == ""

@@ -1,4 +1,4 @@
-"""The file server: files of its folder, and nothing else of this machine."""
+"""The file server: it serves the files of its folder and no other file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_files_are_served_from_memory_as_utf8(server: FileServer) -> None:
     ["/", "/sub", "/none.html", "/out.txt", "/../secret.txt", "/%2e%2e/secret.txt",
      "/sub/..%2f..%2fsecret.txt", "//etc/passwd", "/%2fetc%2fpasswd", "/none%00"],
 )  # fmt: skip
-async def test_nothing_else_is(server: FileServer, path: str) -> None:
+async def test_paths_outside_the_folder_are_not_found(server: FileServer, path: str) -> None:
     status, _, text = await fetch(server, path)
     assert status in (400, 404)
     assert "secret" not in text

@@ -1,4 +1,4 @@
-"""Pages in a real browser: what they look like as text, and what actions do to them."""
+"""Pages in a real browser: descriptions as text, actions, and failures."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def world():
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(world):
-    """A page that knows its site."""
+    """A page and its site."""
     site, browser = world
     async with browser.page() as made:
         made.site = site
@@ -89,7 +89,7 @@ async def page(world):
 
 @contextmanager
 def impatient(page):
-    """Let the page time out at once, for what never comes; the next question has its time again."""
+    """Let the next request to the page time out at once; later requests have the usual timeout."""
     patient = page.config
     page.config = Once(patient)
     try:
@@ -99,7 +99,7 @@ def impatient(page):
 
 
 class Once:
-    """A config whose time limit is short when it is asked for, and then no more."""
+    """A config whose timeout is short at the first read and long afterwards."""
 
     def __init__(self, patient: BrowserConfig) -> None:
         self.patient = patient
@@ -124,11 +124,11 @@ async def do(page, text: str):
 
 
 def number(lines: list[str], words: str) -> str:
-    """Return the id of the first element whose line has the words."""
+    """Return the id of the first element whose line contains the words."""
     return next(line for line in lines if words in line).split("]")[0][1:]
 
 
-async def test_a_form_is_told_line_by_line(page) -> None:
+async def test_form_is_described_line_by_line(page) -> None:
     assert await see(page, "/form") == [
         '[1] h1 "Order"',
         '[2] textbox "Name"',
@@ -180,7 +180,7 @@ async def test_fields_are_filled(page) -> None:
         ("scroll [down] [99]", "no [99]"),
     ],
 )
-async def test_what_cannot_be_done_is_an_error_for_the_agent(page, action: str, why: str) -> None:
+async def test_impossible_action_is_an_error_for_the_agent(page, action: str, why: str) -> None:
     before = await see(page, "/form")
     with pytest.raises(BadAction) as refused:
         await do(page, action)
@@ -188,12 +188,12 @@ async def test_what_cannot_be_done_is_an_error_for_the_agent(page, action: str, 
     assert len((await page.look()).text.split("\n")) == len(before)
 
 
-async def test_a_covered_element_is_clicked_all_the_same(page) -> None:
+async def test_covered_element_is_clicked_by_script(page) -> None:
     assert (await see(page, "/covered"))[0] == '[1] button "Under"'
     assert (await do(page, "click [1]")).title == "clicked"
 
 
-async def test_elements_that_listen_frames_and_shadows_are_told(page) -> None:
+async def test_listening_elements_frames_and_shadow_roots_are_described(page) -> None:
     lines = await see(page, "/widgets")
     assert lines[0] == '[1] div "Listening"'
     assert lines[1].startswith("[2] span .star .on at ")
@@ -205,14 +205,14 @@ async def test_elements_that_listen_frames_and_shadows_are_told(page) -> None:
     assert 'textbox "new" focused' in view.text
 
 
-async def test_an_element_whose_frame_is_gone_is_not_on_the_page(page) -> None:
+async def test_element_of_a_removed_frame_is_not_on_the_page(page) -> None:
     inner = number(await see(page, "/widgets"), "Inner")
     await page.tab.evaluate("() => document.querySelector('iframe').remove()")
     with pytest.raises(BadAction, match="there is no"):
         await page.perform(parse(f"click [{inner}]"))
 
 
-async def test_a_page_that_fails_what_is_done_to_it_fails_the_episode(page) -> None:
+async def test_error_of_the_pages_script_fails_the_episode(page) -> None:
     from arealite.impl.browser.page import PageError
 
     await see(page, "/widgets")
@@ -221,7 +221,7 @@ async def test_a_page_that_fails_what_is_done_to_it_fails_the_episode(page) -> N
         await page.perform(parse("click [1]"))
 
 
-async def test_a_long_page_is_cut_and_a_tall_one_is_scrolled(page) -> None:
+async def test_long_page_is_cut_and_tall_page_is_scrolled(page) -> None:
     lines = await see(page, "/long")
     assert lines[-1] == "(the page is cut here: it is longer)" or "outside" in lines[-1]
     assert len("\n".join(lines)) < 1100
@@ -234,7 +234,7 @@ async def test_a_long_page_is_cut_and_a_tall_one_is_scrolled(page) -> None:
     assert '"top"' in view.text
 
 
-async def test_choices_can_all_be_made(page) -> None:
+async def test_all_choices_are_possible_actions(page) -> None:
     await see(page, "/form")
     choices = (await page.look()).choices
     assert choices[:2] == ["click [1]", "click [2]"]
@@ -244,7 +244,7 @@ async def test_choices_can_all_be_made(page) -> None:
         await see(page, "/form")
 
 
-async def test_a_page_that_always_opens_dialogs_is_told_of_in_short(world) -> None:
+async def test_notes_of_endless_dialogs_are_limited(world) -> None:
     site, browser = world
     async with browser.page({}) as page:
         await page.open(f"{site.address}/dialogs")
@@ -253,7 +253,7 @@ async def test_a_page_that_always_opens_dialogs_is_told_of_in_short(world) -> No
         assert len(page.notes) == 5
 
 
-async def test_dialogs_are_dismissed_and_told(page) -> None:
+async def test_dialogs_are_dismissed_and_noted(page) -> None:
     await see(page, "/dialog")
     assert (await do(page, "click [1]")).title == "false"
     assert page.notes == ['the page said "Sure?"; it was dismissed']
@@ -262,14 +262,14 @@ async def test_dialogs_are_dismissed_and_told(page) -> None:
     assert (await do(page, "goto [/next]")).title == "Next"
 
 
-async def test_there_is_one_tab(page) -> None:
+async def test_new_windows_open_in_the_only_tab(page) -> None:
     for button in (1, 2):
         await see(page, "/tabs")
         assert (await do(page, f"click [{button}]")).title == "Next"
         assert len(page.tab.context.pages) == 1
 
 
-async def test_the_page_after_an_action_is_the_one_it_leads_to(page) -> None:
+async def test_look_after_an_action_waits_for_the_next_page(page) -> None:
     await see(page, "/form")
     assert (await do(page, "click [9]")).text == '[1] p "You are here"'
     await see(page, "/down")
@@ -283,7 +283,7 @@ async def test_the_page_after_an_action_is_the_one_it_leads_to(page) -> None:
 
 async def test_downloads_are_refused(world) -> None:
     site, browser = world
-    async with browser.page({}) as page:  # the second one may be told of after all this
+    async with browser.page({}) as page:  # its second download may be noted late
         page.site = site
         await see(page, "/down")
         assert (await do(page, "click [1]")).title == "Down"
@@ -292,7 +292,7 @@ async def test_downloads_are_refused(world) -> None:
         assert any("/file cannot be loaded" in note for note in page.notes)
 
 
-async def test_a_page_of_the_agents_choice_that_never_loads_is_told(page) -> None:
+async def test_page_that_never_loads_is_noted_if_the_agent_chose_it(page) -> None:
     await see(page, "/form")
     with impatient(page):
         assert (await do(page, "goto [/silent]")).title == "Form"
@@ -305,11 +305,11 @@ async def test_a_page_of_the_agents_choice_that_never_loads_is_told(page) -> Non
     assert (await do(page, "click [3]")).title == "Next"
 
 
-async def test_the_tasks_own_page_that_never_loads_ends_the_episode(world) -> None:
+async def test_first_page_that_never_loads_fails_the_episode(world) -> None:
     from arealite.impl.browser.page import PageError, PageTimeout
 
     site, browser = world
-    with pytest.raises(PageTimeout, match=f"within {SHORT_S}"):
+    with pytest.raises(PageTimeout, match=f"within timeout_s={SHORT_S}"):
         async with browser.page() as page:
             with impatient(page):
                 await page.open(site.address + "/silent")
@@ -319,11 +319,11 @@ async def test_the_tasks_own_page_that_never_loads_ends_the_episode(world) -> No
                 await page.open(url)
 
 
-async def test_a_page_that_hangs_ends_the_episode_and_frees_its_slot(world) -> None:
+async def test_hanging_page_fails_the_episode_and_frees_its_slot(world) -> None:
     from arealite.impl.browser.page import PageTimeout
 
     site, browser = world
-    for _ in range(2):  # more often than there are slots
+    for _ in range(2):  # more episodes than slots
         with pytest.raises(PageTimeout):
             async with browser.page() as page:
                 page.site = site
@@ -335,7 +335,7 @@ async def test_a_page_that_hangs_ends_the_episode_and_frees_its_slot(world) -> N
         assert await see(page, "/next") == ['[1] p "You are here"']
 
 
-async def test_a_page_that_crashes_ends_the_episode(world) -> None:
+async def test_crashed_page_fails_the_episode(world) -> None:
     from arealite.impl.browser.page import BrowserCrash
 
     site, browser = world
@@ -356,10 +356,10 @@ async def test_a_page_that_crashes_ends_the_episode(world) -> None:
         assert await see(page, "/next") == ['[1] p "You are here"']
 
 
-async def test_a_driver_that_is_gone_is_a_crash(page) -> None:
+async def test_dead_driver_is_a_crash(page) -> None:
     from arealite.impl.browser.page import BrowserCrash
 
-    with pytest.raises(BrowserCrash, match="driver is gone: the handler is closed"):
+    with pytest.raises(BrowserCrash, match="driver died: the handler is closed"):
         async with page.asking("a page"):
             raise RuntimeError("the handler is closed")
     assert not page.is_alive

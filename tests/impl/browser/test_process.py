@@ -1,4 +1,4 @@
-"""The browser: how many pages it lends, what it survives, and what it cannot reach."""
+"""The browser: its pool of pages, crashes and restarts, and the hosts that it cannot reach."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ async def world():
 
 
 def chromes() -> list[psutil.Process]:
-    """Return the processes of browsers that this one has started."""
+    """Return the browser processes that this process has started."""
     return [p for p in psutil.Process().children(recursive=True) if "--headless" in cmdline(p)]
 
 
 def mains() -> list[psutil.Process]:
-    """Return one process a browser, and what it forks until that is another program."""
+    """Return the main process of each browser, and its forks that have not executed yet."""
     return [p for p in chromes() if "--type=" not in cmdline(p) and "/bin/sh" not in cmdline(p)]
 
 
@@ -53,12 +53,12 @@ def cmdline(process: psutil.Process) -> str:
         return ""
 
 
-async def test_a_browser_that_is_not_there_is_the_users_to_install() -> None:
+async def test_missing_browser_is_a_user_error_with_the_package() -> None:
     with pytest.raises(UserError, match="chromium-headless-shell"):
         await Browser(BrowserConfig(executable="no-such-browser"), []).setup()
 
 
-async def test_without_playwright_it_says_what_to_install(monkeypatch) -> None:
+async def test_missing_playwright_is_a_user_error_with_the_install_command(monkeypatch) -> None:
     def missing(name: str):
         raise ModuleNotFoundError("No module named 'playwright'", name="playwright")
 
@@ -68,7 +68,7 @@ async def test_without_playwright_it_says_what_to_install(monkeypatch) -> None:
 
 
 @needs_chromium
-async def test_a_program_that_is_no_browser_is_refused() -> None:
+async def test_program_that_is_no_browser_is_a_user_error() -> None:
     browser = Browser(BrowserConfig(executable="false"), [])
     with pytest.raises(UserError, match="false does not start"):
         await browser.setup()
@@ -76,7 +76,7 @@ async def test_a_program_that_is_no_browser_is_refused() -> None:
 
 
 @needs_chromium
-async def test_pages_are_lent_again_and_never_more_than_asked_for(world) -> None:
+async def test_pages_are_reused_and_at_most_contexts_are_lent(world) -> None:
     site, browser = world
     lent: set[int] = set()
     now: list[int] = []
@@ -100,7 +100,7 @@ async def test_pages_are_lent_again_and_never_more_than_asked_for(world) -> None
 
 
 @needs_chromium
-async def test_a_page_is_replaced_after_so_many_episodes(world, monkeypatch) -> None:
+async def test_page_is_replaced_after_max_uses_episodes(world, monkeypatch) -> None:
     _, browser = world
     monkeypatch.setattr("arealite.impl.browser.process.MAX_USES", 2)
     lent: list[object] = []
@@ -112,7 +112,7 @@ async def test_a_page_is_replaced_after_so_many_episodes(world, monkeypatch) -> 
 
 
 @needs_chromium
-async def test_a_cancelled_episode_frees_its_page(world) -> None:
+async def test_cancelled_episode_frees_its_page(world) -> None:
     site, browser = world
     begun = asyncio.Event()
 
@@ -135,7 +135,7 @@ async def test_a_cancelled_episode_frees_its_page(world) -> None:
 
 
 @needs_chromium
-async def test_cookies_are_an_episodes_own(world) -> None:
+async def test_episodes_share_no_cookies(world) -> None:
     site, browser = world
     cookie = {"name": "a", "value": "b", "domain": "127.0.0.1", "path": "/", "expires": -1}
     state = {"cookies": [{**cookie, "httpOnly": False, "secure": False, "sameSite": "Lax"}]}
@@ -150,11 +150,11 @@ async def test_cookies_are_an_episodes_own(world) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("who", ["browser", "driver"])
-async def test_a_dead_browser_fails_its_episodes_and_serves_the_next(world, who: str) -> None:
+async def test_dead_browser_fails_its_episodes_and_is_restarted(world, who: str) -> None:
     crash = import_module("arealite.impl.browser.page").BrowserCrash
     site, browser = world
     async with browser.page(), browser.page() as page:
-        await page.open(site.address)  # both go to the idle ones of the browser that dies
+        await page.open(site.address)  # both pages become idle pages of the browser that dies
 
     async def episode() -> None:
         async with browser.page() as page:
@@ -170,7 +170,7 @@ async def test_a_dead_browser_fails_its_episodes_and_serves_the_next(world, who:
     victims = old if who == "browser" else drivers
     assert victims
     for victim in victims:
-        with suppress(ProcessLookupError):  # it went with the others
+        with suppress(ProcessLookupError):  # it has already exited with the others
             os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(crash):
         await task
@@ -206,7 +206,7 @@ new Worker(URL.createObjectURL(new Blob(["fetch('{foreign}/worker', {{mode: 'no-
 
 
 @needs_chromium
-async def test_nothing_but_the_tasks_site_is_reached(tmp_path: Path) -> None:
+async def test_only_the_tasks_site_is_reachable(tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret")
 

@@ -30,19 +30,19 @@ from tools.make_tiny_model import PRINTABLE, make_tokenizer
 
 assert test_toolbox
 Script = list[Any]
-"""A turn each: a text to answer with, or calls."""
+"""One entry per turn: an answer, or calls."""
 
 
 @rewards.register("same")
 class Same(Reward):
-    """1 if the answer is the ground truth."""
+    """Score 1 if the answer is the ground truth, else 0."""
 
     async def score(self, completion: str, ground_truth: str) -> float:
         return float(completion == ground_truth)
 
 
 class Actor(Agent):
-    """Generates a turn and then acts by its script."""
+    """Records a generated turn, then acts by a script."""
 
     script: Script
     env: ToolsEnv
@@ -77,7 +77,7 @@ def actor(*script: Any) -> Actor:
 
 @pytest.fixture
 async def play():
-    """Returns the agent of an episode, with what it saw and its reward."""
+    """Return a function that plays an episode and returns the agent."""
     opened: list[ToolsEnv] = []
 
     async def run(
@@ -96,7 +96,7 @@ async def play():
         await env.close()
 
 
-async def test_calls_are_answered_in_order_and_then_the_answer_is_scored(play) -> None:
+async def test_calls_are_answered_in_order_and_the_answer_is_scored(play) -> None:
     agent = await play(actor([calc("6*7", "a"), calc("1/0", "b")], "42"))
     first, second = agent.seen
     assert first.content == "6*7?"
@@ -123,27 +123,27 @@ async def test_calls_are_answered_in_order_and_then_the_answer_is_scored(play) -
     }
 
 
-async def test_an_answer_without_a_call(play) -> None:
+async def test_answer_without_a_call_is_scored(play) -> None:
     agent = await play(actor("41"))
     assert agent.record.turns[-1].reward == 0.0
     assert agent.record.reward_parts["correct"] == agent.record.reward_parts["tool_calls"] == 0.0
 
 
-async def test_an_agent_that_never_answers_is_stopped(play) -> None:
+async def test_agent_that_never_answers_is_stopped_at_max_turns(play) -> None:
     agent = await play(actor(*[[calc("6*7")]] * 3), max_turns=3)
     parts = agent.record.reward_parts
     assert len(agent.record.turns) == 3
     assert (parts["unanswered"], parts["correct"], parts["tool_calls"]) == (1.0, 0.0, 2.0)
 
 
-async def test_an_agent_at_its_own_cap_does_not_act_again(play) -> None:
+async def test_agent_does_not_act_after_its_last_action(play) -> None:
     agent = actor([calc("6*7")], "42")
     agent.is_last_at = 1
     parts = (await play(agent)).record.reward_parts
     assert (parts["unanswered"], parts["tool_calls"]) == (1.0, 0.0)
 
 
-async def test_calls_beyond_the_cap_of_a_turn_are_refused(play) -> None:
+async def test_calls_beyond_max_calls_are_refused(play) -> None:
     agent = await play(actor([calc("1"), calc("2"), calc("3")], "42"), max_calls=2)
     told = [message["content"] for message in agent.seen[1].content]
     assert told == ["1", "2", "error: more than 2 calls in one turn"]
@@ -168,13 +168,13 @@ WEIGHTS = ToolsRewardConfig(correct=1.0, tool=0.5, format=0.25, efficiency=0.125
         ([[calc("1")], [calc("1")], [calc("1")], "42"], ["calculator"], 1.75 + 0.125 / 2),
     ],
 )
-async def test_the_reward_is_the_weighted_sum_of_its_parts(play, script, wanted, reward) -> None:
+async def test_reward_is_the_weighted_sum_of_its_parts(play, script, wanted, reward) -> None:
     info = {} if wanted is None else {"tools": wanted}
     agent = await play(actor(*script), info=info, weights=WEIGHTS)
     assert agent.record.turns[-1].reward == pytest.approx(reward)
 
 
-async def test_a_turns_calls_are_made_side_by_side(play) -> None:
+async def test_calls_of_a_turn_run_concurrently(play) -> None:
     hang = [call("odd", what="hang") for _ in range(2)]
     agent = await play(actor([*hang, call("odd", what="a")], "42"), tools=["odd"], timeout_s=0.2)
     assert agent.env.box.tools["odd"].most == 2
@@ -183,7 +183,7 @@ async def test_a_turns_calls_are_made_side_by_side(play) -> None:
     assert agent.record.reward_parts["tool_timeouts"] == 2.0
 
 
-async def test_a_broken_tool_fails_the_episode_and_ends_its_other_calls(play) -> None:
+async def test_broken_tool_fails_the_episode_and_cancels_its_other_calls(play) -> None:
     agent = actor([call("odd", what="hang"), call("odd", what="crash")], "42")
     with pytest.raises(ExceptionGroup) as raised:
         await play(agent, tools=["odd"])
@@ -191,7 +191,7 @@ async def test_a_broken_tool_fails_the_episode_and_ends_its_other_calls(play) ->
     assert not agent.record.reward_parts
 
 
-async def test_cancelling_ends_calls_and_gives_back_what_they_left(play) -> None:
+async def test_cancelled_episode_cancels_calls_and_ends_the_tools_state(play) -> None:
     env = ToolsEnv(None, ToolsEnvConfig(tools=["odd"], reward=RewardConfig(type="same")))
     await env.setup()
     odd = env.box.tools["odd"]
@@ -206,16 +206,16 @@ async def test_cancelling_ends_calls_and_gives_back_what_they_left(play) -> None
     await env.close()
 
 
-async def test_a_task_without_ground_truth_fails_before_generating(play) -> None:
+async def test_task_without_ground_truth_fails_before_generating(play) -> None:
     agent = actor("42")
     with pytest.raises(EpisodeError, match="ground_truth"):
         await play(agent, truth=None)
-    with pytest.raises(EpisodeError, match="must be a list of names"):
+    with pytest.raises(EpisodeError, match="must be a list of tool names"):
         await play(agent, info={"tools": "calculator"})
     assert not agent.record.turns
 
 
-async def test_an_agent_without_room_for_an_answer_has_not_answered(play) -> None:
+async def test_agent_without_room_for_an_answer_is_unanswered(play) -> None:
     assert (await play(actor([calc("6*7")], ""))).record.reward_parts["unanswered"] == 1.0
 
 
@@ -224,7 +224,7 @@ def draw(count: int = 200, split: str = "train", seed: int = 1, **config: Any) -
     return [*islice(ToolsEnv.rows(own, split=split, seed=seed), count)]
 
 
-def test_generated_tasks_are_the_same_for_the_same_seed_and_right() -> None:
+def test_generated_tasks_are_seeded_and_right() -> None:
     rows = draw(operands=3, digits=2)
     assert rows == draw(operands=3, digits=2) != draw(operands=3, digits=2, seed=2)
     for row in rows:
@@ -236,20 +236,20 @@ def test_generated_tasks_are_the_same_for_the_same_seed_and_right() -> None:
 
 
 @pytest.mark.parametrize("config", [{"operators": ""}, {"operators": "+x"}, {"prompt": "What?"}])
-def test_tasks_that_cannot_be_made_are_refused(config) -> None:
+def test_invalid_options_of_tasks_are_a_user_error(config) -> None:
     with pytest.raises(UserError, match=r"env\.tools\.arithmetic"):
         draw(**config)
 
 
 @pytest.mark.parametrize("config", [{"digits": 1}, {"easy": 1.0}, {"easy": 0.5, "prompt": "{}="}])
-def test_no_task_of_training_is_held_out(config) -> None:
+def test_train_tasks_are_not_in_other_splits(config) -> None:
     train = {row["prompt"] for row in draw(2000, **config)}
     held_out = {row["prompt"] for row in draw(500, "eval", **config)}
     assert train.isdisjoint(held_out)
     assert len(held_out) > 5
 
 
-def test_easy_tasks_are_sums_below_ten_and_need_no_tool() -> None:
+def test_easy_tasks_are_sums_below_ten_without_tools() -> None:
     rows = draw(1000, easy=0.5, prompt="{}=")
     easy = [row for row in rows if row["extra_info"]["tools"] == []]
     assert 400 < len(easy) < 600
@@ -263,8 +263,8 @@ FILES = [
 ]
 
 
-async def test_a_model_s_calls_are_answered_within_one_segment_and_again_alike() -> None:
-    """Through the agent that reads calls, and the collector."""
+async def test_episode_with_calls_is_one_segment_and_reproducible() -> None:
+    """Play with the agent `tool_use` and the collector."""
     said = [
         "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in FILES),
         '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>',

@@ -1,4 +1,4 @@
-"""An environment in processes of its own: what it does to itself, it does to nobody else."""
+"""Environments in child processes: crashes, hangs and leaks affect only their own episodes."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children find this module's environments whatever folder pytest was started in."""
+    """Let child processes import this module's environments, from any working directory."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(children_module, "CHECK_S", 0.02)
 
 
 @asynccontextmanager
 async def apart(env: str = "host_moods", **runtime: Any) -> AsyncIterator[Collector]:
-    """A collector whose environment runs in processes of its own."""
+    """Yield a collector whose environment runs in child processes."""
     async with collecting(env, **{"type": "subprocess", "wait_s": 200.0} | runtime) as collector:
         yield collector
 
 
 async def pid_of(collector: Collector, number: int = 0) -> int:
-    """Return which process plays an episode, as the environment tells the agent."""
+    """Play an episode; return the id of its process, which the environment sends to the agent."""
     episode = await played(collector, "pid", number)
     assert failed(episode) is None
-    told = tokenizer().decode(collector._agents.client.requests[-1].input_ids)
-    return int(told)
+    text = tokenizer().decode(collector._agents.client.requests[-1].input_ids)
+    return int(text)
 
 
-async def test_a_process_answers_its_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_child_answers_only_requests_with_its_workers_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("AREALITE_ENV_TOKEN", raising=False)
     async with apart() as collector, aiohttp.ClientSession() as stranger:
         (server,) = collector.parts[""].env.servers.known
@@ -62,7 +64,7 @@ async def test_a_process_answers_its_worker_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("AREALITE_ENV_TOKEN")
 
 
-async def test_a_crash_takes_its_episodes_and_no_more() -> None:
+async def test_crashed_child_fails_its_episode_and_is_replaced() -> None:
     async with apart() as collector:
         first = await pid_of(collector)
         assert first != os.getpid()
@@ -76,12 +78,12 @@ async def test_a_crash_takes_its_episodes_and_no_more() -> None:
     await eventually(lambda: has_exited(third))
 
 
-async def test_kill_9_in_mid_episode_and_a_custom_environment_of_two_seats() -> None:
+async def test_killed_child_fails_only_its_own_episodes() -> None:
     async with apart("host_duel", processes=2) as collector:
         client = collector._agents.client
         client.gate.clear()
         running = [asyncio.create_task(played(collector, "go", n)) for n in range(4)]
-        await client.received(8)  # each episode waits for both of its seats
+        await client.received(8)  # both seats of each episode wait for a generation
         env = collector.parts[""].env
         assert [server.load for server in env.servers.known] == [2, 2]
         port = env.servers.known[0].url.port
@@ -97,25 +99,25 @@ async def test_kill_9_in_mid_episode_and_a_custom_environment_of_two_seats() -> 
 
 
 def listener(port: int | None) -> int:
-    """Return the process that listens on a port of loopback."""
+    """Return the id of the process that listens on a loopback port."""
     sockets = [each for each in psutil.net_connections("tcp4") if each.laddr.port == port]
     (pid,) = {each.pid for each in sockets if each.status == psutil.CONN_LISTEN}
     assert pid is not None
     return pid
 
 
-async def test_one_that_hangs_is_killed_and_replaced() -> None:
+async def test_child_that_hangs_is_killed_and_replaced() -> None:
     async with apart(silence_s=60.0) as collector:
         runtime = collector.parts[""].env.config.runtime
         first = await pid_of(collector)
         object.__setattr__(runtime, "silence_s", 0.3)
         assert failed(await played(collector, "block")) == "env_server_lost"
-        object.__setattr__(runtime, "silence_s", 60.0)  # nor is a slow one taken for a silent one
+        object.__setattr__(runtime, "silence_s", 60.0)  # a slow start must not count as silence
         assert await pid_of(collector) != first
         await eventually(lambda: has_exited(first))
 
 
-async def test_it_is_renewed_after_episodes_and_by_memory() -> None:
+async def test_child_is_replaced_after_recycle_episodes_and_over_max_memory() -> None:
     async with apart(recycle_episodes=3) as collector:
         pids = [await pid_of(collector, number) for number in range(4)]
         assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 1]
@@ -127,23 +129,23 @@ async def test_it_is_renewed_after_episodes_and_by_memory() -> None:
         assert await pid_of(collector) != first
 
 
-async def test_one_that_is_renewed_finishes_what_it_has() -> None:
+async def test_recycled_child_finishes_its_running_episodes() -> None:
     async with apart(recycle_episodes=2) as collector:
         client = collector._agents.client
         client.gate.clear()
         running = [asyncio.create_task(played(collector, "pid", n)) for n in range(4)]
-        await client.received(4)  # two in the old one, which takes no more, two in the new
+        await client.received(4)  # two episodes in the recycled child, two in its successor
         env = collector.parts[""].env
         loads = [server.load for server in env.servers.known]
-        assert [load for load in loads if load] == [2, 2]  # the next one may be there, too
+        assert [load for load in loads if load] == [2, 2]  # a third child may be listening, idle
         client.gate.set()
         assert [failed(each) for each in await asyncio.gather(*running)] == [None] * 4
 
 
-async def test_one_that_dies_again_and_again_ends_the_run(
+async def test_child_that_dies_more_than_max_restarts_times_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(servers_module, "PROBE_S", 3600.0)  # else it may seem silent as it dies
+    monkeypatch.setattr(servers_module, "PROBE_S", 3600.0)  # else a dying child may count as silent
     async with apart(max_restarts=1) as collector:
         fatal = None
         for number in range(4):
@@ -153,15 +155,16 @@ async def test_one_that_dies_again_and_again_ends_the_run(
                 fatal = error
                 break
         assert fatal is not None
-        assert "died 2 times in a row, at first: exit code 7" in str(fatal)
+        assert "died 2 times in a row (env.runtime.max_restarts=1)" in str(fatal)
+        assert "The first death: exit code 7" in str(fatal)
 
 
 @envs.register("known_here_alone")
-class Alone(Steps):
-    """No module that a child imports has it."""
+class UnknownToChildren(Steps):
+    """Registered in this test module only, which child processes do not import."""
 
 
-async def test_one_that_cannot_start_is_a_users_error() -> None:
+async def test_child_that_cannot_start_is_a_user_error() -> None:
     with pytest.raises(UserError, match="did not start"):
         async with apart("known_here_alone"):
             pass
@@ -181,14 +184,14 @@ asyncio.run(main())
 """
 
 
-async def test_it_dies_with_its_parent() -> None:
+async def test_child_dies_with_its_parent() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PARENT, stderr=asyncio.subprocess.PIPE, cwd=ROOT
     )
     assert process.stderr is not None
     async with asyncio.timeout(200):
         while not (line := await process.stderr.readline()).strip().isdigit():
-            assert line, "it ended"
+            assert line, "the parent exited"
     child = listener(int(line))
     process.kill()
     await process.wait()

@@ -1,4 +1,4 @@
-"""An environment behind a server: the same trajectories, and failures of their own class."""
+"""Remote environments: the same trajectories and failure classes as in process; lost servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from arealite.api.rollout_messages import Episode
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.env_client import servers as servers_module
-from arealite.impl.env_client.servers import Servers, parse
+from arealite.impl.env_client.servers import ServerPool, parse
 from arealite.impl.env_server.app import EnvServer
 from tests.fakes.client import response
 from tests.fakes.env_hosts import Moods
@@ -32,37 +32,37 @@ from tests.impl.rollout import worlds
 from tests.waiting import eventually
 
 
-def spoken(request: Any) -> Any:
-    """Answer each prompt in a way of its own."""
-    dice = random.Random(f"{request.request_id}/{request.input_ids}")
-    ids = [dice.randrange(10, 40) for _ in range(dice.randrange(1, 6))]
-    return response(ids, stop_reason=dice.choice(["stop", "length"]))
+def random_response(request: Any) -> Any:
+    """Return a random generation; the seed is the request."""
+    rng = random.Random(f"{request.request_id}/{request.input_ids}")
+    ids = [rng.randrange(10, 40) for _ in range(rng.randrange(1, 6))]
+    return response(ids, stop_reason=rng.choice(["stop", "length"]))
 
 
 def steps(server: EnvServer) -> int:
-    """Return how many the only session was told."""
+    """Return the number of steps of the only session."""
     return next(iter(server.sessions.values())).steps
 
 
-def pure(episode: Episode) -> list[Any]:
-    """Without what it took."""
+def without_times(episode: Episode) -> list[Any]:
+    """Return the headers of an episode without durations."""
     return [structs.replace(header, seconds=0.0, waits={}) for header in episode.headers]
 
 
 @pytest.mark.parametrize("env", ["host_steps", "host_duel", "host_apart"])
-async def test_an_episode_is_the_same_as_in_process(env: str) -> None:
+async def test_remote_episode_equals_the_episode_in_process(env: str) -> None:
     async with hosted(env) as (_, address):
-        async with collecting(env, script=spoken) as here:
-            near = [await here.run(lease(n, prompt="go", members=1), 0) for n in range(4)]
-        async with collecting(env, address, script=spoken) as there:
-            far = [await there.run(lease(n, prompt="go", members=1), 0) for n in range(4)]
-    for (one, frames), (other, others) in zip(near, far, strict=True):
+        async with collecting(env, script=random_response) as local:
+            expected = [await local.run(lease(n, prompt="go", members=1), 0) for n in range(4)]
+        async with collecting(env, address, script=random_response) as remote:
+            got = [await remote.run(lease(n, prompt="go", members=1), 0) for n in range(4)]
+    for (one, frames), (other, others) in zip(expected, got, strict=True):
         assert one.failure is None
-        assert pure(one) == pure(other)
+        assert without_times(one) == without_times(other)
         assert frames == others
 
 
-async def test_tools_choices_and_how_a_generation_ended_cross_the_wire() -> None:
+async def test_tools_choices_and_stop_reason_are_sent() -> None:
     def script(_: Any) -> Any:
         return response([10], stop_reason="length")
 
@@ -71,7 +71,7 @@ async def test_tools_choices_and_how_a_generation_ended_cross_the_wire() -> None
         collecting("host_moods", address, script=script) as collector,
     ):
         (header,) = (await played(collector, "tools")).headers
-        assert header.reward == 2.0  # no calls, cut, played
+        assert header.reward == 2.0  # 1.0 for the stop reason, 1.0 at the end
         assert header.reward_parts == {"cut": 1.0}
 
 
@@ -87,7 +87,7 @@ async def test_tools_choices_and_how_a_generation_ended_cross_the_wire() -> None
         ("long", "env_message_too_large"),
     ],
 )
-async def test_a_failure_is_of_the_same_class_here(prompt: str, kind: str) -> None:
+async def test_failed_episode_keeps_the_servers_failure_class(prompt: str, kind: str) -> None:
     async with (
         hosted("host_moods", max_message_kb=64) as (server, address),
         collecting("host_moods", address) as collector,
@@ -98,7 +98,7 @@ async def test_a_failure_is_of_the_same_class_here(prompt: str, kind: str) -> No
 
 
 @pytest.mark.parametrize(("prompt", "kind"), [("user", UserError), ("broken", InvariantError)])
-async def test_what_is_wrong_with_the_run_stops_it_here(prompt: str, kind: Any) -> None:
+async def test_user_and_invariant_errors_of_the_server_stop_the_run(prompt: str, kind: Any) -> None:
     async with (
         hosted("host_moods") as (_, address),
         collecting("host_moods", address) as collector,
@@ -107,7 +107,7 @@ async def test_what_is_wrong_with_the_run_stops_it_here(prompt: str, kind: Any) 
             await played(collector, prompt)
 
 
-async def test_a_message_longer_than_the_client_takes() -> None:
+async def test_message_over_the_clients_limit_fails_the_episode() -> None:
     async with hosted("host_moods", max_message_kb=2**14) as (_, address):
         async with collecting("host_moods", address, max_message_kb=64) as collector:
             assert failed(await played(collector, "long")) == "env_message_too_large"
@@ -115,7 +115,7 @@ async def test_a_message_longer_than_the_client_takes() -> None:
             assert failed(await played(collector, "x" * 2000)) == "env_message_too_large"
 
 
-async def test_an_environment_that_hangs_ends_by_the_step_and_by_the_episode() -> None:
+async def test_hanging_environment_fails_by_answer_s_or_episode_timeout_s() -> None:
     async with hosted("host_moods") as (server, address):
         async with collecting("host_moods", address, answer_s=0.05) as collector:
             assert failed(await played(collector, "hang")) == "env_step_timeout"
@@ -125,7 +125,7 @@ async def test_an_environment_that_hangs_ends_by_the_step_and_by_the_episode() -
         await eventually(lambda: not server.sessions and not Moods.open)
 
 
-async def test_cancelling_an_episode_ends_it_there() -> None:
+async def test_cancelled_episode_is_cancelled_in_the_server() -> None:
     async with (
         hosted("host_moods") as (server, address),
         collecting("host_moods", address) as collector,
@@ -139,7 +139,7 @@ async def test_cancelling_an_episode_ends_it_there() -> None:
         assert [each.load for each in collector.parts[""].env.servers.known] == [0]
 
 
-async def test_the_clients_own_failure_ends_the_episode_there() -> None:
+async def test_failure_in_the_client_ends_the_session_in_the_server() -> None:
     def script(request: Any) -> Any:
         return ValueError("no policy")
 
@@ -166,7 +166,7 @@ async def test_episodes_are_spread_by_load_and_survive_the_loss_of_a_server(monk
         await collector._agents.client.received(8)
         assert [server.load for server in known] == [4, 4]
 
-        await second_stack.aclose()  # it dies while its episodes wait for a generation
+        await second_stack.aclose()  # the server dies while its episodes wait for a generation
         await eventually(lambda: sum(task.done() for task in running) == 4)
         assert {failed(task.result()) for task in running if task.done()} == {"env_server_lost"}
         collector._agents.client.gate.set()
@@ -174,17 +174,17 @@ async def test_episodes_are_spread_by_load_and_survive_the_loss_of_a_server(monk
         assert [failed(task.result()) for task in running].count(None) == 4
 
         await eventually(lambda: not known[1].alive)
-        begun = known[1].begun
-        assert failed(await played(collector, "fine")) is None  # goes to the other
-        assert known[1].begun == begun
+        started = known[1].started
+        assert failed(await played(collector, "fine")) is None  # the other server plays it
+        assert known[1].started == started
         await stack.enter_async_context(hosted("host_moods", port=port))
         await eventually(lambda: known[1].alive)
         for number in range(4):
             assert failed(await played(collector, "fine", number)) is None
-        assert known[1].begun > begun
+        assert known[1].started > started
 
 
-async def test_who_finds_no_room_goes_elsewhere_or_waits_or_fails() -> None:
+async def test_episode_takes_another_server_waits_or_fails_if_a_server_is_full() -> None:
     async with (
         hosted("host_moods", max_sessions=2) as (_, small),
         hosted("host_moods", max_sessions=3) as (_, other),
@@ -206,21 +206,22 @@ async def test_who_finds_no_room_goes_elsewhere_or_waits_or_fails() -> None:
         assert [failed(each) for each in await asyncio.gather(*running, waiting)] == [None] * 6
 
 
-async def test_a_server_that_is_gone_is_told_once() -> None:
+async def test_unreachable_server_is_logged_once() -> None:
     async with hosted("host_steps") as (_, address), collecting("host_steps", address) as collector:
         servers = collector.parts[""].env.servers
         gone = servers.add(parse("127.0.0.1:9"))
-        servers._watching[gone].cancel()
+        servers._monitors[gone].cancel()
         gone.alive, servers.known[0].load = True, 100
         with capture_logs() as logs:
             done = await asyncio.gather(*(played(collector, "go", n) for n in range(4)))
         assert [failed(each) for each in done] == [None] * 4
-        said = [line["error"] for line in logs if line["event"] == "environment server refuses"]
-        assert len(said) == 1
-        assert "Cannot connect to host 127.0.0.1:9" in said[0]
+        event = "environment server unreachable"
+        errors = [line["error"] for line in logs if line["event"] == event]
+        assert len(errors) == 1
+        assert "Cannot connect to host 127.0.0.1:9" in errors[0]
 
 
-async def test_a_run_needs_a_server_of_the_same_environment() -> None:
+async def test_missing_unreachable_or_wrong_server_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"arealite serve env\.type=host_steps"):
         async with collecting("host_steps", type="remote"):
             pass
@@ -228,7 +229,7 @@ async def test_a_run_needs_a_server_of_the_same_environment() -> None:
         async with collecting("host_steps", "127.0.0.1:9", wait_s=0.1):
             pass
     for wrong in ("nonsense", "ftp://host:1", "http://", "host:x"):
-        with pytest.raises(UserError, match="is expected"):
+        with pytest.raises(UserError, match="the address must be host:port"):
             async with collecting("host_steps", wrong):
                 pass
     async with hosted("host_duel") as (_, address):
@@ -237,15 +238,15 @@ async def test_a_run_needs_a_server_of_the_same_environment() -> None:
                 pass
 
 
-async def test_a_token_is_sent(monkeypatch) -> None:
-    with pytest.raises(UserError, match="no such variable"):
+async def test_token_is_sent_and_a_missing_one_is_a_user_error(monkeypatch) -> None:
+    with pytest.raises(UserError, match="environment variable is not set"):
         async with collecting("host_steps", "127.0.0.1:9", token_env="NO_SUCH_TOKEN"):
             pass
     monkeypatch.setenv("HOST_TOKEN", "s3cret")
     async with hosted("host_steps", token_env="HOST_TOKEN") as (_, address):
         async with collecting("host_steps", address, token_env="HOST_TOKEN") as collector:
             assert failed(await played(collector, "go")) is None
-        with pytest.raises(UserError, match=r"asks for another env\.runtime\.token_env"):
+        with pytest.raises(UserError, match=r"needs another token; set env\.runtime\.token_env"):
             async with collecting("host_steps", address, wait_s=0.1):
                 pass
 
@@ -261,20 +262,20 @@ async def test_token_stays_out_of_the_log_when_a_server_answers_with_errors(monk
     app.router.add_get("/health", fail)
     async with TestServer(app) as host:
         config = EnvServersConfig(addresses=[str(host.make_url(""))], token_env="HOST_TOKEN")
-        servers = Servers(config, Reply)
+        servers = ServerPool(config, Reply)
         with capture_logs() as events:
             await servers.start()
             try:
                 (server,) = servers.known
-                await asyncio.sleep(0)  # its task begins
-                server.alive, server.heard = True, float("-inf")
+                await asyncio.sleep(0)  # the health check starts
+                server.alive, server.last_seen = True, float("-inf")
                 await eventually(lambda: events, what="a lost server")
             finally:
                 await servers.close()
     assert "503" in events[0]["why"] and "s3cret" not in str(events)
 
 
-async def test_no_redirect_is_followed(monkeypatch) -> None:
+async def test_redirects_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(servers_module, "PROBE_S", 3600.0)
     async with hosted("host_steps") as (server, address):
 
@@ -282,7 +283,7 @@ async def test_no_redirect_is_followed(monkeypatch) -> None:
             raise web.HTTPFound(f"http://{address}{request.path}")
 
         async with fake_openenv(lambda *_: None, ws=away) as foreign:
-            with pytest.raises(UserError, match="does not say what it hosts"):
+            with pytest.raises(UserError, match="does not describe its environment at /metadata"):
                 async with collecting("host_steps", foreign):
                     pass
             async with collecting("host_steps", address) as collector:
@@ -295,8 +296,7 @@ async def test_no_redirect_is_followed(monkeypatch) -> None:
         assert not server.sessions
 
 
-async def test_a_hosted_environment_may_run_elsewhere_itself() -> None:
-    """`arealite serve env.runtime.type=…`: what it hosts is any Env."""
+async def test_server_hosts_an_environment_with_a_remote_runtime() -> None:
     async with hosted("host_duel") as (_, address):
         far = EnvConfig(type="host_duel")
         object.__setattr__(far.runtime, "type", "remote")
@@ -308,7 +308,7 @@ async def test_a_hosted_environment_may_run_elsewhere_itself() -> None:
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_seats_are_the_servers_and_it_knows_whom_is_trained(is_remote: bool) -> None:
+async def test_server_sets_the_seats_and_knows_which_are_trained(is_remote: bool) -> None:
     assert worlds is not None
     seats = {"judge": AgentConfig(type="judge")}
     async with hosted("host_judged") as (_, address):
@@ -323,7 +323,7 @@ async def test_seats_are_the_servers_and_it_knows_whom_is_trained(is_remote: boo
                     await played(collector, "go")
 
 
-async def test_whether_episodes_resume_is_the_environments_word() -> None:
+async def test_remote_environment_is_resumable_if_the_hosted_one_is() -> None:
     for name, resumes in {"host_duel": True, "host_moods": False}.items():
         async with hosted(name) as (_, address), collecting(name, address) as collector:
             env = collector.parts[""].env

@@ -1,4 +1,4 @@
-"""The server of environments: OpenEnv's messages, sessions apart, and limits that hold."""
+"""The environment server: OpenEnv's messages, isolated sessions, limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.env_servers import Wire, hosted, wired
 from tests.waiting import eventually
 
 
-async def test_a_seat_sees_acts_and_is_rewarded() -> None:
+async def test_steps_return_observations_and_rewards_until_the_episode_is_done() -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
         first = await wire.reset("go")
         assert first == {
@@ -49,10 +49,10 @@ async def test_a_seat_sees_acts_and_is_rewarded() -> None:
         ("reset", {"task": {"prompt": ""}}, "VALIDATION_ERROR"),
         ("reset", {"seed": "x"}, "VALIDATION_ERROR"),
         ("dance", {}, "UNKNOWN_TYPE"),
-        ("batch", [{"type": "state"}], "VALIDATION_ERROR"),
+        ("batch", [{"type": "state"}], "UNKNOWN_TYPE"),
     ],
 )
-async def test_what_is_no_message_is_refused_and_changes_nothing(kind, data, code) -> None:
+async def test_invalid_message_is_refused_and_changes_nothing(kind, data, code) -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
         refused = await wire.ask(kind, data)
         assert refused["code"] == code
@@ -65,12 +65,12 @@ async def test_what_is_no_message_is_refused_and_changes_nothing(kind, data, cod
 
 
 @pytest.mark.parametrize("raw", ["{", "[]", '{"data": {}}', "\x00", '"reset"'])
-async def test_garbage_is_refused(raw: str) -> None:
+async def test_malformed_json_is_refused_and_the_session_goes_on(raw: str) -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
         await wire.socket.send_str(raw)
-        said = await wire.said()
-        assert said["type"] == "error"
-        assert said["data"]["code"] in ("INVALID_JSON", "VALIDATION_ERROR")
+        answer = await wire.receive()
+        assert answer["type"] == "error"
+        assert answer["data"]["code"] in ("INVALID_JSON", "VALIDATION_ERROR")
         assert (await wire.reset("go"))["done"] is False
 
 
@@ -85,18 +85,17 @@ async def test_garbage_is_refused(raw: str) -> None:
         (b'{"type": "reset", "data": {"task": {"prompt": "\xff"}}}', "INVALID_JSON"),
         (b'{"type": "reset", "data": {"seed": 1' + b"0" * 5_000 + b"}}", "VALIDATION_ERROR"),
         (b'{"type": "reset", "data": {"task": [' + b"[]," * 70_000 + b"1]}}", "TOO_MANY_PARTS"),
-        (b'{"type": "batch", "data": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", "INVALID_JSON"),
     ],
-    ids=["open", "deep", "no text", "long number", "many parts", "deep batch"],
+    ids=["open", "deep", "no text", "long number", "many parts"],
 )
-async def test_message_too_hard_to_decode_is_refused_and_changes_nothing(
+async def test_message_too_costly_to_decode_is_refused_and_changes_nothing(
     raw: bytes, code: str
 ) -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
         await wire.reset("go")
         await wire.socket.send_bytes(raw)
-        said = await wire.said()
-        assert (said["type"], said["data"]["code"]) == ("error", code)
+        refused = await wire.receive()
+        assert (refused["type"], refused["data"]["code"]) == ("error", code)
         assert (await wire.ask("step", {"text": "a"}))["reward"] == 0.5
         async with aiohttp.ClientSession() as session:
             data = raw.partition(b'"data": ')[2][:-1]
@@ -104,7 +103,7 @@ async def test_message_too_hard_to_decode_is_refused_and_changes_nothing(
                 assert answer.status == 422
 
 
-async def test_a_reset_without_a_task_draws_one_by_its_seed() -> None:
+async def test_reset_without_a_task_draws_one_by_its_seed() -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
 
         async def drawn(**data: Any) -> str:
@@ -133,7 +132,7 @@ async def test_a_reset_without_a_task_draws_one_by_its_seed() -> None:
         ("broken", "error:InvariantError"),
     ],
 )
-async def test_a_failure_travels_with_its_class_and_never_as_a_reward(prompt, kind) -> None:
+async def test_failed_episode_is_reported_with_its_class_and_without_a_reward(prompt, kind) -> None:
     async with hosted("host_moods") as (_, address), wired(address) as wire:
         await wire.reset(prompt)
         failed = await wire.ask("step", {"text": "a"})
@@ -144,14 +143,14 @@ async def test_a_failure_travels_with_its_class_and_never_as_a_reward(prompt, ki
         assert (await wire.reset("fine"))["done"] is False
 
 
-async def test_an_episode_has_a_time_limit() -> None:
+async def test_episode_fails_after_episode_s() -> None:
     async with hosted("host_moods", episode_s=0.05) as (_, address), wired(address) as wire:
         await wire.reset("hang")
-        step = {"text": "a", "turn": 1}  # which may be over by now
+        step = {"text": "a", "turn": 1}  # the episode may have failed already
         assert (await wire.ask("step", step))["failure_class"] == "episode_timeout"
 
 
-async def test_sessions_are_apart_and_listed_without_what_is_said() -> None:
+async def test_sessions_are_isolated_and_listed_without_their_messages() -> None:
     async with (
         hosted("host_steps") as (_, address),
         wired(address) as one,
@@ -171,7 +170,7 @@ async def test_sessions_are_apart_and_listed_without_what_is_said() -> None:
         assert len({each["id"] for each in listed}) == 2
 
 
-async def test_two_seats_wait_at_once_and_replies_tell_of_both() -> None:
+async def test_replies_hold_the_waits_and_rewards_of_all_seats() -> None:
     async with hosted("host_duel") as (_, address), wired(address) as wire:
         first = await wire.reset("go")
         waits = first["observation"]["waiting"]
@@ -187,42 +186,15 @@ async def test_two_seats_wait_at_once_and_replies_tell_of_both() -> None:
         assert values == [("first", 3.0, {"moved": 0.1}), ("first", 0.25, {"style": 0.3})]
 
 
-@pytest.mark.parametrize("path", ["ws", "ws/batch"])
-async def test_a_batch_plays_several_sessions_over_one_socket(path: str) -> None:
-    async with hosted("host_steps") as (server, address), wired(address, path) as wire:
-        names = ["a", "b", "c"]
-        each = [{"session": n, "type": "reset", "data": {"task": {"prompt": n}}} for n in names]
-        begun = await wire.ask("batch", each)
-        assert [item["data"]["observation"]["content"] for item in begun] == names
-        steps = [{"session": n, "type": "step", "data": {"text": n}} for n in names[:2]]
-        done = await wire.ask("batch", [*steps, {"session": "c", "type": "close"}])
-        assert [item["type"] for item in done] == ["observation", "observation", "state"]
-        assert done[1]["data"]["observation"]["content"] == "step 1: b"
-        assert len(server.sessions) == 3  # the socket's own, a and b
-        twice = [steps[0], steps[0]]
-        assert (await wire.ask("batch", twice))["code"] == "VALIDATION_ERROR"
-
-
-async def test_a_batch_that_is_refused_takes_no_session() -> None:
-    async with hosted("host_steps", max_sessions=4) as (server, address), wired(address) as wire:
-        asked = [
-            {"session": str(n), "type": "reset", "data": {"task": {"prompt": "x"}}}
-            for n in range(4)
-        ]
-        assert (await wire.ask("batch", asked))["code"] == "CAPACITY_REACHED"
-        assert len(server.sessions) == 1
-        assert len(await wire.ask("batch", asked[:3])) == 3
-
-
-async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> None:
+async def test_sessions_over_max_sessions_are_refused_and_others_go_on() -> None:
     async with hosted("host_steps", max_sessions=2) as (server, address):
         async with wired(address) as one, wired(address) as two:
             await one.reset("a")
             await two.reset("b")
             for _ in range(20):
                 async with wired(address) as refused:
-                    said = await refused.said()
-                    assert said["data"]["code"] == "CAPACITY_REACHED"
+                    answer = await refused.receive()
+                    assert answer["data"]["code"] == "CAPACITY_REACHED"
                     assert (await refused.socket.receive(timeout=60)).type.name == "CLOSE"
                     assert refused.socket.close_code == 1013
             async with (
@@ -230,15 +202,13 @@ async def test_a_flood_of_sessions_is_refused_and_those_that_play_go_on() -> Non
                 session.post(f"http://{address}/reset") as answer,
             ):
                 assert answer.status == 503
-            one_more = [{"session": "x", "type": "reset", "data": {"seed": 1}}]
-            assert (await one.ask("batch", one_more))["code"] == "CAPACITY_REACHED"
             assert (await one.ask("step", {"text": "a"}))["reward"] == 0.5
         await eventually(lambda: not server.sessions)
         async with wired(address) as again:
             assert (await again.reset("c"))["done"] is False
 
 
-async def test_an_oversized_message_ends_its_own_session_alone() -> None:
+async def test_oversized_message_closes_only_its_own_session() -> None:
     async with (
         hosted("host_moods", max_message_kb=16) as (server, address),
         wired(address) as other,
@@ -253,7 +223,7 @@ async def test_an_oversized_message_ends_its_own_session_alone() -> None:
         assert (await other.ask("step", {"text": "a"}))["reward"] == 1.0
 
 
-async def test_who_does_not_read_the_answers_is_let_go() -> None:
+async def test_session_of_a_client_that_does_not_read_answers_is_closed() -> None:
     async with (
         hosted("host_moods", idle_s=0.2) as (server, address),
         aiohttp.ClientSession() as session,
@@ -267,13 +237,13 @@ async def test_who_does_not_read_the_answers_is_let_go() -> None:
         reset = json.dumps({"type": "reset", "data": {"task": {"prompt": "x" * 60_000}}}).encode()
         frame = b"\x81\xfe" + len(reset).to_bytes(2, "big") + bytes(4) + reset  # masked by zeros
         writer.writelines([frame] * 500)
-        await eventually(lambda: not server.sessions, "its session to be closed")
+        await eventually(lambda: not server.sessions, "the session to be closed")
         writer.transport.abort()
         async with session.get(f"http://{address}/health") as answer:
             assert answer.status == 200
 
 
-async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
+async def test_idle_session_is_closed_and_its_episode_cancelled() -> None:
     async with hosted("host_moods", idle_s=1000.0) as (server, address), wired(address) as wire:
         await wire.reset("fine", "idle")
         (wait,) = (each for each in table if each.what == "a message")
@@ -285,9 +255,9 @@ async def test_an_idle_session_is_closed_and_its_episode_cancelled() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "in the middle"])
-async def test_who_leaves_takes_the_episode_along(how: str) -> None:
+async def test_episode_of_a_client_that_disconnects_is_cancelled(how: str) -> None:
     async with hosted("host_moods") as (server, address):
-        quick = aiohttp.ClientWSTimeout(ws_close=0.05)  # who is asked does not hear good-bye
+        quick = aiohttp.ClientWSTimeout(ws_close=0.05)  # a busy server does not answer the close
         async with wired(address, timeout=quick) as wire:
             await wire.reset("hang", how)
             if how == "close":
@@ -298,7 +268,7 @@ async def test_who_leaves_takes_the_episode_along(how: str) -> None:
         await eventually(lambda: not server.sessions and how in Moods.cut and not Moods.open)
 
 
-async def test_http_without_a_session_plays_one_turn() -> None:
+async def test_http_post_plays_one_turn_without_a_session() -> None:
     async with (
         hosted("host_moods") as (server, address),
         aiohttp.ClientSession(f"http://{address}") as session,
@@ -307,16 +277,16 @@ async def test_http_without_a_session_plays_one_turn() -> None:
         async with session.post("/reset", json=task) as answer:
             assert (await answer.json())["observation"]["content"] == "you said fine"
         async with session.post("/step", json=task | {"action": {"text": "a"}}) as answer:
-            said = await answer.json()
-            assert (answer.status, said["reward"], said["done"]) == (200, 1.0, True)
+            body = await answer.json()
+            assert (answer.status, body["reward"], body["done"]) == (200, 1.0, True)
         async with session.post("/step", json=task) as answer:
             assert answer.status == 422
         async with session.post("/step", data="{") as answer:
             assert answer.status == 422
         task = {"task": {"prompt": "key"}, "action": {"text": "a"}}
         async with session.post("/step", json=task) as answer:
-            said = await answer.json()
-            assert (answer.status, said["failure_class"]) == (500, "error:KeyError")
+            body = await answer.json()
+            assert (answer.status, body["failure_class"]) == (500, "error:KeyError")
         assert not server.sessions
         for path, key in {
             "/health": "status",
@@ -328,8 +298,8 @@ async def test_http_without_a_session_plays_one_turn() -> None:
                 assert key in await answer.json()
 
 
-async def test_the_token_is_asked_for_and_pages_of_browsers_are_refused(monkeypatch) -> None:
-    with pytest.raises(UserError, match="no such variable"):
+async def test_requests_without_the_token_or_from_web_pages_are_refused(monkeypatch) -> None:
+    with pytest.raises(UserError, match="environment variable is not set"):
         async with hosted("host_steps", token_env="NO_SUCH_TOKEN"):
             pass
     monkeypatch.setenv("HOST_TOKEN", "s3cret")
@@ -345,7 +315,7 @@ async def test_the_token_is_asked_for_and_pages_of_browsers_are_refused(monkeypa
             assert answer.status == 403
 
 
-async def test_a_port_that_is_taken_is_a_users_error() -> None:
+async def test_port_in_use_is_a_user_error() -> None:
     async with hosted("host_steps") as (_, address):
         with pytest.raises(UserError, match="cannot listen"):
             async with hosted("host_steps", port=int(address.rpartition(":")[2])):
@@ -356,8 +326,8 @@ async def test_many_sessions_play_side_by_side() -> None:
     async def play(wire: Wire, name: str) -> None:
         await wire.reset(name)
         for turn in range(1, 4):
-            said = await wire.ask("step", {"text": name})
-            assert said["observation"]["content"] == f"step {turn}: {name}"
+            answer = await wire.ask("step", {"text": name})
+            assert answer["observation"]["content"] == f"step {turn}: {name}"
 
     async with hosted("host_steps") as (server, address):
         async with aiohttp.ClientSession() as session:
@@ -369,7 +339,7 @@ async def test_many_sessions_play_side_by_side() -> None:
 
 
 class GivesUp(Env):
-    """Waits for a first action until it is told not to, then for a second."""
+    """Waits for a first action until the test cancels that wait, then for a second one."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         self.first = asyncio.ensure_future(agents["agent"].act("first"))
@@ -377,7 +347,7 @@ class GivesUp(Env):
         await agents["agent"].act("second")
 
 
-async def test_a_step_whose_wait_was_just_given_up_changes_nothing() -> None:
+async def test_step_for_a_cancelled_wait_changes_nothing() -> None:
     session = Session(env := GivesUp(None, None), episode_s=60.0)
     await session.reset(Task("t", "?", None, {}), Reset())
     env.first.cancel()

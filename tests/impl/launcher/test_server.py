@@ -33,7 +33,8 @@ open(lives, "a").write(f"{os.getpid()}\\n")
 life = len(open(lives).read().split())
 """
 NAMED = """
-from arealite.api.config import ClusterConfig, ServerConfig
+from arealite.api.config import ServerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.system.names.registry import NameRegistry
 names = NameRegistry.of(ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1])))
 names.put("llm_server", f"x-{os.getpid()}", {"pid": os.getpid(), "host": "127.0.0.1"})

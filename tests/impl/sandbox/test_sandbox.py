@@ -1,5 +1,5 @@
-"""Programs that try to get out, to take all there is, to stay, or to stop others: they are
-contained, and nothing of them is left."""
+"""The sandbox contains programs that escape, exhaust resources, outlive their run or stop others,
+and leaves none of their processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import uvloop
 
 from arealite.api.sandbox import SandboxConfig, SandboxFailed
 from arealite.base.errors import UserError, failure_class
-from arealite.impl.sandbox import process, warden
+from arealite.impl.sandbox import process, sandbox_init
 from arealite.impl.sandbox.process import BOOT, Sandbox
-from tests.impl.sandbox.cells import cell, left
+from tests.impl.sandbox.sandboxes import cell, left
 from tests.waiting import eventually, until
 
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -74,8 +74,8 @@ REFUSED = {
     "large buffers": TRY.format(
         "s = __import__('socket').socketpair(); s[0].setsockopt(1, 7, 10 << 20)"
     ),
-    "the warden's pace": TRY.format("import os; os.sched_setaffinity(os.getppid(), [0])"),
-    "a signal to the warden": "import os, time\nfor number in range(1, 65):\n"
+    "sandbox_init's cores": TRY.format("import os; os.sched_setaffinity(os.getppid(), [0])"),
+    "a signal to sandbox_init": "import os, time\nfor number in range(1, 65):\n"
     "    try: os.kill(os.getppid(), number)\n    except OSError: pass\ntime.sleep(0.1)",
     "a core dump": "import resource\nif resource.getrlimit(4)[1]: print('escaped')",
     "more of a limit": TRY.format("__import__('resource').setrlimit(9, (1 << 40, 1 << 40))"),
@@ -87,12 +87,12 @@ REFUSED = {
     "others' processes": "import os\ntry: names = os.listdir('/proc')\n"
     "except OSError: names = []\n"
     "if len([n for n in names if n.isdigit()]) > 2: print('escaped')",
-    "what lies in /": "import os\ntry: names = os.listdir('/')\nexcept OSError: names = []\n"
+    "folders in /": "import os\ntry: names = os.listdir('/')\nexcept OSError: names = []\n"
     "if {{'home', 'work', 'srv', 'sys'}} & set(names): print('escaped')",
     "open files": "import os\nfor f in range(3, 64):\n"
     "    try: os.fstat(f); print('escaped', f)\n    except OSError: pass",
 }
-"""What a sandbox refuses: a program that gets it prints "escaped"."""
+"""Programs by the access that the sandbox refuses. A program that gets access prints "escaped"."""
 
 FORK = "import os, time\n{}\ndef fork():\n    try: return os.fork()\n    except OSError: return 1\n"
 STOPPED = {
@@ -125,7 +125,7 @@ STOPPED = {
         "output",
     ),
 }
-"""What a sandbox ends, and how."""
+"""Programs that the sandbox kills, and the status of their outcome."""
 
 ENDED = {
     "one large block": ("x = bytearray(1 << 30)", "MemoryError"),
@@ -142,25 +142,25 @@ ENDED = {
     "depth": ("def f(): f()\nf()", "RecursionError"),
     "deep source": ("(" * 10000, "SyntaxError"),
 }
-"""What ends by itself, with an error of Python's."""
+"""Programs that Python ends with an error, and the error."""
 
 
 @pytest.fixture
 def mark(tmp_path):
-    """What stands on the command line of each process of this test: a folder that is not there."""
+    """A missing folder, on the command line of every process of this test."""
     return f"/nowhere{tmp_path}"
 
 
 @pytest.fixture
 async def sandbox(mark):
-    """A sandbox; at the end nothing of its programs may be left."""
+    """A sandbox; the test fails if a process of its programs is left."""
     made = cell(packages=mark, memory_mb=192)
     await made.setup()
     yield made
     assert not left(mark)
 
 
-async def test_hello(sandbox):
+async def test_program_reads_stdin_and_its_output_is_returned(sandbox):
     program = "import sys\nprint('hello', sys.stdin.read())\nprint('err', file=sys.stderr)"
     done = await sandbox.run(program, stdin="wörld\n")
     assert (done.status, done.code) == ("exited", 0)
@@ -168,7 +168,7 @@ async def test_hello(sandbox):
     assert 0 < done.seconds < 60
 
 
-async def test_ends(sandbox):
+async def test_exit_codes_and_signals_are_returned(sandbox):
     ends = {
         "": ("exited", 0),
         "import sys\nsys.exit(3)": ("exited", 3),
@@ -185,7 +185,7 @@ async def test_ends(sandbox):
         assert (done.status, done.code) == end, done
 
 
-async def test_a_traceback_shows_the_program_alone(sandbox):
+async def test_traceback_has_only_frames_of_the_program(sandbox):
     done = await sandbox.run("def f():\n    1 / 0\nf()")
     assert [line for line in done.stderr.splitlines() if "File" in line] == [
         '  File "<program>", line 3, in <module>',
@@ -210,15 +210,17 @@ async def test_ordinary_programs_work(sandbox):
         assert done.stdout.strip().startswith("done"), done
 
 
-async def test_packages_may_be_imported(tmp_path):
+async def test_programs_import_from_the_packages_folder_and_cannot_write_there(tmp_path):
     (tmp_path / "mine.py").write_text("word = 'done'")
     made = cell(packages=str(tmp_path))
-    tmp_path.chmod(0o755)  # a root's programs are others to it
+    tmp_path.chmod(0o755)  # programs of a sandbox of root run as another user
     assert (await made.run("import mine\nprint(mine.word)")).stdout == "done\n"
     assert "escaped" not in (await made.run(TRY.format(f"open('{tmp_path}/x', 'w')"))).stdout
 
 
-async def test_refused(sandbox, tmp_path, monkeypatch):
+async def test_programs_cannot_reach_files_network_or_other_processes(
+    sandbox, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TOKEN", f"secret-{tmp_path.name}")
     listener = socket.create_server(("127.0.0.1", 0))
     abstract = socket.socket(socket.AF_UNIX)
@@ -235,7 +237,7 @@ async def check_refusals(sandbox: Sandbox, mark: str, port: int) -> None:
     for name, done in zip(REFUSED, await asyncio.gather(*map(sandbox.run, programs)), strict=True):
         assert done.status == "exited", (name, done)
         assert "escaped" not in done.stdout, (name, done)
-        assert not done.stderr, (name, done)  # it was refused, and not misspelt
+        assert not done.stderr, (name, done)  # access was refused; the program has no mistake
 
 
 async def check_stops(sandbox: Sandbox) -> None:
@@ -247,11 +249,11 @@ async def check_stops(sandbox: Sandbox) -> None:
         assert max(len(done.stdout), len(done.stderr)) <= sandbox.config.output_kb << 10
 
 
-async def test_stopped(sandbox):
+async def test_programs_over_a_limit_are_killed(sandbox):
     await check_stops(sandbox)
 
 
-async def test_ended(sandbox):
+async def test_programs_out_of_memory_or_disk_get_an_error_of_python(sandbox):
     results = await asyncio.gather(*(sandbox.run(program) for program, _ in ENDED.values()))
     for (program, error), done in zip(ENDED.values(), results, strict=True):
         assert (done.status, done.code) == ("exited", 1), (program, done)
@@ -259,13 +261,13 @@ async def test_ended(sandbox):
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
-async def test_files_without_content_are_counted(sandbox, folder):
+async def test_program_that_makes_too_many_empty_files_is_killed(sandbox, folder):
     make = f"open(f'{folder}/{{n}}', 'w').close()"
     done = await sandbox.run(f"n = 0\nwhile True:\n    {make}\n    n += 1")
     assert done.status == "killed"
 
 
-async def test_daemons_end_with_the_program(sandbox, mark):
+async def test_daemons_of_a_program_are_killed_when_it_exits(sandbox, mark):
     program = FORK.format("") + (
         "if fork() == 0:\n    try: os.setsid()\n    except OSError: pass\n"
         "    if fork() == 0:\n        os.closerange(0, 100)\n        time.sleep(600)\n"
@@ -273,29 +275,29 @@ async def test_daemons_end_with_the_program(sandbox, mark):
     )
     done = await sandbox.run(program)
     assert (done.status, done.stdout.splitlines()[-1]) == ("exited", "parent")
-    assert not left(mark)  # at once
+    assert not left(mark)  # when `run` returns, not later
 
 
-async def test_an_ordinary_user_is_confined_as_well(mark, tmp_path):
+async def test_sandbox_of_an_ordinary_user_confines_the_same(mark, tmp_path):
     made = cell("bwrap as a user", packages=mark, memory_mb=192)
     await check_refusals(made, tmp_path.name, 1)
     await check_stops(made)
     assert not left(mark)
 
 
-async def test_innocents_beside_a_bomb(sandbox, mark):
+async def test_programs_run_beside_a_fork_bomb(sandbox, mark):
     made = cell(packages=mark, concurrency=17, processes=8)
     bomb = asyncio.ensure_future(made.run(STOPPED["a fork bomb"][0]))
     await eventually(lambda: len(left(mark)) > 6, "the bomb")
-    innocent = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('done')"
-    for done in await asyncio.gather(*(made.run(innocent) for _ in range(16))):
+    harmless = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('done')"
+    for done in await asyncio.gather(*(made.run(harmless) for _ in range(16))):
         assert done.stdout == "done\n", done
     bomb.cancel()
     with suppress(asyncio.CancelledError):
         await bomb
 
 
-async def test_no_more_run_at_a_time_than_are_allowed(sandbox, mark):
+async def test_at_most_concurrency_programs_run_at_a_time(sandbox, mark):
     made = cell(packages=mark, concurrency=2)
     running = [asyncio.ensure_future(made.run("import time\ntime.sleep(600)")) for _ in range(6)]
     await eventually(lambda: len(left(mark)) >= 6, "two programs, each of three processes")
@@ -305,7 +307,7 @@ async def test_no_more_run_at_a_time_than_are_allowed(sandbox, mark):
     await asyncio.gather(*running, return_exceptions=True)
 
 
-async def test_cancelling_kills(sandbox, mark):
+async def test_cancelled_run_kills_its_program(sandbox, mark):
     run = asyncio.ensure_future(sandbox.run(FORK.format("fork = os.fork()") + "time.sleep(600)"))
     await eventually(lambda: len(left(mark)) >= 3, "the program")
     run.cancel()
@@ -315,25 +317,25 @@ async def test_cancelling_kills(sandbox, mark):
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_cancelling_at_any_moment_leaves_nothing(loop, mark):
+def test_run_cancelled_at_any_moment_leaves_no_process(loop, mark):
     made = cell(packages=mark)
-    dice = random.Random(1)
+    rng = random.Random(1)
 
-    async def cut(seconds: float) -> None:
+    async def run_for(seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await made.run("import time\ntime.sleep(600)")
 
     async def main() -> None:
-        await asyncio.gather(*(cut(dice.uniform(0, 0.3)) for _ in range(30)))
-        assert (await made.run("print(1)")).stdout == "1\n"  # its slots are free again
+        await asyncio.gather(*(run_for(rng.uniform(0, 0.3)) for _ in range(30)))
+        assert (await made.run("print(1)")).stdout == "1\n"  # all slots are free again
         await eventually(lambda: not left(mark), "nothing to be left")
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
 
 
-def test_a_killed_worker_takes_its_programs_along(mark):
+def test_programs_of_a_killed_worker_are_killed(mark):
     cell()
     code = (
         "import asyncio\nfrom arealite.api.sandbox import SandboxConfig\n"
@@ -351,7 +353,7 @@ def test_a_killed_worker_takes_its_programs_along(mark):
 # ---------------------------------------------------------------- failures
 
 
-async def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
+async def test_sandbox_that_cannot_start_fails_with_the_reason(monkeypatch):
     made = Sandbox(SandboxConfig(backend="unsafe"))
     made.command = ["/nonexistent/bwrap"]
     with pytest.raises(SandboxFailed, match="nonexistent") as caught:
@@ -363,24 +365,25 @@ async def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
 
 
 def without_seccomp() -> CodeType:
-    """Return a warden as on a kernel that knows no seccomp."""
-    source = Path(warden.__file__).read_text()
+    """Return the code of `sandbox_init` with an unknown prctl, as on a kernel without seccomp."""
+    source = Path(sandbox_init.__file__).read_text()
     return compile(
-        source.replace("PR_SET_SECCOMP = 1, 4, 22", "PR_SET_SECCOMP = 1, 4, 9999"), "warden", "exec"
+        source.replace("PR_SET_SECCOMP = 1, 4, 22", "PR_SET_SECCOMP = 1, 4, 9999"),
+        "sandbox_init",
+        "exec",
     )
 
 
-async def test_what_cannot_be_confined_is_not_run(sandbox, monkeypatch):
-    """A warden whose limits fail starts nothing."""
+async def test_program_does_not_run_if_a_limit_cannot_be_applied(sandbox, monkeypatch):
     code = marshal.dumps(without_seccomp())
-    monkeypatch.setattr(process, "warden", lambda: code)
+    monkeypatch.setattr(process, "init_code", lambda: code)
     with pytest.raises(SandboxFailed, match="Invalid argument"):
         await sandbox.run("print('escaped')")
     with pytest.raises(UserError, match="Invalid argument"):
         await sandbox.setup()
 
 
-async def test_unsafe_runs_and_stops_and_reaps(mark):
+async def test_backend_unsafe_runs_kills_and_reaps_programs(mark):
     config = SandboxConfig(backend="unsafe", timeout_s=60.0, packages=mark)
     made = Sandbox(config)
     assert (await made.run("print(1)")).stdout == "1\n"
@@ -391,7 +394,7 @@ async def test_unsafe_runs_and_stops_and_reaps(mark):
     assert not left(mark)
 
 
-async def test_refusal_names_the_fix(monkeypatch, tmp_path):
+async def test_error_for_missing_bubblewrap_names_the_fix(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     fix = r"bwrap: not on the PATH.*apt install bubblewrap.*sandbox.backend=unsafe"
     with pytest.raises(UserError, match=fix):
@@ -399,7 +402,7 @@ async def test_refusal_names_the_fix(monkeypatch, tmp_path):
 
 
 async def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_path):
-    """Programs in it have another PATH, of the system's folders alone."""
+    """Programs in the sandbox have another PATH, with the system's folders only."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -409,8 +412,8 @@ async def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_
         await Sandbox(SandboxConfig()).setup()
 
 
-def test_tables_of_system_calls_have_no_number_twice():
+def test_each_system_call_number_is_in_the_table_once():
     for column in (0, 1):
-        numbers = [pair[column] for pair in warden.FORBIDDEN.values()]
+        numbers = [pair[column] for pair in sandbox_init.FORBIDDEN.values()]
         assert len(set(numbers)) == len(numbers)
-    assert os.uname().machine in warden.MACHINES
+    assert os.uname().machine in sandbox_init.MACHINES

@@ -108,10 +108,11 @@ async def test_a_name_says_what_clients_need_and_follows_the_server(
         }
         program.load(3, 4)
         program.tell(answers=program.orders["answers"] | {"/model_info": {"weight_version": "5"}})
-        value = await eventually(
-            lambda: (v := names(settings)[0].value)["version"] == "5" and v, "version 5"
+        load = {"running": 3, "waiting": 4, "capacity": 32}
+        await eventually(
+            lambda: (v := names(settings)[0].value)["version"] == "5" and v["load"] == load,
+            "version 5 and the new load, which are asked for side by side",
         )
-        assert value["load"] == {"running": 3, "waiting": 4, "capacity": 32}
         log = program.folder / f"runs/arealite/t/logs/llm_server-{entry.id}.log"
         assert "hello from the stand-in" in log.read_text()
 

@@ -1,4 +1,4 @@
-"""A real MCP server for the tests, by HTTP: `mcp_server.py PORT`."""
+"""An MCP server over HTTP, for the tests: `mcp_server.py PORT`."""
 
 from __future__ import annotations
 

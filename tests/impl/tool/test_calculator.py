@@ -1,4 +1,4 @@
-"""The calculator: values, and everything that is none."""
+"""The calculator: values of expressions, and errors of all other texts."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("text", "value"), VALUES.items(), ids=VALUES)
-def test_values(text: str, value: str) -> None:
+def test_expressions_have_exact_values(text: str, value: str) -> None:
     assert evaluate(text) == value
 
 
 @pytest.mark.parametrize(("text", "error"), ERRORS.items(), ids=lambda text: text[:20])
-def test_what_has_no_value_is_told_at_once(text: str, error: str) -> None:
+def test_expression_without_a_value_fails_at_once(text: str, error: str) -> None:
     def takes() -> float:
         begin = time.thread_time()
         with pytest.raises(ToolError) as raised:
@@ -107,7 +107,9 @@ def test_what_has_no_value_is_told_at_once(text: str, error: str) -> None:
         assert error in str(raised.value)
         return time.thread_time() - begin
 
-    until(lambda: takes() < 0.1, what="an answer at once")  # what the host stole is counted, too
+    until(
+        lambda: takes() < 0.1, what="an answer at once"
+    )  # CPU time stolen by the host is counted, too
 
 
 SIGNS = {
@@ -148,7 +150,7 @@ terms = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(terms)
-def test_it_reads_an_expression_as_python_does(text: str) -> None:
+def test_expressions_have_pythons_value(text: str) -> None:
     try:
         expected = by_python(ast.parse(text, mode="eval").body)
     except ZeroDivisionError:
@@ -166,7 +168,7 @@ def test_it_reads_an_expression_as_python_does(text: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="0123456789.e+-*/%^(), " + "".join(sorted({*"".join(FUNCTIONS)}))))
-def test_nothing_but_a_value_or_an_error_comes_of_any_text(text: str) -> None:
+def test_any_text_gives_a_value_or_a_tool_error(text: str) -> None:
     try:
         Fraction(evaluate(text))
     except ToolError as error:

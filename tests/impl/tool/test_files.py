@@ -1,4 +1,4 @@
-"""The files tool: an episode's own files, by paths that never reach the disk."""
+"""The tool `files`: each episode has its own files, and their paths never reach the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET = "the secret"
 
 @pytest.fixture
 async def jail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A tool and the state of an episode, in a process whose folder has a secret beside it."""
+    """A tool and an episode's state; the parent of the working directory holds a secret file."""
     (tmp_path / "here/notes").mkdir(parents=True)
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "here/own").write_text(SECRET)
@@ -46,7 +46,7 @@ async def do(jail, action: str, path: str = "", content: str = "") -> str:
     return await tool.call({"action": action, "path": path, "content": content}, state)
 
 
-async def test_a_file_is_written_read_listed_and_deleted(jail) -> None:
+async def test_file_is_written_read_listed_and_deleted(jail) -> None:
     assert await do(jail, "list") == "notes/a.txt (5 bytes)"
     assert await do(jail, "read", "notes/a.txt") == "alpha"
     assert await do(jail, "write", "b/c.txt", "béta") == "wrote 5 bytes to b/c.txt"
@@ -82,7 +82,7 @@ async def test_paths_that_lead_outside_are_refused(jail, action: str, path: str)
 
 
 @pytest.mark.parametrize("action", ["read", "delete"])
-async def test_files_of_the_disk_are_not_there(jail, action: str) -> None:
+async def test_files_of_the_disk_are_not_visible(jail, action: str) -> None:
     with pytest.raises(ToolError, match="No such file"):
         await do(jail, action, "own")
 
@@ -100,7 +100,7 @@ async def test_files_of_the_disk_are_not_there(jail, action: str) -> None:
         ("write", "x" * 300, "name too long"),
     ],
 )
-async def test_what_is_not_there_is_told(jail, action: str, path: str, said: str) -> None:
+async def test_invalid_path_is_a_tool_error(jail, action: str, path: str, said: str) -> None:
     with pytest.raises(ToolError, match=said):
         await do(jail, action, path)
 
@@ -115,7 +115,7 @@ async def test_number_and_size_of_files_are_limited(jail) -> None:
     await do(jail, "write", "c", "again")
 
 
-async def test_calls_of_one_turn_are_made_in_their_order(jail) -> None:
+async def test_calls_of_one_turn_run_in_order(jail) -> None:
     for number in range(20):
         write, read = do(jail, "write", "a", str(number)), do(jail, "read", "a")
         assert (await asyncio.gather(write, read))[1] == str(number)
@@ -129,7 +129,7 @@ async def test_episodes_share_nothing(jail) -> None:
 
 
 @pytest.mark.parametrize("files", [["a"], {"../a": "x"}, {"a": 1}])
-async def test_a_task_with_bad_files_fails_its_episode(jail, files: Any) -> None:
+async def test_task_with_invalid_files_fails_its_episode(jail, files: Any) -> None:
     state: dict[str, Any] = {}
     with pytest.raises(EpisodeError, match=r"t-9: extra_info\.files"):
         await jail[0].begin(Task("t-9", "?", "1", {"files": files}), state)

@@ -1,4 +1,4 @@
-"""Tools of real MCP servers, by stdio and by HTTP: listed, called, dead, started again."""
+"""Tools of real MCP servers, by stdio and HTTP: listing, calls, crashes and restarts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     await eventually(lambda: all(map(has_exited, pids(tmp_path / "pids"))), "the servers' end")
 
 
-async def test_a_servers_tools_are_offered_beside_ours_and_answer(box) -> None:
+async def test_tools_of_a_server_are_offered_and_answer(box) -> None:
     names = [schema["function"]["name"] for schema in box.schemas]
     assert names == ["calculator", "t__add", "t__die", "t__greet", "t__hang"]
     about = box.schemas[1]["function"]
@@ -71,7 +71,7 @@ async def test_a_servers_tools_are_offered_beside_ours_and_answer(box) -> None:
     assert not box.deterministic
 
 
-async def test_errors_are_told_to_the_agent(box) -> None:
+async def test_errors_of_a_tool_are_sent_to_the_agent(box) -> None:
     answer = await call(box, "t__greet", name="nobody")
     assert answer.kind == "failed"
     assert answer.content == "error: there is nobody"
@@ -83,28 +83,28 @@ async def test_errors_are_told_to_the_agent(box) -> None:
     assert await call(box, "t__add", a=2, b=3) == ("5", "fine")
 
 
-async def test_what_is_no_text_is_named(box) -> None:
+async def test_content_without_text_is_replaced_by_its_type(box) -> None:
     assert (await call(box, "t__greet", name="picture")).content == "[image]"
 
 
-async def test_a_server_that_fails_inside_is_not_the_agents_fault(box) -> None:
+async def test_internal_error_of_a_server_is_a_tool_crash(box) -> None:
     with pytest.raises(ToolCrash, match="t__greet raised MCPError: broken"):
         await call(box, "t__greet", name="broken")
 
 
-async def test_many_call_at_once(box) -> None:
+async def test_concurrent_calls_get_their_own_answers(box) -> None:
     answers = await asyncio.gather(*(call(box, "t__add", a=n, b=1) for n in range(100)))
     assert [answer.content for answer in answers] == [str(n + 1) for n in range(100)]
 
 
-async def test_a_server_that_dies_is_started_again(box, tmp_path) -> None:
+async def test_server_that_dies_is_restarted(box, tmp_path) -> None:
     os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
     answers = await asyncio.gather(*(call(box, "t__add", a=n, b=1) for n in range(5)))
     assert [answer.content for answer in answers] == ["1", "2", "3", "4", "5"]
     assert len(pids(tmp_path / "pids")) == 2
 
 
-async def test_a_call_that_kills_its_server_is_made_once_more(box, tmp_path) -> None:
+async def test_call_that_kills_its_server_is_repeated_once(box, tmp_path) -> None:
     assert await call(box, "t__die", times=1) == ("alive", "fine")
     with pytest.raises(MCPUnavailable, match="died twice") as raised:
         await call(box, "t__die", times=99)
@@ -113,12 +113,12 @@ async def test_a_call_that_kills_its_server_is_made_once_more(box, tmp_path) -> 
     assert len(pids(tmp_path / "pids")) == 4
 
 
-async def test_a_session_that_the_server_does_not_know_is_begun_anew(box, tmp_path) -> None:
+async def test_session_unknown_to_the_server_is_restarted(box, tmp_path) -> None:
     assert await call(box, "t__greet", name="forgotten") == ("hi forgotten", "fine")
     assert len(pids(tmp_path / "pids")) == 2
 
 
-async def test_a_server_that_hangs_as_it_is_started_again_is_not_the_agents_fault(
+async def test_server_that_hangs_at_its_restart_is_unavailable(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "server.py"
@@ -134,12 +134,14 @@ async def test_a_server_that_hangs_as_it_is_started_again_is_not_the_agents_faul
     with pytest.raises(asyncio.CancelledError):
         await noticed
     box.config = replace(box.config, timeout_s=0.3)
-    with pytest.raises(MCPUnavailable, match="died and is not back"):
+    with pytest.raises(MCPUnavailable, match="died and has not started again"):
         await call(box, "t__add", a=2, b=3)
     await box.close()
 
 
-async def test_without_the_sdk_it_says_what_to_install(monkeypatch, tmp_path: Path) -> None:
+async def test_missing_sdk_is_a_user_error_with_the_install_command(
+    monkeypatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     box = toolbox(config(tmp_path / "pids"))
     with pytest.raises(UserError, match=r"pip install -e '.\[tools\]'"):
@@ -147,7 +149,7 @@ async def test_without_the_sdk_it_says_what_to_install(monkeypatch, tmp_path: Pa
     await box.close()
 
 
-async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path: Path) -> None:
+async def test_server_that_does_not_restart_fails_the_episode(tmp_path: Path) -> None:
     program = tmp_path / "server.py"
     program.write_text(SOURCE)
     own = MCPServerConfig(command=[sys.executable, str(program), str(tmp_path / "pids")])
@@ -162,9 +164,7 @@ async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path:
     await box.close()
 
 
-async def test_a_call_that_is_cancelled_while_its_server_starts_leaves_it_usable(
-    box, tmp_path
-) -> None:
+async def test_call_cancelled_during_a_restart_leaves_the_server_usable(box, tmp_path) -> None:
     os.kill(pids(tmp_path / "pids")[0], signal.SIGKILL)
     for _ in range(3):
         task = asyncio.create_task(call(box, "t__add", a=2, b=3))
@@ -178,15 +178,15 @@ async def test_a_call_that_is_cancelled_while_its_server_starts_leaves_it_usable
 @pytest.mark.parametrize(
     ("server", "error"),
     [
-        (MCPServerConfig(), "either a command or a url"),
-        (MCPServerConfig(command=["a"], url="http://b"), "either a command or a url"),
+        (MCPServerConfig(), "set command or url, and not both"),
+        (MCPServerConfig(command=["a"], url="http://b"), "set command or url, and not both"),
         (MCPServerConfig(command=["/no/such/program"]), "did not start: FileNotFoundError"),
         (MCPServerConfig(command=["true"]), "did not start: MCPError: Connection closed"),
         (MCPServerConfig(command=["sleep", "60"], start_timeout_s=0.2), "did not start: .* waited"),
         (MCPServerConfig(url="http://127.0.0.1:9/mcp"), "did not start: ConnectError"),
     ],
 )
-async def test_a_server_that_does_not_start_is_refused(server, error) -> None:
+async def test_server_that_does_not_start_is_a_user_error(server, error) -> None:
     with pytest.raises(UserError, match=error):
         box = toolbox(server)
         try:
@@ -195,7 +195,7 @@ async def test_a_server_that_does_not_start_is_refused(server, error) -> None:
             await box.close()
 
 
-async def test_a_choice_of_a_servers_tools(tmp_path: Path) -> None:
+async def test_config_selects_tools_of_a_server(tmp_path: Path) -> None:
     box = toolbox(config(tmp_path / "pids", tools=["add"]), tools=[])
     await box.setup()
     assert [*box.tools] == ["t__add"]
@@ -225,7 +225,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.processes
-async def test_a_server_by_http_that_is_gone_and_back(port: int) -> None:
+async def test_http_server_that_restarts_is_used_again(port: int) -> None:
     process = start(port)
     box = toolbox(MCPServerConfig(url=f"http://127.0.0.1:{port}/mcp"))
     try:

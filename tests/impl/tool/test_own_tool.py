@@ -1,4 +1,4 @@
-"""A user's own tool: registered with its config, set on the command line, called."""
+"""A tool of a user: registered with a config class, configured by options, called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arealite.impl.tool.toolbox import Toolbox
 
 @dataclass(frozen=True, kw_only=True)
 class DiceConfig:
-    """A die."""
+    """Options of the dice tool."""
 
     sides: int = opt(6, "numbers from 1 to this", at_least=1)
 
@@ -36,7 +36,7 @@ class Dice(Tool):
         return " ".join(str(random.randint(1, self.config.sides)) for _ in throws)
 
 
-async def test_a_tool_of_a_users_own_has_typed_options_and_is_called(tmp_path: Path) -> None:
+async def test_tool_of_a_user_has_typed_options_and_is_called(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("")
     own = "trainer.ppo.collector.env.tools"
     config = load(

@@ -1,4 +1,4 @@
-"""The agent's programs, in a sandbox and in Monty."""
+"""Programs of agents, in the sandbox and in Monty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arealite.impl.tool.python import PythonTool
 
 
 class Scripted(Sandbox):
-    """Gives one outcome."""
+    """A sandbox with a fixed outcome."""
 
     outcome: Outcome
 
@@ -31,7 +31,9 @@ class Scripted(Sandbox):
 
 @pytest.fixture(params=["sandbox", "monty"])
 async def python(request: pytest.FixtureRequest):
-    backend = "bwrap" if shutil.which("bwrap") else "unsafe"  # its own tests tell whether it works
+    backend = (
+        "bwrap" if shutil.which("bwrap") else "unsafe"
+    )  # the sandbox's own tests check the confinement
     limits = SandboxConfig(backend=backend, timeout_s=60.0, output_kb=8, concurrency=2)
     if request.param == "monty":
         pytest.importorskip("pydantic_monty", reason="arealite[tools] is not installed")
@@ -55,7 +57,7 @@ async def python(request: pytest.FixtureRequest):
         ("print('{}{x}\\n%s')", "{}{x}\n%s"),
     ],
 )
-async def test_it_answers_with_what_is_printed(python, code: str, answer: str) -> None:
+async def test_output_of_the_program_is_returned(python, code: str, answer: str) -> None:
     assert await python.call({"code": code}, {}) == answer
 
 
@@ -68,14 +70,14 @@ async def test_it_answers_with_what_is_printed(python, code: str, answer: str) -
         ("1" * 30_000, "longer than 20000"),
     ],
 )
-async def test_an_error_is_told_with_its_last_line(python, code: str, error: str) -> None:
+async def test_last_line_of_an_error_is_returned(python, code: str, error: str) -> None:
     with pytest.raises(ToolError) as raised:
         await python.call({"code": code}, {})
     assert error in str(raised.value)
     assert "Traceback" not in str(raised.value)
 
 
-async def test_nothing_is_kept_between_calls(python) -> None:
+async def test_calls_share_no_state(python) -> None:
     await python.call({"code": "x = 1"}, {})
     with pytest.raises(ToolError, match="not defined"):
         await python.call({"code": "x"}, {})
@@ -91,7 +93,7 @@ async def test_nothing_is_kept_between_calls(python) -> None:
         (Outcome("exited", 1, "", "a\nMemoryError\n", 1.0), "MemoryError"),
     ],
 )
-async def test_what_the_sandbox_says_is_told(monkeypatch, outcome: Outcome, said: str) -> None:
+async def test_outcome_of_the_sandbox_is_returned(monkeypatch, outcome: Outcome, said: str) -> None:
     monkeypatch.setattr(python_module, "Sandbox", Scripted)
     monkeypatch.setattr(Scripted, "outcome", outcome, raising=False)
     tool = PythonTool(PythonToolConfig(sandbox=SandboxConfig(timeout_s=0.3, output_kb=8)))
@@ -101,7 +103,7 @@ async def test_what_the_sandbox_says_is_told(monkeypatch, outcome: Outcome, said
     assert str(raised.value) == said
 
 
-async def test_without_monty_it_says_what_to_install(monkeypatch) -> None:
+async def test_missing_monty_is_a_user_error_with_the_install_command(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     tool = PythonTool(PythonToolConfig(backend="monty"))
     with pytest.raises(UserError, match=r"pip install -e '.\[tools\]'"):
@@ -125,14 +127,14 @@ async def test_without_monty_it_says_what_to_install(monkeypatch) -> None:
         ("x = []\nfor _ in range(5000): x = [x]\nx", "cannot be shown"),
     ],
 )
-async def test_monty_has_limits_and_no_world(python, code: str, error: str) -> None:
+async def test_monty_has_limits_and_no_access(python, code: str, error: str) -> None:
     with pytest.raises(ToolError, match=error):
         await python.call({"code": code}, {})
     assert await python.call({"code": "1"}, {}) == "1"
 
 
 @pytest.mark.parametrize("python", ["monty"], indirect=True)
-async def test_monty_sleeps_for_nobody_and_ends_in_time_or_when_cancelled(python) -> None:
+async def test_monty_does_not_sleep_and_stops_at_a_timeout_or_cancel(python) -> None:
     await python.call({"code": "import time\ntime.sleep(1000)"}, {})
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):

@@ -1,4 +1,4 @@
-"""Search over a local knowledge base."""
+"""Search in a local knowledge base."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def names(tool: SearchTool, query: str) -> list[str]:
     return [block.partition("]")[0][1:] for block in found.split("\n\n")]
 
 
-async def test_the_best_documents_come_first(search) -> None:
+async def test_best_documents_come_first(search) -> None:
     assert await names(search, "Spree") == ["spree", "berlin"]
     assert await names(search, "what is the capital of Germany?") == ["berlin", "paris"]
     assert await names(search, "running") == ["spree"], "words are found by their stems"
@@ -64,31 +64,31 @@ async def test_excerpts_are_short_and_documents_can_be_read(search) -> None:
         "a " * 9_999,
     ],
 )
-async def test_any_query_is_words_only(search, query) -> None:
+async def test_query_syntax_is_treated_as_words(search, query) -> None:
     try:
         await names(search, query)
     except ToolError as error:
         assert "name the words" in str(error)
 
 
-async def test_what_is_not_there_is_told(search) -> None:
+async def test_missing_documents_are_reported(search) -> None:
     assert await search.call({"query": "zebra"}, {}) == NONE
     for arguments in ({"query": "?!"}, {}, {"read": "rome"}):
         with pytest.raises(ToolError):
             await search.call(arguments, {})
 
 
-async def test_many_search_at_once(search) -> None:
+async def test_concurrent_searches_work(search) -> None:
     found = await asyncio.gather(*(names(search, "capital") for _ in range(50)))
     assert all(each == found[0] for each in found)
 
 
-async def test_a_path_that_is_not_set_is_not_the_working_directory() -> None:
+async def test_unset_path_is_a_user_error() -> None:
     with pytest.raises(UserError, match="path is not set"):
         await SearchTool(SearchToolConfig()).setup()
 
 
-async def test_a_folder_of_texts(tmp_path: Path) -> None:
+async def test_folder_of_texts_is_indexed(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.md").write_text("apples and pears")
     (tmp_path / "b.txt").write_bytes(b"plums \xff")
@@ -109,7 +109,7 @@ async def test_a_folder_of_texts(tmp_path: Path) -> None:
         (None, "neither a file nor a folder"),
     ],
 )
-async def test_a_knowledge_base_that_is_none_is_refused(tmp_path: Path, text, error) -> None:
+async def test_invalid_knowledge_base_is_a_user_error(tmp_path: Path, text, error) -> None:
     file = tmp_path / "kb.jsonl"
     if text is not None:
         file.write_text(text)

@@ -1,4 +1,4 @@
-"""Calls of agents: the guards between what a model writes and what a tool does."""
+"""The toolbox: checked arguments, deadlines, truncated answers, and state per episode."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from arealite.api.observation import ToolCall
 from arealite.api.task import Task
 from arealite.api.tool import Tool, ToolError, ToolsEnvConfig, function, tools
 from arealite.base.errors import RewardTimeout, UserError
-from arealite.impl.tool.toolbox import Toolbox, ToolCrash, misfit
+from arealite.impl.tool.toolbox import Toolbox, ToolCrash, mismatch
 
 TASK = Task("t", "do", "1", {})
 
 
 @tools.register("odd")
 class Odd(Tool):
-    """Does what its argument says."""
+    """Follows the instruction in its argument."""
 
     schema = function("odd", "?", required=("what",), what={"type": "string"})
     log: list[Any]
@@ -85,7 +85,7 @@ async def box():
     assert made.tools["odd"].log[-1] == "close"
 
 
-async def test_an_episode_keeps_its_own_state(box) -> None:
+async def test_episodes_have_separate_states(box) -> None:
     async with box.episode(TASK) as one, box.episode(TASK) as other:
         assert await box.call(call("a"), one) == ("a 1", "fine")
         assert await box.call(call("b"), one) == ("b 2", "fine")
@@ -114,13 +114,13 @@ async def test_an_episode_keeps_its_own_state(box) -> None:
         (call("long"), "x" * 100 + " [4900 more characters]", "fine"),
     ],
 )
-async def test_what_goes_wrong_is_told_to_the_agent(box, made, content, kind) -> None:
+async def test_failed_call_is_reported_to_the_agent(box, made, content, kind) -> None:
     async with box.episode(TASK) as states:
         assert await box.call(made, states) == (content, kind)
 
 
 @pytest.mark.parametrize("what", ["crash", "own timeout", "number"])
-async def test_a_broken_tool_fails_the_episode(box, what) -> None:
+async def test_unexpected_exception_of_a_tool_fails_the_episode(box, what) -> None:
     with pytest.raises(ToolCrash, match="odd") as raised:
         async with box.episode(TASK) as states:
             await box.call(call(what), states)
@@ -128,13 +128,13 @@ async def test_a_broken_tool_fails_the_episode(box, what) -> None:
     assert box.tools["odd"].log[-1] == ("end", 1)
 
 
-async def test_errors_of_a_class_of_their_own_pass(box) -> None:
+async def test_episode_errors_of_a_tool_are_raised_unchanged(box) -> None:
     async with box.episode(TASK) as states:
         with pytest.raises(RewardTimeout):
             await box.call(call("episode"), states)
 
 
-async def test_waiting_for_a_slot_is_not_part_of_a_calls_time(box) -> None:
+async def test_waiting_for_a_slot_does_not_count_as_call_time(box) -> None:
     async with box.episode(TASK) as states, asyncio.TaskGroup() as group:
         hung = [group.create_task(box.call(call("hang"), states)) for _ in range(4)]
         last = group.create_task(box.call(call("a"), states))
@@ -143,14 +143,14 @@ async def test_waiting_for_a_slot_is_not_part_of_a_calls_time(box) -> None:
     assert box.tools["odd"].most == 2
 
 
-def test_a_tool_is_offered_once() -> None:
-    with pytest.raises(UserError, match="two tools are called 'odd'"):
+def test_two_tools_of_one_name_are_a_user_error() -> None:
+    with pytest.raises(UserError, match="two tools have the name 'odd'"):
         Toolbox(ToolsEnvConfig(tools=["odd", "odd"]))
     with pytest.raises(UserError, match="Did you mean 'calculator'"):
         Toolbox(ToolsEnvConfig(tools=["calculater"]))
 
 
-def test_only_deterministic_tools_make_episodes_that_go_on() -> None:
+def test_toolbox_is_deterministic_if_all_tools_are() -> None:
     assert Toolbox(ToolsEnvConfig(tools=["calculator", "files"])).deterministic
     assert not Toolbox(ToolsEnvConfig(tools=["calculator", "odd"])).deterministic
 
@@ -172,7 +172,7 @@ def test_only_deterministic_tools_make_episodes_that_go_on() -> None:
         ({}, "missing"),
     ],
 )
-def test_arguments_are_checked_as_far_as_schemas_are_plain(arguments, said) -> None:
+def test_arguments_are_checked_against_plain_schemas(arguments, said) -> None:
     schema = {
         "properties": {
             "n": {"type": "integer"},
@@ -185,6 +185,6 @@ def test_arguments_are_checked_as_far_as_schemas_are_plain(arguments, said) -> N
         },
         "required": ["n"],
     }
-    found = misfit(arguments, schema)
+    found = mismatch(arguments, schema)
     assert said in found
     assert bool(said) == bool(found)

@@ -1,1 +1,1 @@
-"""Other people's environments, made to look like ours."""
+"""Adapters: environments of other packages and servers as an `Env`."""

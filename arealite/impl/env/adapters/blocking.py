@@ -1,7 +1,7 @@
-"""Environments of libraries that block: their calls run in threads, so that the loop never waits.
+"""Run blocking environments of libraries in threads, so that they do not block the event loop.
 
-A thread cannot be stopped. One that an episode left behind in a call keeps its place until that
-call returns, and the environment it is in is closed only then.
+A thread cannot be stopped. If an episode is cancelled during a call, the thread stays busy until
+the call returns, and the environment is closed afterwards.
 """
 
 from __future__ import annotations
@@ -20,32 +20,37 @@ log = get(__name__)
 
 
 class EnvStuck(EpisodeError):
-    """All threads are in calls that their episodes no longer wait for."""
+    """All threads are busy with calls of cancelled episodes."""
 
     failure_class = "env_stuck"
 
 
 class Threads:
-    """Runs at most `count` blocking calls at a time. They hold up no process that ends."""
+    """Runs at most `count` blocking calls at a time. Its threads do not delay a process's exit."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._left = 0
-        """Threads whose callers have gone."""
+        self._abandoned = 0
+        """Number of busy threads whose callers were cancelled."""
         self._free = asyncio.Semaphore(count)
 
     async def call(
         self, function: Callable[..., T], *args: Any, drop: Callable[[T], object] | None = None
     ) -> T:
-        """Return what `function(*args)` returns; `drop` gets it where nobody waits any more.
+        """Return the result of `function(*args)`, run in a thread.
+
+        Args:
+            function: A blocking function.
+            args: Its arguments.
+            drop: Called with the result, in a thread, if the caller was cancelled.
 
         Raises:
-            EnvStuck: no thread will come free.
+            EnvStuck: All threads are busy with calls of cancelled episodes.
         """
-        if self._left >= self.count:
+        if self._abandoned >= self.count:
             raise EnvStuck(
-                f"all {self.count} threads hang in the environment's own code. "
-                "Use env.runtime.type=subprocess: a process can be killed."
+                f"all {self.count} threads hang in the environment's code. Set "
+                "env.runtime.type=subprocess: a child process can be killed."
             )
         await self._free.acquire()
         loop = asyncio.get_running_loop()
@@ -56,13 +61,13 @@ class Threads:
             if not done.cancelled():
                 done.set_result((result, error))
                 return
-            self._left -= 1
+            self._abandoned -= 1
             if error is None and drop is not None:
                 start(drop, result)
 
         def work() -> None:
             ended = outcome(function, *args)
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(settle, *ended)
 
         start(work)
@@ -70,7 +75,7 @@ class Threads:
             result, error = await done
         except asyncio.CancelledError:
             if done.cancelled():
-                self._left += 1
+                self._abandoned += 1
             elif drop is not None and done.result()[1] is None:
                 start(drop, done.result()[0])
             raise
@@ -80,7 +85,7 @@ class Threads:
 
 
 class Instance:
-    """One environment and its calls, which follow each other."""
+    """One environment of a library, whose calls run one after the other."""
 
     def __init__(self, env: Any, threads: Threads) -> None:
         self.env = env
@@ -88,29 +93,29 @@ class Instance:
         self._lock = threading.Lock()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Return what `function(*args)` returns, in a thread."""
-        return await self._threads.call(self._alone, function, *args)
+        """Return the result of `function(*args)`, run in a thread."""
+        return await self._threads.call(self._locked, function, *args)
 
     def close(self) -> None:
-        """Close the environment after the call that it may be in."""
+        """Close the environment, after the end of a running call."""
         try:
-            self._alone(getattr(self.env, "close", int))
-        except Exception as error:  # noqa: BLE001  (other people's code; the episode is over)
-            log.warning("environment not closed", error=repr(error))
+            self._locked(getattr(self.env, "close", int))
+        except Exception as error:  # noqa: BLE001  (library code; the episode is already over)
+            log.warning("environment failed to close", error=repr(error))
 
-    def _alone(self, function: Callable[..., T], *args: Any) -> T:
+    def _locked(self, function: Callable[..., T], *args: Any) -> T:
         with self._lock:
             return function(*args)
 
 
 def start(function: Callable[..., object], *args: Any) -> None:
-    """Run a call in a thread of its own that the process does not wait for."""
+    """Run a function in a new daemon thread."""
     threading.Thread(target=function, args=args, daemon=True, name="environment").start()
 
 
 def outcome(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
-    """Return what a call returns and what it raises, one of them None."""
+    """Return the result and the exception of a call; one of them is None."""
     try:
         return function(*args), None
-    except BaseException as error:  # noqa: BLE001  (it is raised where it is waited for)
+    except BaseException as error:  # noqa: BLE001  (`Threads.call` raises it in its caller)
         return None, error

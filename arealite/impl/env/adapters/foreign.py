@@ -1,4 +1,4 @@
-"""Base class and rows of seeds for adapters of environments from other packages."""
+"""Base class and seeded rows for adapters of environments from other packages."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ def seed_of(task: Any) -> int:
     """Return the task's seed.
 
     Raises:
-        UserError: its row has none.
+        UserError: The row has no seed.
     """
     if isinstance(seed := task.extra_info.get("seed"), int):
         return seed
-    raise UserError(f"{task.task_id}: extra_info.seed must be a whole number, or use `generated`.")
+    raise UserError(
+        f"{task.task_id}: extra_info.seed must be an integer. Add it to the row, or set "
+        "dataset.train=generated."
+    )
 
 
 class LibraryEnv(Env):
-    """An environment of another package, made by `env_id` or `factory`; a task is a seed."""
+    """An environment of another package, constructed by `env_id` or `factory`. A task is a seed."""
 
     package: str
-    """The module whose `make` takes `env_id`."""
+    """Module whose function `make` takes `env_id`."""
     install: str
-    """What pip installs for that package."""
+    """Requirement for pip that installs the package."""
     check_row = staticmethod(seed_of)
 
     def __init__(self, args: Any, config: Any) -> None:
@@ -44,7 +47,7 @@ class LibraryEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield a row a seed, without end."""
+        """Yield rows with different seeds, without end."""
         name = (config.factory or config.env_id).rpartition(":")[2]
         return seeded_rows(name, cls.prompt(config, name), split, seed)
 
@@ -54,10 +57,10 @@ class LibraryEnv(Env):
         return name
 
     async def setup(self) -> None:
-        """Make the first environment and check it.
+        """Construct the first environment and check it.
 
         Raises:
-            UserError: it cannot be made, or does not fit the config.
+            UserError: The environment cannot be constructed or does not match the config.
         """
         self._make = self._maker()
         try:
@@ -66,15 +69,22 @@ class LibraryEnv(Env):
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"env.{self.package}: it cannot be made: {error}") from error
+            raise UserError(
+                f"env.{self.package}: the environment cannot be constructed: {error}. Correct "
+                "env_id, factory or kwargs."
+            ) from error
 
     @abstractmethod
     def check_env(self, env: Any) -> None:
-        """Raise a UserError if agents could not act in `env`."""
+        """Check that agents can act in `env`.
+
+        Raises:
+            UserError: They cannot.
+        """
 
     @asynccontextmanager
     async def instance(self) -> AsyncGenerator[Instance]:
-        """Lend an environment; close it if the episode fails, else lend it again."""
+        """Lend an environment. After an episode that failed, close it; else it is reused."""
         instance = self._idle.pop() if self._idle else await self.threads.call(
             lambda: Instance(self._make(), self.threads), drop=Instance.close
         )  # fmt: skip
@@ -86,7 +96,7 @@ class LibraryEnv(Env):
         self._idle.append(instance)
 
     async def close(self) -> None:
-        """Close the environments that are not lent."""
+        """Close all idle environments."""
         while self._idle:
             close = self._idle.pop().close
             try:
@@ -98,24 +108,30 @@ class LibraryEnv(Env):
         config = self.config
         if not config.factory:
             if not config.env_id:
-                raise UserError(f"env.{self.package} needs env_id, or factory=module:callable.")
+                raise UserError(f"env.{self.package}: set env_id, or factory=module:callable.")
             return partial(extra(self.package, self.install).make, config.env_id, **config.kwargs)
         path, _, name = config.factory.partition(":")
         try:
             return partial(getattr(importlib.import_module(path), name), **config.kwargs)
         except (ImportError, AttributeError, ValueError, TypeError) as error:
-            what = f"env.{self.package}.factory={config.factory}: {error}"
-            raise UserError(f"{what}. Write module:callable.") from error
+            option = f"env.{self.package}.factory={config.factory}"
+            raise UserError(f"{option}: {error}. Write module:callable.") from error
 
 
 def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a row a seed, without end.
+    """Yield rows with different seeds, without end.
+
+    Args:
+        name: Name of the environment; part of the seeds and the rows' `data_source`.
+        prompt: Prompt of all rows.
+        split: Different splits get different seeds.
+        seed: Different seeds give different rows.
 
     Raises:
-        UserError: there is no `name`.
+        UserError: `name` is "".
     """
     if not name:
-        raise UserError("which environment? Its env_id is not set.")
+        raise UserError("the environment's env_id is not set. Set it to the name of a game.")
     for number in count():
         own = Random(f"{name}/{split}/{seed}/{number}").getrandbits(31)
         yield {"prompt": prompt, "extra_info": {"data_source": name, "seed": own}}

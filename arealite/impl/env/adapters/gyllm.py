@@ -1,8 +1,8 @@
-"""Environment: GyLLM's kind, in which every step answers with Requests, one an actor.
+"""Adapter of GyLLM environments (github.com/RedTachyon/gyllm): a step returns Requests for actors.
 
-A Request is a dict: `actor` ("agent", perhaps with "::key=value"), `message` {role, content},
-`reward` of the actor's last action, `needs_action`; with `system_message` where an episode begins
-and `episode_end` where it ends (github.com/RedTachyon/gyllm).
+A Request is a dict with the keys `actor` ("agent", or "agent::key=value"), `message`
+{role, content}, `reward` of the actor's last action and `needs_action`. The first one of an episode
+also has `system_message`, the last one `episode_end`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 
 
 class BadRequests(EpisodeError):
-    """The environment asked for what cannot be given."""
+    """The environment returned requests that the seats cannot answer."""
 
     failure_class = "bad_requests"
 
 
 class GyLLMEnv(LibraryEnv):
-    """All actors that are asked act at once; each has a seat of its name."""
+    """Actors with open requests act concurrently. Each actor has a seat with the same name."""
 
     package = install = "gyllm"
     seats = ()
@@ -39,30 +39,31 @@ class GyLLMEnv(LibraryEnv):
         """Check that the seats are the actors of `env`.
 
         Raises:
-            UserError: they are not.
+            UserError: They differ.
         """
-        theirs = {*getattr(env, "agents", self.seats)}
-        if theirs != {*self.seats}:
+        actors = {*getattr(env, "agents", self.seats)}
+        if actors != {*self.seats}:
             raise UserError(
-                f"env.gyllm.seats={self.config.seats}: its actors are {sorted(theirs)}."
+                f"env.gyllm.seats={self.config.seats}: the environment's actors are "
+                f"{sorted(actors)}. Set seats to these names."
             )
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Reset with the task's seed, then let the asked actors act until nobody is.
+        """Reset with the task's seed, then let actors act until no request needs an action.
 
         Raises:
-            BadRequests: see there.
+            BadRequests: A request names an unknown actor, or an actor has two requests.
         """
         config, illegal = self.config, 0
-        told: defaultdict[str, list[str]] = defaultdict(list)
+        unread: defaultdict[str, list[str]] = defaultdict(list)
         async with self.instance() as instance:
             options = {**config.options, "seed": seed_of(task)}
             requests = await instance.call(instance.env.reset, options)
             for _ in range(config.max_steps):
-                asked = take(requests, agents, told)
+                asked = take(requests, agents, unread)
                 if not asked or any(request.get("episode_end") for request in requests):
                     return
-                texts = {actor: "\n\n".join(told.pop(seat)) for seat, actor in asked.items()}
+                texts = {actor: "\n\n".join(unread.pop(seat)) for seat, actor in asked.items()}
                 async with asyncio.TaskGroup() as turns:
                     acting = {
                         actor: turns.create_task(agents[seat].act(texts[actor]))
@@ -70,8 +71,8 @@ class GyLLMEnv(LibraryEnv):
                     }
                 answers = {actor: turn.result() for actor, turn in acting.items()}
                 try:
-                    said = {actor: answer.text for actor, answer in answers.items()}
-                    requests = await instance.call(instance.env.step, said)
+                    actions = {actor: answer.text for actor, answer in answers.items()}
+                    requests = await instance.call(instance.env.step, actions)
                 except Exception as error:
                     if type(error).__name__ != "ActionError":
                         raise
@@ -80,16 +81,27 @@ class GyLLMEnv(LibraryEnv):
                     for seat in asked:
                         agents[seat].reward(config.illegal_reward, illegal=1.0)
                 if illegal >= config.max_illegal or any(a.is_last for a in answers.values()):
-                    take(requests, agents, told)
+                    take(requests, agents, unread)
                     return
 
 
 def take(
-    requests: Sequence[Any], agents: dict[str, Agent], told: defaultdict[str, list[str]]
+    requests: Sequence[Any], agents: dict[str, Agent], unread: defaultdict[str, list[str]]
 ) -> dict[str, str]:
-    """Give agents their rewards and note what they are told; return who is asked: seat → actor.
+    """Pass the rewards of requests to the agents and collect their messages.
 
-    Of an environment that begins anew by itself, what comes after the episode's end is not ours.
+    An environment may start the next episode by itself; requests of that episode are ignored.
+
+    Args:
+        requests: The requests of one step.
+        agents: Agents by seat.
+        unread: Messages by seat that the agent has not seen yet; extended.
+
+    Returns:
+        The actors that must act, by seat.
+
+    Raises:
+        BadRequests: A request names an unknown actor, or an actor has two requests.
     """
     asked = dict[str, str]()
     episode = requests[0].get("episode_id") if requests else None
@@ -99,20 +111,20 @@ def take(
         actor = request["actor"]
         seat = actor.partition("::")[0]
         if seat not in agents or seat in asked:
-            why = "another request is open" if seat in asked else f"seats are {[*agents]}"
-            raise BadRequests(f"a request for {actor}, but {why}; give one that is not batched")
+            why = "it has another request" if seat in asked else f"the seats are {[*agents]}"
+            raise BadRequests(f"a request for actor {actor}, but {why}. Do not batch environments.")
         reward = float(request.get("reward") or 0.0)
         agent = agents[seat]
         if reward and (agent.record.turns or not agent.trainable):
             agent.reward(reward)
         messages = (request.get("system_message"), request.get("message"))
-        told[seat] += [message["content"] for message in messages if message]
+        unread[seat] += [message["content"] for message in messages if message]
         if request["needs_action"]:
             asked[seat] = actor
     return asked
 
 
 def refused(asked: dict[str, str], why: str) -> list[dict[str, Any]]:
-    """Return the requests that ask actors again, since their actions were refused."""
+    """Return new requests for actors whose actions were refused for the reason `why`."""
     message = {"role": "user", "content": why}
     return [{"actor": actor, "message": message, "needs_action": True} for actor in asked.values()]

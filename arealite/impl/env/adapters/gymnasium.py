@@ -1,4 +1,7 @@
-"""Environment: Gymnasium's, and any with its `reset` and `step`, whose actions can be words."""
+"""Adapter of Gymnasium environments, and of others with its `reset` and `step`.
+
+Actions must be texts or numbered.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,25 @@ HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 
 
 class GymnasiumEnv(LibraryEnv):
-    """One seat acts until the environment, or the config, ends the episode."""
+    """One seat acts until the environment ends the episode or `max_steps` is reached."""
 
     package, install = "gymnasium", ours("envs")
 
     @classmethod
     def prompt(cls, config: Any, name: str) -> str:
-        """Return the rules."""
+        """Return the rules, the prompt of generated rows."""
         return config.rules or f"You act in {name}."
 
     def check_env(self, env: Any) -> None:
-        """Read the names of the actions.
+        """Read the actions of `env`.
 
         Raises:
-            UserError: an agent cannot write the actions of `env`.
+            UserError: Actions are neither texts nor numbered.
         """
         self._first, self.choices = actions(getattr(env, "action_space", None), self.config.actions)
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Reset with the task's seed, then step to the end; a step's reward is its turn's."""
+        """Reset with the task's seed, then step until the end. Each turn gets its step's reward."""
         agent, config, illegal = agents["agent"], self.config, 0
         rules = task.text
         if self.choices and not config.rules:
@@ -64,14 +67,14 @@ class GymnasiumEnv(LibraryEnv):
                 text = f"{rules}\n{text}" if config.repeat_rules else text
 
     def parse(self, text: str) -> Any:
-        """Return the action that an answer names; None: none."""
+        """Return the action that an answer names; None if it names none."""
         if not self.choices:
             return text
         name = chosen(text, self.choices)
         return None if name is None else self._first + self.choices.index(name)
 
     async def _shown(self, instance: Instance, seen: Any) -> str:
-        """Return what is seen as a text: as the environment draws it, where it draws texts."""
+        """Return an observation as text: the environment's rendering, if it renders text."""
         if getattr(instance.env, "render_mode", None) == "ansi":
             return HIGHLIGHT.sub(r"[\1]", str(await instance.call(instance.env.render))).strip()
         if isinstance(seen, dict):
@@ -80,17 +83,30 @@ class GymnasiumEnv(LibraryEnv):
 
 
 def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """Return the number of the first action and the names of all, () where any text is one.
+    """Read an action space.
+
+    Args:
+        space: Gymnasium's action space, or None.
+        names: Names of the actions; empty: their numbers.
+
+    Returns:
+        The number of the first action and the names of all actions; () if actions are texts.
 
     Raises:
-        UserError: actions are neither texts nor numbered, or their names are not as many.
+        UserError: Actions are neither texts nor numbered, or the number of names is wrong.
     """
     kind = type(space).__name__
     if space is None or kind == "Text":
         return 0, ()
     if kind != "Discrete":
-        raise UserError(f"env.gymnasium: an agent writes texts or numbers, its action is {space}.")
+        raise UserError(
+            f"env.gymnasium: the action space is {space}. Agents can write texts and numbers: use "
+            "an environment with a Text or Discrete action space."
+        )
     first, count = int(space.start), int(space.n)
     if names and len(names) != count:
-        raise UserError(f"env.gymnasium.actions has {len(names)} names, the actions are {count}.")
+        raise UserError(
+            f"env.gymnasium.actions has {len(names)} names, but the environment has {count} "
+            "actions. Name each action once."
+        )
     return first, tuple(names) or tuple(str(first + i) for i in range(count))

@@ -1,4 +1,4 @@
-"""Any OpenEnv server as an environment: observations become text, the agent's text an action."""
+"""Adapter of OpenEnv servers: observations become text, and the agent's text becomes an action."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.impl.env_client.servers import Servers
+from arealite.impl.env_client.servers import ServerPool
 from arealite.impl.env_server.wire import INVALID_ACTION, RemoteFailure
 
 TEXTS = ("text", "message", "prompt", "content", "observation", "echoed_message", "output")
-"""Fields that hold what there is to read, where the config names none; the first one counts."""
+"""Fields of an observation that may hold its text. If the config names no fields, the first present
+one of these is used."""
 
 ECHO = {"message": "{text}"}
-"""The action that OpenEnv's echo environment takes."""
+"""Default action: the form of OpenEnv's echo environment."""
 
 
 class OpenEnvReply(msgspec.Struct):
-    """The data of an observation."""
+    """The data of an observation message."""
 
     observation: Any
     reward: bool | float | None = None
@@ -34,40 +35,44 @@ class OpenEnvReply(msgspec.Struct):
 
 
 class OpenEnvEnv(Env):
-    """Plays in OpenEnv servers, one session an episode."""
+    """Plays in OpenEnv servers, with one session per episode."""
 
     config: OpenEnvConfig
 
     def __init__(self, args: Any, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
-        self.servers = Servers(config, OpenEnvReply)
+        self.servers = ServerPool(config, OpenEnvReply)
         self._stack = AsyncExitStack()
 
     @classmethod
     def rows(cls, config: OpenEnvConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield rows whose `extra_info.reset` gives the server a seed."""
-        dice = random.Random(f"{split}-{seed}")
+        rng = random.Random(f"{split}-{seed}")
         while True:
-            reset = {"seed": dice.getrandbits(31)}
+            reset = {"seed": rng.getrandbits(31)}
             yield {"prompt": config.instruction, "extra_info": {"reset": reset}}
 
     async def setup(self) -> None:
-        """Begin to look for the servers.
+        """Start the health checks of the servers.
 
         Raises:
-            UserError: there are no addresses.
+            UserError: There are no addresses.
         """
         if not self.config.addresses:
-            raise UserError("env.type=openenv needs env.openenv.addresses=[host:port,…].")
+            raise UserError(
+                "env.openenv.addresses=[]: env.type=openenv needs the addresses of its servers. "
+                "Set env.openenv.addresses=[host:port,…]."
+            )
         await self.servers.start()
         self._stack.push_async_callback(self.servers.close)
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Reset with the task's `extra_info.reset`, and step until done or `max_steps`. The first
-        observation comes after the task's prompt.
+        """Reset with the task's `extra_info.reset`, then step until done or `max_steps`.
+
+        The first observation follows the task's prompt.
 
         Raises:
-            EpisodeError: the server is lost, fails, or does not keep to the protocol.
+            EpisodeError: The server is lost, answers with an error or violates the protocol.
         """
         agent, config = agents["agent"], self.config
         async with self.servers.episode(task.extra_info.get("reset", {})) as (channel, reply):
@@ -87,18 +92,18 @@ class OpenEnvEnv(Env):
                     break
 
     async def close(self) -> None:
-        """Leave the servers alone."""
+        """Close all connections; the servers keep running."""
         await self._stack.aclose()
 
     def first(self, task: Task, observation: Any) -> Any:
-        """Return a task's prompt with the first observation after it."""
+        """Return a task's prompt followed by the first observation."""
         text = self.text(observation)
         if isinstance(task.prompt, str):
             return f"{task.prompt}\n\n{text}"
         return [*task.prompt, {"role": "user", "content": text}]
 
     def text(self, observation: Any) -> str:
-        """Return what the agent reads of an observation."""
+        """Return the text of an observation for the agent."""
         names = self.config.observation
         if not isinstance(observation, dict):
             return _text(observation)
@@ -111,12 +116,12 @@ class OpenEnvEnv(Env):
         return "\n".join(f"{name}: {_text(observation.get(name, ''))}" for name in names)
 
     def action(self, text: str) -> Any:
-        """Return the action that a completion means."""
+        """Return the action for a completion, by the config's template."""
         return _fill(self.config.action or ECHO, text)
 
 
 def _fill(template: Any, text: str) -> Any:
-    """Put a text where a template has {text}, and what it says as JSON where it has {json}."""
+    """Replace {text} in a template by `text`, and {json} by the value of `text` as JSON."""
     if isinstance(template, dict):
         return {key: _fill(value, text) for key, value in template.items()}
     if isinstance(template, list):

@@ -1,7 +1,8 @@
-"""Environment: the procedural datasets of reasoning-gym, by name, scored by their own scorers.
+"""Adapter of reasoning-gym's procedural datasets, scored by the datasets' own scorers.
 
-A row names its entry (seed and number), which is made again to be scored: scorers need Python
-objects that JSON would change (arc_agi and rearc give their own answer 0.05 after a round trip).
+A row holds the seed and the number of its entry, and the entry is generated again for scoring.
+Scorers need Python objects that JSON would change: after a round trip through JSON, arc_agi and
+rearc score their own answer 0.05.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from arealite.impl.env.adapters.blocking import Threads
 
 FLAWED = {
     "game_of_life_halting": "gives any answer 1.0",
-    "list_functions": "is not the same for the same seed",
-    "prime_factorization": "raises on what is no number",
-    "composite": "hides which datasets it has; use collector.envs",
+    "list_functions": "gives different entries for the same seed",
+    "prime_factorization": "raises on answers that are no numbers",
+    "composite": "hides the dataset of each entry; use collector.envs",
     **dict.fromkeys(
         (
             *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
@@ -37,50 +38,50 @@ FLAWED = {
         "runs answers as Python programs",
     ),
 }
-"""What is wrong with a dataset or its scorer (reasoning-gym 0.1.25)."""
+"""Datasets with a fault of their own or of their scorer (reasoning-gym 0.1.25)."""
 ARITHMETIC = ("coin_flip", "countdown", "puzzle24")
-"""Scorers that run an answer as Python, or expand it, and need no more than these characters."""
+"""Datasets whose scorer evaluates answers as Python. Only answers that match PLAIN are scored."""
 PLAIN = re.compile(r"(?!.*\*\s*\*)[\d+\-*/(). ]{1,200}")
 BOMB = re.compile(r"\s*[-+]?[\d.]+[eE][-+]?\d{4,}\s*")
-"""A number with more digits than memory has bytes."""
+"""A number with an exponent so large that its digits would fill the memory."""
 PER_SEED = 500
-"""Entries of one dataset; the next rows are of the next seed."""
+"""Number of rows with the same seed; the following rows have another seed."""
 
 
 class ScorerFailed(EpisodeError):
-    """The dataset's own scorer raised, gave no score, or was asked about another question."""
+    """The scorer raised an exception or gave an invalid score, or the row's question differs."""
 
     failure_class = "scorer_failed"
 
 
 class ReasoningGymEnv(Env):
-    """One question, one answer, scored between 0 and 1."""
+    """One question and one answer, scored from 0 to 1."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield the dataset's questions."""
+        """Yield questions of the dataset, without end."""
         options = check(config)
         tag = config.answer_tag
         ask = f"\nGive the final answer as <{tag}>…</{tag}>." if tag else ""
         for block in count():
-            # Entry i of seed s is entry i - 1 of seed s + 1: splits need seeds far from each other.
+            # Entry i of seed s is entry i - 1 of seed s + 1, so close seeds share entries.
             own = Random(f"{split}/{seed}/{block}").getrandbits(32)
             for number in range(PER_SEED):
                 entry = entry_of(config.dataset, options, own, number)
-                about = {"data_source": config.dataset, "seed": own, "number": number}
+                extra_info = {"data_source": config.dataset, "seed": own, "number": number}
                 prompt = entry["question"] + ask
-                yield {"prompt": prompt, "ground_truth": entry["answer"], "extra_info": about}
+                yield {"prompt": prompt, "ground_truth": entry["answer"], "extra_info": extra_info}
 
     async def setup(self) -> None:
         """Import the package, which takes a second, and check the dataset."""
-        self._threads = Threads(1)  # datasets keep what they draw from in themselves
+        self._threads = Threads(1)  # datasets are not thread-safe: they hold their random state
         self._options = await self._threads.call(check, self.config)
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent answer, and reward it.
+        """Let the agent answer and give it the score.
 
         Raises:
-            ScorerFailed: see there.
+            ScorerFailed: The answer could not be scored.
         """
         agent = agents["agent"]
         action = await agent.act(task.prompt)
@@ -90,7 +91,7 @@ class ReasoningGymEnv(Env):
         agent.reward(score)
 
     def answer(self, text: str) -> str | None:
-        """Return what is to be scored; None: no answer."""
+        """Return the answer to score, from the agent's text; None if there is none."""
         tag, name = re.escape(self.config.answer_tag), self.config.dataset
         if tag:
             found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
@@ -99,14 +100,22 @@ class ReasoningGymEnv(Env):
         return text if text and allowed and not BOMB.fullmatch(text) else None
 
     def score(self, task: Task, answer: str | None) -> float:
-        """Return the score of an answer to a row of this dataset. Blocks."""
+        """Score an answer, from 0 to 1. This call blocks.
+
+        Raises:
+            UserError: The row is not one of this dataset.
+            ScorerFailed: The answer could not be scored.
+        """
         seed, number = task.extra_info.get("seed"), task.extra_info.get("number")
         if not isinstance(seed, int) or not isinstance(number, int):
-            raise UserError(f"{task.task_id}: reasoning_gym needs rows of its own: `generated`.")
+            raise UserError(
+                f"{task.task_id}: env.type=reasoning_gym needs rows with extra_info.seed and "
+                ".number. Set dataset.train=generated."
+            )
         try:
             entry = entry_of(self.config.dataset, self._options, seed, number)
             if not task.text.startswith(entry["question"]):
-                raise ScorerFailed(f"{task.task_id}: its seed gives another question here")
+                raise ScorerFailed(f"{task.task_id}: the row's seed gives another question here")
             score = dataset(self.config.dataset, self._options, seed).score_answer(answer, entry)
             value = float(score)
         except ScorerFailed:
@@ -120,16 +129,16 @@ class ReasoningGymEnv(Env):
 
 
 def check(config: Any) -> str:
-    """Return the dataset's options as JSON.
+    """Check the dataset; return its options as JSON.
 
     Raises:
-        UserError: there is no such dataset, its options are wrong, or its scorer is flawed.
+        UserError: The dataset is unknown, its options are invalid, or it has a known fault.
     """
     name, options = config.dataset, msgspec.json.encode(config.options).decode()
     if name in FLAWED and not config.any_scorer:
         raise UserError(
-            f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another, or set any_scorer=true "
-            "where a wrong reward, or programs that the model writes, do no harm."
+            f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset. Or set "
+            "any_scorer=true, if wrong rewards and running the model's programs do no harm."
         )
     extra("reasoning_gym", ours("envs"))
     try:
@@ -141,12 +150,12 @@ def check(config: Any) -> str:
 
 @lru_cache(maxsize=64)
 def dataset(name: str, options: str, seed: int) -> Any:
-    """Make a dataset."""
+    """Construct a dataset."""
     own = {"size": PER_SEED, **msgspec.json.decode(options), "seed": seed}
     return extra("reasoning_gym", ours("envs")).create_dataset(name, **own)
 
 
 @lru_cache(maxsize=4096)
 def entry_of(name: str, options: str, seed: int, number: int) -> dict[str, Any]:
-    """Make one entry: question, answer, metadata."""
+    """Return one entry: a dict with question, answer and metadata."""
     return dataset(name, options, seed)[number]

@@ -1,7 +1,7 @@
-"""Environment: the games of TextArena, one seat a player.
+"""Adapter of TextArena's games, with one seat per player.
 
-They draw from the one random state of the process, so each game keeps a state of its own, which is
-put in force for the time of a call; one call runs at a time.
+The games use Python's global random state. So each game has its own state, which is set during its
+calls, and one call runs at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from arealite.base.extras import extra, ours
 from arealite.impl.env.adapters.blocking import Threads
 from arealite.impl.env.adapters.foreign import seed_of, seeded_rows
 
-drawing = threading.Lock()
+random_lock = threading.Lock()
 
 
 class TextArenaEnv(Env):
-    """Players act one after the other, as the game says; each sees its own observations."""
+    """Players act in the game's order; each sees its own observations."""
 
     check_row = staticmethod(seed_of)
     seats = ()
@@ -35,31 +35,38 @@ class TextArenaEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield a seed a row."""
+        """Yield rows with different seeds, without end."""
         return seeded_rows(config.env_id, config.env_id, split, seed)
 
     async def setup(self) -> None:
-        """Make one game, and see that it is for so many players."""
+        """Construct one game with the configured number of players.
+
+        Raises:
+            UserError: The game is unknown, not installed or not for this number of players.
+        """
         self._threads = Threads(1)
         if not self.config.env_id:
-            raise UserError("env.textarena.env_id is not set, as in env_id=TicTacToe-v0.")
+            raise UserError("env.textarena.env_id is not set. Set a game, as env_id=TicTacToe-v0.")
         try:
             await self._threads.call(self.begin, 0)
         except Exception as error:
             name, players = self.config.env_id, self.config.players
             first = str(error).strip().splitlines()[:1]
-            what = f"textarena {name} with players={players} cannot be made: {first}"
-            raise error if isinstance(error, UserError) else UserError(what) from error
+            text = f"env.textarena.env_id={name} with players={players} cannot be constructed"
+            fix = "Correct env_id, players or kwargs."
+            raise (
+                error if isinstance(error, UserError) else UserError(f"{text}: {first}. {fix}")
+            ) from error
 
     def begin(self, seed: int) -> Game:
-        """Make a game and deal. Blocks."""
+        """Construct and reset a game. This call blocks."""
         make = extra("textarena", ours("envs")).make
         return Game(lambda: make(self.config.env_id, **self.config.kwargs), len(self.seats), seed)
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play one game; a player's reward is the game's.
+        """Play one game; each player gets the game's reward.
 
-        A game without an end, after `max_turns`, gives none.
+        A game that has not ended after `max_turns` gives no reward.
         """
         call, whole = self._threads.call, self.config.observation == "whole"
         game = await call(self.begin, seed_of(task))
@@ -69,46 +76,50 @@ class TextArenaEnv(Env):
             action = await agent.act(text)
             if await call(game.step, action.text) or action.is_last:
                 break
-        rewards, about = await call(game.end)
+        rewards, info = await call(game.end)
         for player, reward in rewards.items():
             agent = agents[self.seats[player]]
             if agent.record.turns or not agent.trainable:
-                invalid = about.get(player, {}).get("invalid_move", False)
+                invalid = info.get(player, {}).get("invalid_move", False)
                 agent.reward(float(reward), invalid=float(invalid))
 
 
 class Game:
-    """One game, with a random state of its own."""
+    """One game with its own random state."""
 
     def __init__(self, make: Callable[[], Any], players: int, seed: int) -> None:
         self._state = random.Random(seed).getstate()
-        self._env = self._alone(make)
-        self._alone(self._env.reset, players, seed)
+        self._env = self._seeded(make)
+        self._seeded(self._env.reset, players, seed)
         self._inner = self._env
         while hasattr(self._inner, "env"):
             self._inner = self._inner.env
 
     def look(self, whole: bool) -> tuple[int, str]:
-        """Return whose turn it is, and what that player sees: as the game's own wrappers put it,
-        or only what is new."""
+        """Return the player to act and its observation.
+
+        Args:
+            whole: Return the game's whole observation, else only new messages.
+        """
         if whole:
-            return self._alone(self._env.get_observation)
-        player, messages = self._alone(self._inner.get_observation)
+            return self._seeded(self._env.get_observation)
+        player, messages = self._seeded(self._inner.get_observation)
         names = self._inner.state.role_mapping
-        lines = [f"[{names.get(who, f'Player {who}')}] {text}" for who, text, _ in messages]
+        lines = [f"[{names.get(one, f'Player {one}')}] {text}" for one, text, _ in messages]
         return player, "\n".join(lines)
 
     def step(self, text: str) -> bool:
         """Play a move; return whether the game is over."""
-        return bool(self._alone(self._env.step, text)[0])
+        return bool(self._seeded(self._env.step, text)[0])
 
     def end(self) -> tuple[dict[int, float], dict[int, Any]]:
-        """Close the game; return reward and facts by player."""
-        rewards, about = self._alone(self._env.close)
-        return rewards or {}, about or {}
+        """Close the game; return the rewards and the game's information by player."""
+        rewards, info = self._seeded(self._env.close)
+        return rewards or {}, info or {}
 
-    def _alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        with drawing:
+    def _seeded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the game's random state."""
+        with random_lock:
             others = random.getstate()
             random.setstate(self._state)
             try:

@@ -1,1 +1,1 @@
-"""Programs to write: run in a sandbox on cases that they cannot see."""
+"""Programming tasks: programs run in a sandbox and cannot read the expected results."""

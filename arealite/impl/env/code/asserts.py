@@ -1,7 +1,4 @@
-"""Splits the source of a test into cases.
-
-Separate from `harness.py`, which runs the cases: this module needs no program and no process.
-"""
+"""Split the source of a test into cases. `harness.py` runs the cases."""
 
 from __future__ import annotations
 

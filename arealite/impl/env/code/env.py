@@ -1,8 +1,7 @@
-"""Writes a program: it is run in a sandbox, on cases that it cannot see, and rewarded by those
-that pass.
+"""Programming tasks: an agent's program runs in a sandbox and is rewarded for passed test cases.
 
-What a program returns or prints is compared here, and asserts run beside it, in a process of their
-own: no program can report itself as right (`harness.py`).
+A program cannot read the expected results and cannot report itself as right. Its results are
+compared in this module, and asserts run in a separate process of the sandbox (`harness.py`).
 """
 
 from __future__ import annotations
@@ -35,30 +34,31 @@ FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 
 
 class BrokenTests(EpisodeError):
-    """A row's tests are missing or cannot be run: its programs have no reward."""
+    """A row's tests are missing or cannot be run, so its programs get no reward."""
 
     failure_class = "code_tests"
 
 
 class Cases(NamedTuple):
-    """The cases of a row."""
+    """The test cases of a row."""
 
     mode: str
-    """stdio, calls or tests."""
+    """One of stdio, calls and tests."""
     entry: str
-    """The function that they are about, "" for none."""
+    """Name of the tested function; "" for none."""
     work: dict[str, Any]
-    """What the harness is told."""
+    """Input of the harness: inputs, calls or tests."""
     expected: list[Any]
-    """One a case; [] where tests decide."""
+    """Expected result of each case; [] in mode "tests"."""
 
 
 class Verdict(NamedTuple):
-    """What became of a program."""
+    """The result of a program."""
 
     passed: int
     total: int
     is_loaded: bool
+    """Whether the program was executed and defines the entry point."""
 
 
 class CodeEnv(Env):
@@ -68,27 +68,31 @@ class CodeEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield functions of one line to complete, each with five cases."""
-        dice = random.Random(f"code/{seed}/{split}")
+        """Yield one-line functions to complete, each with five cases, without end."""
+        rng = random.Random(f"code/{seed}/{split}")
         while True:
-            yield one_line(dice)
+            yield one_line(rng)
 
     @staticmethod
     def check_row(task: Task, /) -> None:
-        """Refuse a row without test cases."""
+        """Check that a row has test cases.
+
+        Raises:
+            BrokenTests: It has none.
+        """
         read_cases(task, 1.0)
 
     async def setup(self) -> None:
-        """Check that the sandbox works here."""
+        """Check that the sandbox works on this host."""
         self.sandbox = Sandbox(self.config.sandbox)
         await self.sandbox.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent write, and reward it: the share of cases that pass, more where all do.
+        """Let the agent write a program; reward the share of passed cases, and a bonus for all.
 
         Raises:
-            BrokenTests: the row has no cases that can be run.
-            SandboxFailed: the program could not be run.
+            BrokenTests: The row's tests are missing or cannot be run.
+            SandboxFailed: The sandbox could not run the program.
         """
         agent, cases = agents["agent"], read_cases(task, self.config.case_timeout_s)
         action = await agent.act(task.prompt)
@@ -102,41 +106,46 @@ class CodeEnv(Env):
         agent.reward(reward, passed=share, solved=solved, loaded=float(verdict.is_loaded))
 
     async def judge(self, source: str, cases: Cases) -> Verdict:
-        """Run all cases of one program, in one sandbox."""
+        """Run all cases of a program in one sandbox.
+
+        Raises:
+            BrokenTests: The tests cannot be run.
+            SandboxFailed: The sandbox or the harness failed.
+        """
         names = cases.work.get("names", [cases.entry])
-        told = {"source": source, "entry": cases.entry, "names": names, "mode": cases.mode}
-        job = json.dumps(told)
+        parts = {"source": source, "entry": cases.entry, "names": names, "mode": cases.mode}
+        job = json.dumps(parts)
         stdin = f"{len(job):010}{job}{json.dumps(cases.work)}"
         outcome = await self.sandbox.run(harness(), stdin=stdin)
         if outcome.status == "exited" and outcome.code != 0:
             raise SandboxFailed(f"the harness failed: {outcome.stderr[-500:]}")
-        said = [*heard(outcome.stdout)]
-        for each in said:
-            if "broken" in each:
-                raise BrokenTests(": ".join(each["broken"]))
-        results = [each for each in said if "case" in each]
-        counts = (sum(each.get(key, 0) for each in said) for key in ("total", "of"))
+        reports = [*parse_reports(outcome.stdout)]
+        for report in reports:
+            if "broken" in report:
+                raise BrokenTests(": ".join(report["broken"]))
+        results = [report for report in reports if "case" in report]
+        counts = (sum(report.get(key, 0) for report in reports) for key in ("total", "of"))
         total = len(cases.expected) or max(*counts, 1)
-        passed = sum(self._passed(each, cases.expected) for each in results)
-        return Verdict(passed, total, any("loaded" in each for each in said))
+        passed = sum(self._passed(result, cases.expected) for result in results)
+        return Verdict(passed, total, any("loaded" in report for report in reports))
 
     def _passed(self, result: dict[str, Any], expected: list[Any]) -> int:
-        """Return how many cases a line of the harness says have passed."""
+        """Return the number of passed cases in one report of the harness."""
         if "passed" in result:
             return int(result["passed"])
-        due = expected[result["case"]]
+        wanted = expected[result["case"]]
         if "stdout" in result:
-            is_same = same_text(result["stdout"], due, self.config.tolerance)
+            is_same = same_text(result["stdout"], wanted, self.config.tolerance)
             return int(result["code"] == 0 and is_same)
         try:
             got = decode(result["value"], lambda _: object()) if "value" in result else object()
-            return int(same(got, due, self.config.tolerance))
+            return int(same(got, wanted, self.config.tolerance))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return 0
 
 
-def heard(text: str) -> Iterator[dict[str, Any]]:
-    """Yield what a harness said, without a line that was cut off."""
+def parse_reports(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the reports in a harness's stdout; skip lines that are not JSON, as a truncated one."""
     for line in text.splitlines():
         with suppress(ValueError, RecursionError):
             yield json.loads(line)
@@ -144,7 +153,7 @@ def heard(text: str) -> Iterator[dict[str, Any]]:
 
 @cache
 def harness() -> str:
-    """Return a program that makes the harness's modules, compiled, and so runs the last."""
+    """Return a program that loads the compiled modules of the harness and runs the last one."""
     named = [f"arealite.impl.env.code.{name}" for name in MODULES[:-1]] + ["__main__"]
     texts = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES}
     codes = [marshal.dumps(compile(text, name, "exec")) for name, text in texts.items()]
@@ -159,16 +168,22 @@ def harness() -> str:
 
 
 def read_cases(task: Task, seconds: float) -> Cases:
-    """Return a row's cases: `cases` [{args, kwargs, expected}] or [{stdin, stdout}], `test` with a
-    `check(candidate)` as in HumanEval, or `test_list` of asserts as in MBPP.
+    """Return the test cases of a row.
+
+    A row holds `cases` [{args, kwargs, expected}] or [{stdin, stdout}], or `test` with a
+    `check(candidate)` as in HumanEval, or `test_list` with asserts as in MBPP.
 
     Tests see one name of the program, the entry point. Without an entry point, they see every name
-    that they read and do not define (see `wanted`). Functions that a prompt gives before the
+    that they read and do not define (see `names_read`). Functions that a prompt gives before the
     requested one are taken from the prompt, not from the program. Classes are taken from the
     program, because its functions receive their objects.
 
+    Args:
+        task: The row.
+        seconds: Time limit of one case.
+
     Raises:
-        BrokenTests: it has none of these.
+        BrokenTests: The row has no test cases.
     """
     info, timed = task.extra_info, {"seconds": seconds}
     entry, cases = info.get("entry_point") or "", list(info.get("cases") or [])
@@ -184,11 +199,11 @@ def read_cases(task: Task, seconds: float) -> Cases:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
         raise BrokenTests(
-            f"{task.task_id} has no test cases in extra_info: cases (with entry_point, or of stdin "
-            "and stdout), test (with entry_point) or test_list"
+            f"{task.task_id}: extra_info has no test cases. Add cases (with entry_point, or of "
+            "stdin and stdout), test (with entry_point) or test_list."
         )
     setup = info.get("setup") or info.get("test_setup_code") or ""
-    names = [entry] if entry else wanted([setup, *tests])
+    names = [entry] if entry else names_read([setup, *tests])
     if is_python(given):
         own, classes = without_classes(given)
         setup, names = f"{own}\n{setup}", [*names, *classes]
@@ -196,8 +211,8 @@ def read_cases(task: Task, seconds: float) -> Cases:
     return Cases("tests", entry, work, [])
 
 
-def wanted(sources: list[str]) -> list[str]:
-    """Return the names that tests without an entry point read of the program.
+def names_read(sources: list[str]) -> list[str]:
+    """Return the names that tests without an entry point read from the program.
 
     Builtin names are included only if there is no other name (MBPP has a task whose function is
     `sum`). A name of which only attributes are read (`math.isclose`) counts as a module.
@@ -219,15 +234,21 @@ def without_classes(source: str) -> tuple[str, list[str]]:
 
 
 def prompt_text(task: Task) -> str:
-    """Return what the task asks, without what else a chat says."""
+    """Return the prompt's text; of a chat, the last message."""
     return str(messages(task.prompt)[-1]["content"])
 
 
 def program(text: str, prompt: str, entry: str) -> str:
-    """Return the program in a completion: its last fenced block, or all of it.
+    """Return the program in a completion.
 
-    Where the prompt is the head of a function, as HumanEval's, what stands before that function
-    belongs to the program, and a completion without it is its body.
+    A prompt may be code that ends with the head of a function, as in HumanEval. Then the code
+    before that function is part of the program, and a completion that does not define the function
+    is its body.
+
+    Args:
+        text: The completion. Its last fenced block counts, or all of it without one.
+        prompt: The prompt's text.
+        entry: Name of the tested function; "" for none.
     """
     code, (before, head) = fenced(text), head_of(prompt, entry)
     name = re.escape(entry)
@@ -237,12 +258,15 @@ def program(text: str, prompt: str, entry: str) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return the last fenced block of a text, or all of it."""
+    """Return the last fenced block of a text; the whole text if there is none."""
     return [text, *FENCE.findall(text)][-1]
 
 
 def head_of(prompt: str, entry: str) -> tuple[str, str]:
-    """Return what a prompt that is code has before the function, and all of it; else ""."""
+    """Return the code of a prompt before the function `entry`, and all of its code.
+
+    Both are "" if the prompt does not define the function.
+    """
     head = fenced(prompt)
     begin = head.find(f"def {entry}(") if entry else -1
     return (head[:begin], head) if begin >= 0 else ("", "")
@@ -250,7 +274,7 @@ def head_of(prompt: str, entry: str) -> tuple[str, str]:
 
 @lru_cache(1024)
 def is_python(text: str) -> bool:
-    """Return whether a text of the data set is a program."""
+    """Return whether a text is valid Python."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,11 +1,11 @@
-"""Runs a program on the inputs of its test cases, or tests against it, inside a sandbox.
+"""Run the test cases of a program inside a sandbox.
 
-Apart from `env.py` because it runs there: it and the two modules it needs are all that is sent
-along. The program under test has a process of its own (`program.py`), so it patches, exits and
-prints nothing here, where the tests are.
+`env.py` sends the code of this module and of the three modules it imports to the sandbox. The
+program under test has its own process (`program.py`). So it cannot patch, exit or print in this
+process, which holds the tests.
 
-On stdin come ten digits, a job `{source, entry, mode}` of that length, and the tests. On stdout
-goes a line of JSON for each thing that is known.
+Input, on stdin: ten digits, a job `{source, entry, names, mode}` of that length, and the tests.
+Output, on stdout: one report per line, as JSON.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from arealite.impl.env.code.values import decode, encode
 
 START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 50_000
 ENDED_EARLY = -1
-"""In place of a case's number: the test raised an exception outside of its cases."""
+"""Used as a case's number if the test raised an exception outside of its cases."""
 
 
 class Unsupported(BaseException):
-    """The tests cannot be run here."""
+    """The tests cannot be run."""
 
 
 class ProgramError(Exception):
-    """The program raised, ended, was ended, or answered what is no answer."""
+    """The program raised an exception, ended, or sent an invalid answer."""
 
 
 class Program:
-    """The program, as the tests see it; started again where it has ended."""
+    """Client of the program's process. It starts the program again after its end."""
 
     def __init__(self, line: Line, out: int, seconds: float) -> None:
         self.line, self.out, self.seconds = line, out, seconds
@@ -48,15 +48,18 @@ class Program:
         self.names: dict[str, Any] = {}
 
     def start(self, stdin: str | None = None) -> None:
-        """Start the program, with an input or to be asked, and learn its global values.
+        """Start the program and read its visible values.
+
+        Args:
+            stdin: Run the program once with this stdin; None: keep it running for requests.
 
         Raises:
-            Exception: it cannot be loaded, or its values are none.
+            Exception: The program cannot be loaded, or its values are invalid.
         """
         self.line.send("start")
         answer: dict[str, Any] = {}
-        while "pid" not in answer:  # the end of one before may come first
-            answer = self._hear(time.monotonic() + START_S)
+        while "pid" not in answer:  # the end of an earlier program may be reported first
+            answer = self._receive(time.monotonic() + START_S)
         self.pid = int(answer["pid"])
         self.starts, self.printed = self.starts + 1, b""
         self.line.send(stdin)
@@ -64,17 +67,21 @@ class Program:
         self.names = {name: self.value(data, name) for name, data in loaded}
 
     def ask(self, operation: str, *parts: Any) -> Any:
-        """Return what an operation on the program's values gives.
+        """Return the encoded result of an operation on the program's values.
+
+        Args:
+            operation: A key of OPERATIONS in `program.py`.
+            parts: Arguments of the operation.
 
         Raises:
-            Unsupported: `parts` cannot be passed to it.
-            Exception: what the program raised, where it is one of Python's, else ProgramError.
+            Unsupported: An argument cannot be sent to the program.
+            Exception: The program's exception if it is a builtin one, else ProgramError.
         """
         self.line.send([operation, *[encode(part, self._pass) for part in parts]])
         return self._answer()["value"]
 
     def finish(self) -> int:
-        """Wait for the program's end; return its exit code."""
+        """Wait until the program exits; return its exit code."""
         answer: dict[str, Any] = {}
         while ENDED not in answer:
             answer = self._bounded(time.monotonic() + self.seconds)
@@ -84,7 +91,7 @@ class Program:
         return int(answer[ENDED])
 
     def value(self, data: Any, name: str = "") -> Any:
-        """Return what the program's data stands for."""
+        """Decode the program's data; a handle becomes a Remote."""
         return decode(data, lambda number: Remote(self, int(number), name))
 
     def _pass(self, value: Any) -> int:
@@ -102,17 +109,17 @@ class Program:
         return answer
 
     def _bounded(self, deadline: float) -> dict[str, Any]:
-        """Hear, and kill the program where it gives no answer."""
+        """Receive an answer; kill the program if the answer is late or invalid."""
         try:
-            return self._hear(deadline)
+            return self._receive(deadline)
         except (TimeoutError, ValueError):
             os.kill(self.pid, signal.SIGKILL)
             self.printed = b""
-            while ENDED not in self._hear(time.monotonic() + START_S):
+            while ENDED not in self._receive(time.monotonic() + START_S):
                 self.printed = b""
             raise
 
-    def _hear(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self.line.rest:
             left = max(0.0, deadline - time.monotonic())
             ready = select.select([self.line.read, self.out], [], [], left)[0]
@@ -127,7 +134,7 @@ class Program:
                 raise ValueError("the program answered too much")
         answer = self.line.receive()
         if not isinstance(answer, dict):
-            raise ValueError("the program wrote what it should not")
+            raise ValueError("the program sent an invalid answer")
         if ENDED in answer:
             self.pid = 0
         return answer
@@ -139,20 +146,20 @@ class Program:
 
 
 class Remote:
-    """A value of the program that is no plain data: a function, a class, an object."""
+    """A value of the program that is not plain data: a function, a class or an object."""
 
     def __init__(self, program: Program, number: int, name: str) -> None:
         self.__dict__.update(_program=program, _number=number, _start=program.starts, _name=name)
 
     def number(self) -> int:
-        """Return what the program knows it by: where it was started again, by another number."""
+        """Return the value's handle in the running program; start the program if it has ended."""
         program: Program = self._program
         if not program.pid:
             program.start()
         if self._start != program.starts:
             again = program.names.get(self._name)
             if not isinstance(again, Remote):
-                raise ProgramError("the program that had this value has ended")
+                raise ProgramError("the program with this value has ended")
             self.__dict__.update(_number=again.number(), _start=program.starts)
         return self._number
 
@@ -197,7 +204,7 @@ class Remote:
 
 
 def python_error(kind: str, text: str) -> Exception:
-    """Return an exception of Python's own by its name, else a ProgramError.
+    """Return a builtin exception by its name, else a ProgramError.
 
     StopIteration becomes a ProgramError, too: raised inside `map`, it would end a loop of the tests
     early, as if every item had been checked.
@@ -205,13 +212,13 @@ def python_error(kind: str, text: str) -> Exception:
     known = None if kind.startswith("Stop") else getattr(builtins, kind, None)
     error: Exception = ProgramError(f"{kind}: {text}")
     if isinstance(known, type) and issubclass(known, Exception):
-        with suppress(TypeError):  # some want more than a text
+        with suppress(TypeError):  # some exceptions need more arguments
             error = known(text)
     return error
 
 
 def run_inputs(program: Program, texts: list[str], report: Callable[..., None]) -> None:
-    """Run the program on each stdin."""
+    """Run the program once for each stdin; report its output and exit code."""
     for case, text in enumerate(texts):
         try:
             program.start(text)
@@ -228,12 +235,12 @@ def run_inputs(program: Program, texts: list[str], report: Callable[..., None]) 
 
 
 def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..., None]) -> None:
-    """Call one function with the arguments of each case."""
+    """Call one function of the program with the arguments of each case; report the results."""
     function = program.names.get(name)
     for case, (args, options) in enumerate(calls):
         try:
             if not isinstance(function, Remote):
-                raise TypeError(f"{name} is no function")
+                raise TypeError(f"{name} is not a function")
             report(case=case, value=program.ask("call", function, args, options))
         except Exception as error:  # noqa: BLE001
             report(case=case, error=describe(error))
@@ -247,10 +254,10 @@ class Absent(Program):
         self.pid, self.answer, self.asked = 1, answer, 0
 
     def ask(self, operation: str, *parts: Any) -> Any:
-        """Check that `parts` can be sent to a program; then return the answer, or raise it.
+        """Check that `parts` can be sent to a program, then return or raise the fixed answer.
 
         Raises:
-            Unsupported: `parts` cannot be sent, or the tests ask more than MAX_ASKED times.
+            Unsupported: `parts` cannot be sent, or the tests send more than MAX_ASKED requests.
         """
         self.asked += 1
         if self.asked > MAX_ASKED:
@@ -272,7 +279,7 @@ class AssertCases:
     ends a test early.
 
     Raises:
-        Unsupported, SyntaxError, ValueError: the tests cannot be run.
+        Unsupported, SyntaxError, ValueError: The tests cannot be run.
     """
 
     def __init__(self, work: dict[str, Any], entry: str) -> None:
@@ -321,7 +328,7 @@ class AssertCases:
 
 
 def receive(size: int) -> bytes:
-    """Read `size` bytes from stdin, and none beyond them."""
+    """Read exactly `size` bytes from stdin; fewer if it ends."""
     text = b""
     while len(text) < size and (piece := os.read(0, min(size - len(text), 1 << 16))):
         text += piece
@@ -329,7 +336,7 @@ def receive(size: int) -> bytes:
 
 
 def main() -> None:
-    """Run one program's cases."""
+    """Run the cases of one program and report the results."""
     results, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
     job = json.loads(receive(int(receive(10))))
     (ask, asked), (answer, answered), (out, printed) = os.pipe(), os.pipe(), os.pipe()

@@ -1,7 +1,7 @@
-"""The process of a program under test: it runs there, and answers what is asked of it.
+"""The process of the program under test: run the program and answer the harness's requests.
 
-It is forked before the tests are read, and its files are closed but for two pipes: it knows no
-expected value, and all it can say is what its functions return, as plain data.
+This process is forked before the tests are read, and all its files except two pipes are closed. So
+the program knows no expected values, and its only output is its functions' results as plain data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENDED = "ended"
 
 
 class Line:
-    """Two pipes: one JSON value a line each way."""
+    """Sends and receives JSON values, one per line, through two pipes."""
 
     def __init__(self, read: int, write: int) -> None:
         self.read, self.write, self.rest = read, write, b""
@@ -31,7 +31,7 @@ class Line:
             text = text[os.write(self.write, text) :]
 
     def fill(self) -> None:
-        """Read what there is; exit where the other side has ended."""
+        """Read available bytes; exit if the other process has ended."""
         piece = os.read(self.read, 1 << 16)
         if not piece:
             os._exit(0)
@@ -53,20 +53,26 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def wait_and_fork(job: dict[str, Any], line: Line, out: int) -> None:
-    """Fork a process for the program whenever one is asked for, and tell how it ended."""
+    """Fork a process for the program at each "start"; send its process id and its exit code."""
     while True:
         if line.receive() != "start":
-            continue  # was meant for one that has ended
+            continue  # a request to a program that has ended
         pid = os.fork()
         if pid == 0:
-            be_program(job, line, out)
+            run_program(job, line, out)
         line.send({"pid": pid})
         status = os.waitpid(pid, 0)[1]
         line.send({ENDED: os.waitstatus_to_exitcode(status)})
 
 
-def be_program(job: dict[str, Any], line: Line, out: int) -> None:
-    """Run the program: from its stdin to its end, or to be asked for its functions."""
+def run_program(job: dict[str, Any], line: Line, out: int) -> None:
+    """Run the program. With a stdin, run it to its end; without, serve requests to its functions.
+
+    Args:
+        job: Source, entry point and visible names.
+        line: Pipes to the harness; the first message is the stdin or None.
+        out: File descriptor that becomes stdout if there is a stdin.
+    """
     stdin = line.receive()
     if stdin is not None:
         os.dup2(out, 1)
@@ -77,7 +83,7 @@ def be_program(job: dict[str, Any], line: Line, out: int) -> None:
     names, code = module.__dict__, 0
     try:
         compiled = compile(job["source"], "<program>", "exec")
-    except BaseException as error:  # noqa: BLE001  (whatever it is, it is told)
+    except BaseException as error:  # noqa: BLE001  (the harness gets any error)
         line.send({"error": describe(error)})
         os._exit(1)
     if stdin is not None:
@@ -102,7 +108,7 @@ def be_program(job: dict[str, Any], line: Line, out: int) -> None:
 
 
 def serve(visible: dict[str, Any], line: Line) -> None:
-    """Answer the tests' requests about the visible values of the program."""
+    """Answer the tests' requests about the program's visible values."""
     kept: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -122,10 +128,10 @@ def serve(visible: dict[str, Any], line: Line) -> None:
 
 
 def describe(error: BaseException) -> list[str]:
-    """Return an error's kind and text."""
+    """Return an error's class name and text."""
     try:
         return [type(error).__name__, str(error)[:500]]
-    except BaseException:  # noqa: BLE001  (its own __str__)
+    except BaseException:  # noqa: BLE001  (the error's __str__ raised)
         return ["Exception", ""]
 
 

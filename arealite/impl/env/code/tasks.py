@@ -1,4 +1,4 @@
-"""Functions of one line to complete, for a first run and for lessons."""
+"""Generate one-line functions to complete, for first runs and curricula."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ONE_LINERS = {
     "the smaller of x and {a}": ("min(x,{a})", lambda x, a, b: min(x, a)),
     "the square of x plus {a}": ("x*x+{a}", lambda x, a, b: x * x + a),
 }
-"""What is asked, how it is written, and what it gives."""
+"""By description: the expression, and a function that computes its value."""
 
 
-def one_line(dice: random.Random) -> dict[str, Any]:
-    """Return a row whose answer is an expression."""
-    ask = dice.choice([*ONE_LINERS])
+def one_line(rng: random.Random) -> dict[str, Any]:
+    """Return a random row whose answer is an expression."""
+    ask = rng.choice([*ONE_LINERS])
     source, function = ONE_LINERS[ask]
-    a, b = dice.randint(2, 9), dice.randint(1, 9)
-    arguments = dice.sample(range(-20, 21), 5)
+    a, b = rng.randint(2, 9), rng.randint(1, 9)
+    arguments = rng.sample(range(-20, 21), 5)
     cases = [{"args": [x], "expected": function(x, a, b)} for x in arguments]
     return {
         "prompt": f"# {ask.format(a=a, b=b)}\ndef f(x): return ",

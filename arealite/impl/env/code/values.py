@@ -1,8 +1,7 @@
-"""Values as plain data, by which a program under test and its tests speak to each other, and how
-they are compared.
+"""Encode values as JSON, for messages between a program under test and its tests; compare values.
 
-JSON with a word for what JSON has not: so that nothing a program answers can run or compare itself
-where its verdict is made.
+Types that JSON lacks have a name in the encoding. Answers are decoded to plain data, so no code and
+no comparison method of a program runs in the process that judges it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,16 @@ SHAPES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "complex": (complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda r: range(*r)),
 }
-"""By name: which classes (and theirs), and the way to data and back."""
+"""By name: the classes (subclasses included), and the conversions to data and back."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Return a value as data for JSON; what is no plain data becomes what `keep` makes of it."""
+    """Return a value as data for JSON.
+
+    Args:
+        value: Any value.
+        keep: Called with each value that is not plain data; returns a handle for it.
+    """
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
             return plain(value)
@@ -41,10 +45,14 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any]) -> Any:
-    """Return the value that data stands for; `find` gives what `encode` kept.
+    """Return the value of encoded data.
+
+    Args:
+        data: A result of `encode`.
+        find: Called with each handle; returns its value.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: it stands for none.
+        ValueError, TypeError, KeyError, RecursionError: The data is invalid.
     """
     if isinstance(data, list):
         return [decode(item, find) for item in data]
@@ -54,41 +62,49 @@ def decode(data: Any, find: Callable[[Any], Any]) -> Any:
     return find(inner) if name == "handle" else SHAPES[name][2](decode(inner, find))
 
 
-def same(got: Any, due: Any, tolerance: float) -> bool:
-    """Return whether a result is the expected one. As the expected values come from JSON, a tuple
-    is a list, a set a list in any order, and keys may be texts of what they are."""
-    if isinstance(due, dict):
+def same(got: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether a result equals the expected value.
+
+    Expected values come from JSON. So a tuple equals a list, a set equals a list in any order, and
+    a key equals its text.
+
+    Args:
+        got: The result.
+        expected: The expected value.
+        tolerance: Relative and absolute tolerance of numbers.
+    """
+    if isinstance(expected, dict):
         if not isinstance(got, dict):
             return False
-        named = {key if key in due else str(key): value for key, value in got.items()}
-        return named.keys() == due.keys() and all(
-            same(named[key], value, tolerance) for key, value in due.items()
+        named = {key if key in expected else str(key): value for key, value in got.items()}
+        return named.keys() == expected.keys() and all(
+            same(named[key], value, tolerance) for key, value in expected.items()
         )
-    if isinstance(got, (set, frozenset)) and isinstance(due, list):
-        got, due = sorted(got, key=repr), sorted(due, key=repr)
-    if isinstance(due, (list, tuple)):
+    if isinstance(got, (set, frozenset)) and isinstance(expected, list):
+        got, expected = sorted(got, key=repr), sorted(expected, key=repr)
+    if isinstance(expected, (list, tuple)):
         return (
             isinstance(got, (list, tuple))
-            and len(got) == len(due)
-            and all(same(*pair, tolerance) for pair in zip(got, due, strict=True))
+            and len(got) == len(expected)
+            and all(same(*pair, tolerance) for pair in zip(got, expected, strict=True))
         )
-    if isinstance(due, float) or isinstance(got, float):
-        return close(got, due, tolerance)
-    return type(got) is not object and got == due
+    if isinstance(expected, float) or isinstance(got, float):
+        return close(got, expected, tolerance)
+    return type(got) is not object and got == expected
 
 
-def close(got: Any, due: Any, tolerance: float) -> bool:
-    """Return whether two numbers are the same, or nearly; NaN is NaN."""
-    numbers = all(isinstance(each, (int, float)) for each in (got, due))
-    if not numbers or isinstance(got, bool) is not isinstance(due, bool):
+def close(got: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether two numbers are equal within the tolerance; NaN equals NaN."""
+    numbers = all(isinstance(each, (int, float)) for each in (got, expected))
+    if not numbers or isinstance(got, bool) is not isinstance(expected, bool):
         return False
-    both_nan = got != got and due != due
-    return both_nan or math.isclose(got, due, rel_tol=tolerance, abs_tol=tolerance)
+    both_nan = got != got and expected != expected
+    return both_nan or math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
 
 
-def same_text(got: str, due: str, tolerance: float) -> bool:
-    """Return whether two outputs have the same words in each line; numbers may nearly be."""
-    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (got, due)]
+def same_text(got: str, expected: str, tolerance: float) -> bool:
+    """Return whether two outputs have the same words in each line, numbers within the tolerance."""
+    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (got, expected)]
     if list(map(len, lines[0])) != list(map(len, lines[1])):
         return False
     words = zip(*(chain.from_iterable(text) for text in lines), strict=True)
@@ -96,7 +112,7 @@ def same_text(got: str, due: str, tolerance: float) -> bool:
 
 
 def number(word: str) -> float | None:
-    """Return a number written with a point or an exponent."""
+    """Return the value of a number written with a point or an exponent; None for other words."""
     try:
         return float(word) if re.search(r"[.eE]", word) else None
     except ValueError:

@@ -1,1 +1,1 @@
-"""Two seats argue, rules or a third seat judge."""
+"""Debates: two seats argue; rules or a third seat judge."""

@@ -1,7 +1,6 @@
 """A debate: one seat argues for a claim, the other against it; rules or a third seat judge.
 
-Each observation has the rules, the claim and all that was said, so that an agent without a memory
-can take part.
+Each observation holds the rules, the claim and all speeches so far, so agents need no memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from arealite.impl.env.debate.rules import WORDS, judge
 
 SIDES = {"pro": "for", "con": "against"}
 HELD_OUT = 5
-"""One topic in so many is left to the other splits, and never trained on."""
+"""One in HELD_OUT topics is left out of the split train and used by all other splits."""
 RULES = """\
 This is a debate of {rounds} speeches a side. Pro argues for the claim, con against it; they speak \
 in turn, pro first. What counts: {words} words or some more, evidence, reasoning, structure, \
@@ -32,7 +31,7 @@ ASK = "You are the judge. Score each side from 0 to 10, and end with a line like
 
 
 class JudgeUnreadable(EpisodeError):
-    """The judge gave no scores, so nobody can be rewarded."""
+    """The judge's answer holds no valid scores, so the seats get no reward."""
 
     failure_class = "judge_unreadable"
 
@@ -50,29 +49,29 @@ class DebateEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield the built-in claims, over and over in another order."""
+        """Yield the built-in claims without end, shuffled anew each time."""
         is_train, every = split == "train", enumerate(WORDS["topics"])
         topics = [topic for i, topic in every if (i % HELD_OUT != 0) is is_train]
-        dice = random.Random(f"debate/{split}/{seed}")
+        rng = random.Random(f"debate/{split}/{seed}")
         while True:
-            yield from ({"prompt": topic} for topic in dice.sample(topics, len(topics)))
+            yield from ({"prompt": topic} for topic in rng.sample(topics, len(topics)))
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let both speak, and reward each with its score, and what the better one wins.
+        """Let both sides speak; reward each with its score and the winner with `win_reward`.
 
         Raises:
-            JudgeUnreadable: the seat judge gave no verdict.
-            UserError: the seat judge is one that is trained.
+            JudgeUnreadable: The seat judge gave no valid scores.
+            UserError: The agent of the seat judge is trained.
         """
         config, claim, speeches = self.config, task.text, dict[str, list[str]](pro=[], con=[])
         rules = RULES.format(rounds=config.rounds, words=config.words, claim=claim)
-        said = ""
+        transcript = ""
         for number in range(config.rounds):
             for side, stance in SIDES.items():
                 turn = f"You are {side}. Give your speech {number + 1}, {stance} the claim.\n"
-                text = (await agents[side].act(f"{rules}{said}{turn}")).text.strip()
+                text = (await agents[side].act(f"{rules}{transcript}{turn}")).text.strip()
                 speeches[side].append(text)
-                said += f"[{side}, speech {number + 1}] {text}\n"
+                transcript += f"[{side}, speech {number + 1}] {text}\n"
         scores = {
             side: judge(claim, speeches[side], speeches[other], words=config.words, first=first)
             for side, other, first in (("pro", "con", True), ("con", "pro", False))
@@ -89,19 +88,23 @@ class DebateEnv(Env):
     async def ask(
         self, agent: Agent, rules: str, speeches: dict[str, list[str]]
     ) -> dict[str, dict[str, float]]:
-        """Return the judge's scores in [0, 1], the mean of two verdicts: each side comes first
-        once."""
+        """Ask the seat judge for scores in [0, 1].
+
+        The judge gives two verdicts, with each side first once. The scores are their means.
+        """
         if agent.trainable:
-            hint = "Set collector.seats.judge.type=fixed_policy (or another that is not trained)."
-            raise UserError(f"the seat judge of a debate is trained, but never rewarded. {hint}")
+            raise UserError(
+                "collector.seats.judge: a trained agent cannot judge a debate, because the judge "
+                "gets no reward. Set collector.seats.judge.type=fixed_policy."
+            )
         found: dict[str, list[float]] = {"pro": [], "con": []}
         for order in (("pro", "con"), ("con", "pro")):
-            told = "".join(
+            text = "".join(
                 f"[{side}, speech {n}] {text}\n"
                 for side in order
                 for n, text in enumerate(speeches[side], start=1)
             )
-            answer = (await agent.act(f"{rules}{told}{ASK}")).text
+            answer = (await agent.act(f"{rules}{text}{ASK}")).text
             verdicts = VERDICT.findall(answer)
             if not verdicts or max(map(float, verdicts[-1])) > 10:
                 raise JudgeUnreadable(f"no scores as in 'pro=5 con=5' in: {answer[-200:]!r}")

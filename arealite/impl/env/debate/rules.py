@@ -1,7 +1,7 @@
-"""Scores a debater by rules: seven scores in [0, 1] that need no model.
+"""Score a debater by rules: seven scores in [0, 1] that need no model.
 
-They see words and not meaning: good for a first curve and for tests of the loop; for more, let a
-model judge.
+The rules count words and do not understand them. Use them for first experiments and for tests, and
+a model as judge for anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORDS: dict[str, list[str]] = tomllib.loads(
 )
 FILLERS = frozenset(WORDS["fillers"])
 ENOUGH = 3
-"""So many different marks of one kind give the full score."""
+"""Number of different markers of one kind that gives the full score."""
 
 
 def judge(
@@ -26,9 +26,15 @@ def judge(
 ) -> dict[str, float]:
     """Return the scores of one side by name, each in [0, 1].
 
-    `own` and `other` are both sides' speeches in order; `first`: this side spoke first. Length,
-    evidence, reasoning, structure and relevance are means over the speeches; consistency and
-    coverage (of what the other side says) are of the whole debate.
+    Length, evidence, reasoning, structure and relevance are means over the speeches. Consistency
+    and coverage are scores of the whole debate.
+
+    Args:
+        claim: The claim of the debate.
+        own: Speeches of this side, in order.
+        other: Speeches of the other side, in order.
+        words: Number of words that a speech should have.
+        first: Whether this side speaks first.
     """
     claimed = content(claim)
     return {
@@ -43,32 +49,38 @@ def judge(
 
 
 def length(text: str, words: int) -> float:
-    """Score the number of words: 1 from `words` to twice that, 0 from half and to three times it.
+    """Score the number of words.
 
-    Saying the same words again counts at most as often as they are new.
+    The score is 1 from `words` to twice `words`, and falls to 0 at half of and at three times
+    `words`. The number of counted words is at most twice the number of different words.
     """
-    said = re.findall(r"\w+", text.lower())
-    ratio = min(len(said), 2 * len({*said})) / words
-    return max(0.0, min(1.0, 2 * ratio - 1, 3 - len(said) / words))
+    spoken = re.findall(r"\w+", text.lower())
+    ratio = min(len(spoken), 2 * len({*spoken})) / words
+    return max(0.0, min(1.0, 2 * ratio - 1, 3 - len(spoken) / words))
 
 
 def marks(text: str, known: Sequence[str], *, numbers: bool = False) -> float:
-    """Score how many different marks of a kind a speech has."""
+    """Score the number of different markers of one kind in a speech.
+
+    Args:
+        text: The speech.
+        known: Words and phrases that count.
+        numbers: Whether a digit counts as a marker, too.
+    """
     lower = text.lower()
-    here = [mark for mark in known if mark in lower]  # a pattern is ten times as slow
+    here = [mark for mark in known if mark in lower]  # ten times as fast as the pattern below
     found = sum(bool(re.search(rf"(?<!\w){re.escape(mark)}(?!\w)", lower)) for mark in here)
     return min(1.0, (found + (numbers and bool(re.search(r"\d", text)))) / ENOUGH)
 
 
 def sentences(text: str) -> float:
-    """Score how many sentences of at least three words a speech has; four are enough."""
+    """Score the number of sentences with at least three words; four give the full score."""
     whole = [s for s in re.split(r"[.!?]+(?:\s|$)", text) if len(s.split()) >= 3]
     return min(1.0, len(whole) / 4)
 
 
 def consistency(own: Sequence[str]) -> float:
-    """Score how far a side keeps to itself: it concedes nothing, and comes back to its points
-    without repeating a speech."""
+    """Score whether a side concedes nothing and returns to its points without repeating itself."""
     kept = fmean(bool(t) and not any(c in t.lower() for c in WORDS["concessions"]) for t in own)
     if len(own) == 1:
         return kept
@@ -78,9 +90,10 @@ def consistency(own: Sequence[str]) -> float:
 
 
 def coverage(own: Sequence[str], other: Sequence[str], claimed: set[str], *, first: bool) -> float:
-    """Score how much of each speech before its own a side takes up; 0.5 where there is none.
+    """Score how many words of the other side's preceding speeches a side takes up.
 
-    Words of the claim do not count, and a speech that is nearly all the other's words gets 0.
+    Words of the claim do not count. A speech that copies more than 80 % of its words scores 0. If
+    there is no preceding speech, the score is 0.5.
     """
     answers = list(zip(own[1:] if first else own, other, strict=False))
     scores = list[float]()
@@ -91,5 +104,5 @@ def coverage(own: Sequence[str], other: Sequence[str], claimed: set[str], *, fir
 
 
 def content(text: str) -> set[str]:
-    """Return the beginnings of a text's longer words: what it is about."""
+    """Return the first six letters of each longer word of a text, without fillers."""
     return {w[:6] for w in re.findall(r"[^\W\d_]{4,}", text.lower()) if w not in FILLERS}

@@ -1,7 +1,4 @@
-"""Reads which of several actions an answer names.
-
-Here once, so that all games understand the same answers.
-"""
+"""Find the choice that an answer names. All games use this module."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from functools import lru_cache
 
 
 def chosen(text: str, choices: tuple[str, ...]) -> str | None:
-    """Return the choice that the text names last, as a word and in any case; None: it names
-    none."""
+    """Return the choice that the text names last, as a whole word in any case; None if none."""
     if text in choices:
         return text
     found = _words(choices).findall(text)

@@ -1,6 +1,6 @@
-"""Matrix games: both seats choose at the same time, once or again and again.
+"""Matrix games: both seats choose at the same time, in one round or several.
 
-Each observation has the rules, the payoffs and all that was chosen before.
+Each observation holds the rules, the payoffs and all earlier choices.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Payoffs = dict[tuple[str, str], tuple[float, float]]
 GAMES: dict[str, dict[str, list[float]]] = tomllib.loads(
     Path(__file__).with_name("payoffs.toml").read_text(encoding="utf-8")
 )
-"""The payoffs of row and column by game and by their choices."""
+"""Payoffs of row and column by game and by both choices, as "row column"."""
 
 
 class MatrixGameEnv(Env):
-    """A matrix game between seats row and column, by a name or your own payoffs."""
+    """A matrix game between the seats row and column, a known one or with configured payoffs."""
 
     seats = ("row", "column")
     resumable = True
@@ -42,18 +42,18 @@ class MatrixGameEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield the game, ever the same."""
+        """Yield the same row without end."""
         payoffs(config)
         yield from repeat({"prompt": "your own" if config.payoffs else config.game})
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let both choose, round by round; each is rewarded after every round."""
+        """Let both seats choose in each round, and reward them after each round."""
         seats = [agents[name] for name in self.seats]
-        told: list[list[str]] = [[], []]
+        history: list[list[str]] = [[], []]
         for number in range(self.rounds):
             async with asyncio.TaskGroup() as tasks:
                 acts = [
-                    tasks.create_task(agent.act(self.show(i, number, told[i])))
+                    tasks.create_task(agent.act(self.show(i, number, history[i])))
                     for i, agent in enumerate(seats)
                 ]
             actions = [act.result() for act in acts]
@@ -63,11 +63,17 @@ class MatrixGameEnv(Env):
                 parts = {f"chose_{each}": (each == own) / self.rounds for each in self.choices[i]}
                 agent.reward(value / self.rounds, illegal=float(own is None), **parts)
                 line = f"Round {number + 1}: you: {own or 'unreadable'}, "
-                told[i].append(f"{line}the other: {other or 'unreadable'}. You got {value:g}.\n")
+                history[i].append(f"{line}the other: {other or 'unreadable'}. You got {value:g}.\n")
 
     def value(self, seat: int, made: list[str | None]) -> float:
-        """Return what a seat gets for a round; where the other's choice is unreadable, its mean
-        over all of the other's choices."""
+        """Return a seat's payoff of a round.
+
+        If the other seat's choice is unreadable, the payoff is the mean over that seat's choices.
+
+        Args:
+            seat: 0 for row, 1 for column.
+            made: Both choices; None for an unreadable one.
+        """
         own = made[seat]
         if own is None:
             return self.config.illegal_reward
@@ -76,8 +82,14 @@ class MatrixGameEnv(Env):
         pairs = [(own, each) if seat == 0 else (each, own) for each in against]
         return fmean(self.payoffs[pair][seat] for pair in pairs)
 
-    def show(self, seat: int, number: int, told: list[str]) -> Observation:
-        """Return what a seat sees before a round."""
+    def show(self, seat: int, number: int, history: list[str]) -> Observation:
+        """Return a seat's observation before a round.
+
+        Args:
+            seat: 0 for row, 1 for column.
+            number: Index of the round, from 0.
+            history: One line for each earlier round.
+        """
         mine = {pair: (each[seat], each[1 - seat]) for pair, each in self.payoffs.items()}
         table = "".join(
             f"you {pair[seat]}, the other {pair[1 - seat]}: you get {own:g}, the other {other:g}\n"
@@ -88,11 +100,11 @@ class MatrixGameEnv(Env):
         ask = f"Answer with one of: {', '.join(self.choices[seat])}. An unreadable answer is "
         ask += f"worth {self.config.illegal_reward:g}.\n"
         now = f"Round {number + 1} of {self.rounds}.\n" if self.rounds > 1 else ""
-        return Observation(rules + ask + "".join(told) + now, self.choices[seat])
+        return Observation(rules + ask + "".join(history) + now, self.choices[seat])
 
 
 class PrisonersDilemmaEnv(MatrixGameEnv):
-    """The prisoner's dilemma, or another matrix game, again and again between the same two."""
+    """The iterated prisoner's dilemma, or another matrix game, over several rounds."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
@@ -103,7 +115,7 @@ def payoffs(config: Any) -> Payoffs:
     """Return the game's payoffs.
 
     Raises:
-        UserError: there is no such game, or your own lacks a pair of choices.
+        UserError: The game is unknown, or the configured payoffs lack a pair of choices.
     """
     if not config.payoffs and config.game not in GAMES:
         raise UserError(unknown("matrix game", config.game, list(GAMES)))
@@ -115,7 +127,7 @@ def payoffs(config: Any) -> Payoffs:
         whole = {*product(rows, columns)} == {*pairs}
     if not whole:
         raise UserError(
-            "payoffs: each pair of choices needs two numbers, what row and column get. Write "
+            "payoffs: each pair of choices needs two numbers, for row and column. Write "
             "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}."
         )
     return pairs  # pyright: ignore[reportReturnType]

@@ -1,6 +1,6 @@
-"""Texts to be written backwards: the smallest tasks with partial credit, in one turn or several.
+"""Reverse a text: the smallest tasks with partial credit, in one turn or several.
 
-Letters are where a language model's tokens are coarse, so even this is hard at some length.
+A model's tokens hold several letters, so long texts are hard even for large models.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ ASK = {
 
 
 class ReverseEnv(Env):
-    """One text, to be written backwards; the reward is the share of letters in their place."""
+    """Asks for one text reversed; the reward is the share of letters in the right place."""
 
     resumable = True
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield words of random letters."""
-        dice = random.Random(f"reverse/{split}/{seed}")
+        rng = random.Random(f"reverse/{split}/{seed}")
         while True:
-            yield {"prompt": word(dice, config.length), "extra_info": {"level": config.length}}
+            yield {"prompt": word(rng, config.length), "extra_info": {"level": config.length}}
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Ask for the task's prompt backwards."""
+        """Ask for the task's prompt, reversed."""
         await self.ask(agents["agent"], [("reverse", task.text)])
 
     async def ask(self, agent: Agent, orders: Sequence[tuple[str, ...]]) -> None:
-        """Give one order after the other; each answer is rewarded with its part of 1."""
+        """Give the orders one after the other; all rewards together are at most 1.
+
+        Args:
+            agent: The agent that answers.
+            orders: Pairs of an order, a key of ASK, and a text.
+        """
         for order, text in orders:
             action = await agent.act(ASK[order] + text)
             wanted = text[::-1] if order == "reverse" else text
@@ -49,15 +54,15 @@ class ReverseEnv(Env):
 
 
 class ReverseEchoEnv(ReverseEnv):
-    """Several texts, one a turn, to be written backwards or just repeated, as each turn says."""
+    """Asks in each turn for one text, reversed or repeated."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield tasks of lines `reverse TEXT` and `echo TEXT`, orders at random."""
+        """Yield tasks with lines `reverse TEXT` or `echo TEXT`, chosen at random."""
         for number in count():
-            dice = random.Random(f"reverse-echo/{split}/{seed}/{number}")
+            rng = random.Random(f"reverse-echo/{split}/{seed}/{number}")
             lines = [
-                f"{dice.choice([*ASK])} {word(dice, config.length)}" for _ in range(config.turns)
+                f"{rng.choice([*ASK])} {word(rng, config.length)}" for _ in range(config.turns)
             ]
             yield {"prompt": "\n".join(lines), "extra_info": {"level": config.length}}
 
@@ -65,21 +70,21 @@ class ReverseEchoEnv(ReverseEnv):
         """Give the orders in the lines of the task's prompt.
 
         Raises:
-            UserError: a line is none.
+            UserError: A line is not an order.
         """
         orders = [line.partition(" ")[::2] for line in task.text.splitlines()]
         if not all(order in ASK and text for order, text in orders):
             hint = "Write lines `reverse TEXT` and `echo TEXT`."
-            raise UserError(f"{task.task_id}: `prompt` has a line that is no order. {hint}")
+            raise UserError(f"{task.task_id}: a line of `prompt` is not an order. {hint}")
         await self.ask(agents["agent"], orders)
 
 
-def word(dice: random.Random, length: int) -> str:
-    """Draw letters."""
-    return "".join(dice.choices(string.ascii_lowercase, k=length))
+def word(rng: random.Random, length: int) -> str:
+    """Return `length` random lower-case letters."""
+    return "".join(rng.choices(string.ascii_lowercase, k=length))
 
 
 def similarity(text: str, wanted: str) -> float:
-    """Return the share of letters that are right in their place, of the longer text's length."""
+    """Return the number of letters in the right place, divided by the longer text's length."""
     same = sum(a == b for a, b in zip(text, wanted, strict=False))
     return same / max(len(text), len(wanted), 1)

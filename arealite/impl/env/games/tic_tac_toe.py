@@ -1,6 +1,6 @@
-"""Tic-tac-toe: two seats in turn, for self-play or against a scripted one.
+"""Tic-tac-toe between two seats, for self-play or against a scripted agent.
 
-Every observation has the rules and the board, so that an agent without a memory can play.
+Each observation holds the rules and the board, so agents need no memory.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ your square alone, or end with it; any other answer loses the game. You are {sea
 
 
 class TicTacToeEnv(Env):
-    """Tic-tac-toe between seats x and o; x begins."""
+    """Tic-tac-toe between the seats x and o; x begins."""
 
     seats = ("x", "o")
     resumable = True
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield openings."""
+        """Yield random openings of up to `opening_moves` moves."""
         for number in count():
-            dice = random.Random(f"tic-tac-toe/{split}/{seed}/{number}")
-            moves = dice.sample(SQUARES, dice.randint(0, config.opening_moves))
+            rng = random.Random(f"tic-tac-toe/{split}/{seed}/{number}")
+            moves = rng.sample(SQUARES, rng.randint(0, config.opening_moves))
             yield {"prompt": "tic-tac-toe", "extra_info": {"opening": "".join(moves)}}
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play from the task's `extra_info.opening`, squares as in "159", to the end.
+        """Play a game that starts with the moves of the task's `extra_info.opening`, as "159".
 
         Raises:
-            UserError: the opening is none.
+            UserError: The opening is invalid.
         """
         opening = str(task.extra_info.get("opening", ""))
         if len(opening) > 4 or len({*SQUARES} & {*opening}) != len(opening):
-            hint = "Write up to four different squares, as in '159'."
+            hint = "Write up to four different squares, as '159'."
             raise UserError(f"{task.task_id}: extra_info.opening='{opening}'. {hint}")
         board, moved, winner, illegal = list(SQUARES), set[str](), "", ""
         for number in range(9):
@@ -75,6 +75,6 @@ class TicTacToeEnv(Env):
             agents[seat].reward(value, win=float(seat == winner), illegal=float(seat == illegal))
 
     def show(self, board: list[str], seat: str) -> str:
-        """Return what a seat sees before its move."""
+        """Return a seat's observation before its move."""
         rows = "\n".join(" ".join(board[i : i + 3]) for i in (0, 3, 6))
         return f"{(self.config.rules or RULES).replace('{seat}', seat)}\n{rows}\n"

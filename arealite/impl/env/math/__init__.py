@@ -1,1 +1,1 @@
-"""Questions that are made with their answers, or come from a file."""
+"""Mathematical questions, generated or from files."""

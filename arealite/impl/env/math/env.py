@@ -1,6 +1,6 @@
-"""The built-in environment: one question, one answer, one reward.
+"""The default environment: one question, one answer, one reward.
 
-The shortest environment there is, and the one to copy for a new one.
+It is the shortest environment. Copy it to write a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from arealite.base.registry import unknown
 from arealite.impl.env.math.tasks import KINDS, TOP, make_question
 
 HELD_OUT = 8
-"""One question in so many is left to the other splits, and never trained on."""
+"""One in HELD_OUT questions is left out of the split train and used by all other splits."""
 
 
 class MathEnv(Env):
@@ -36,33 +36,33 @@ class MathEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield questions of `kinds` and `levels`; `extra_info` says which.
+        """Yield questions of the configured `kinds` and `levels`; `extra_info` holds both.
 
         Raises:
-            UserError: there is no such kind or level.
+            UserError: A kind or level is unknown.
         """
         for name, given, known in (("kind", config.kinds, KINDS), ("level", config.levels, TOP)):
             for each in given or [None]:
                 if each not in known:
                     raise UserError(unknown(f"{name} of questions", str(each), [*map(str, known)]))
-        dice = random.Random(f"math/{split}/{seed}")
+        rng = random.Random(f"math/{split}/{seed}")
         while True:
-            kind, level = dice.choice(config.kinds), dice.choice(config.levels)
-            question, answer = make_question(dice, kind, level)
+            kind, level = rng.choice(config.kinds), rng.choice(config.levels)
+            question, answer = make_question(rng, kind, level)
             if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
-                about = {"data_source": kind, "level": level}
+                extra_info = {"data_source": kind, "level": level}
                 prompt = f"{question} {config.instruction}".strip()
-                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": about}
+                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": extra_info}
 
     async def setup(self) -> None:
         """Start the reward function."""
         await self.scorer.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent answer, and reward it; an answer cut at its limit is scored as it is.
+        """Let the agent answer and give it the score. A truncated answer is scored unchanged.
 
         Raises:
-            EpisodeError: the task has no ground truth.
+            EpisodeError: The task has no ground truth.
         """
         agent, truth = agents["agent"], task.truth
         action = await agent.act(task.prompt)

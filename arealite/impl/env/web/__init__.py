@@ -1,1 +1,1 @@
-"""Pages to act on, in a real browser."""
+"""Tasks on web pages, in a real browser."""

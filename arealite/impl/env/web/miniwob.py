@@ -1,7 +1,7 @@
-"""MiniWoB++'s tasks: small web pages with a goal, which score what is done to them.
+"""MiniWoB++'s tasks: small web pages with a goal and a score.
 
-The pages are the package's own; the reward is the page's raw one, without its decay over time.
-Source of the protocol: https://miniwob.farama.org.
+The pages are those of the package `miniwob`. The reward is the raw one of the page, without its
+decay over time. Source of the protocol: https://miniwob.farama.org.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 UNLISTED = {"button-delay", "chase-circle", "hover-shape", "moving-items", "simon-says"}
 UNLISTED.add("flight.Alaska-auto-medium")
-"""Pages that are none of the 128 tasks: most are about timing. They can be asked for by name."""
+"""Pages that are not among the 128 tasks, most of them because they need timing. `browser.tasks`
+may name them."""
 BEGIN = """async seed => {
   Math.seedrandom(seed);
   core.EPISODE_MAX_TIME = 3.6e6;
@@ -39,17 +40,16 @@ BEGIN = """async seed => {
 }"""
 WATCHED = ("__task", "WOB_DONE_GLOBAL", "WOB_RAW_REWARD_GLOBAL")
 SKIPPED = "#query, #query-wrap, #reward-display, #sync-task-cover, #click-canvas"
-"""What a page shows beside the task itself."""
+"""Elements of a page that are not part of the task."""
 LEFT = -1.0
-"""The reward of leaving the task's page, as of any other failure: another task's page, or the
-same anew, would score something else."""
+"""Reward of an agent that leaves the task's page. The score of the new page does not count."""
 
 
 class BrowserEnv(Env):
-    """Lets agents act on one page until it is done; -1 to 1, and 0 where it is left undone."""
+    """Lets an agent act on one page. The reward is -1 to 1; 0 if the task is not finished."""
 
     async def setup(self) -> None:
-        """Start the server of the pages and the browser."""
+        """Start the file server of the pages and the browser."""
         self.files = FileServer(html_folder())
         await self.files.setup()
         self.browser = Browser(self.config.browser, [self.files.address])
@@ -57,26 +57,26 @@ class BrowserEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield every task in turn, with seeds of its own for each split."""
+        """Yield all tasks in random order, again and again; each split has other seeds."""
         names, rng = task_names(config.tasks), random.Random(f"{split}-{seed}")
         while True:
             rng.shuffle(names)
             for name in names:
-                about = {"task": name, "seed": rng.randrange(2**31), "data_source": name}
-                yield {"prompt": name, "extra_info": about}
+                extra_info = {"task": name, "seed": rng.randrange(2**31), "data_source": name}
+                yield {"prompt": name, "extra_info": extra_info}
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play one page; the seed of a row without one is 0.
+        """Play one task. A row without a seed has the seed 0.
 
         Raises:
-            EpisodeError: the page or the browser failed.
+            EpisodeError: The task is unknown, or the page or the browser failed.
         """
         name = str(task.extra_info.get("task", task.prompt))
         async with self.browser.page() as page:
             goal = await self._begin(page, name, int(task.extra_info.get("seed", 0)))
             look = partial(page.look, SKIPPED, WATCHED)
-            about = {"goal": goal, "max_steps": self.config.max_steps, "tells_where": False}
-            _, view = await play(page, agents["agent"], look=look, is_over=is_over, **about)
+            options = {"goal": goal, "max_steps": self.config.max_steps, "shows_address": False}
+            _, view = await play(page, agents["agent"], look=look, is_over=is_over, **options)
         score = float(view.state[2] or 0.0) if view.state and view.state[0] else LEFT
         agents["agent"].reward(score, success=float(score > 0))
 
@@ -84,25 +84,25 @@ class BrowserEnv(Env):
         if name not in page_names():
             raise EpisodeError(unknown("task", name, sorted(page_names())))
         await page.open(f"{self.files.address}/{page_path(name)}")
-        said = await page.evaluate(BEGIN, seed)
-        return said["utterance"] if isinstance(said, dict) else str(said)
+        goal = await page.evaluate(BEGIN, seed)
+        return goal["utterance"] if isinstance(goal, dict) else str(goal)
 
     async def close(self) -> None:
-        """Stop both."""
+        """Stop the browser and the file server."""
         await self.browser.close()
         await self.files.close()
 
 
 def is_over(view: View) -> bool:
-    """Say whether the page is done, or is another page now."""
+    """Return whether the task is finished or the agent has left its page."""
     return not view.state or not view.state[0] or bool(view.state[1])
 
 
 def html_folder() -> Path:
-    """Return the folder of MiniWoB++'s pages; the package itself is not imported.
+    """Return the folder of MiniWoB++'s pages, without importing the package.
 
     Raises:
-        UserError: it is not installed.
+        UserError: The package is not installed.
     """
     found = importlib.util.find_spec("miniwob")
     if found is None or not found.submodule_search_locations:
@@ -111,25 +111,25 @@ def html_folder() -> Path:
 
 
 def page_names() -> set[str]:
-    """Return the names of all pages there are."""
+    """Return the names of all pages of the package."""
     root = html_folder()
     flights = {f"flight.{file.parent.name}" for file in root.glob("flight/*/wrapper.html")}
     return {file.stem for file in root.glob("miniwob/*.html")} | flights
 
 
 def page_path(name: str) -> str:
-    """Return where a task's page is in the folder."""
-    kind, _, which = name.partition(".")
-    return f"flight/{which}/wrapper.html" if which else f"miniwob/{kind}.html"
+    """Return the path of a task's page in the folder."""
+    kind, _, flight = name.partition(".")
+    return f"flight/{flight}/wrapper.html" if flight else f"miniwob/{kind}.html"
 
 
-def task_names(asked: list[str]) -> list[str]:
-    """Return the names of the tasks asked for, sorted.
+def task_names(configured: list[str]) -> list[str]:
+    """Return the names of the configured tasks, sorted; "all" stands for the 128 tasks.
 
     Raises:
-        UserError: there is none of a name.
+        UserError: A task is unknown.
     """
     known = page_names()
-    for name in set(asked) - known - {"all"}:
+    for name in set(configured) - known - {"all"}:
         raise UserError("browser.tasks: " + unknown("task", name, ["all", *sorted(known)]))
-    return sorted(known - UNLISTED) if "all" in asked else sorted(set(asked))
+    return sorted(known - UNLISTED) if "all" in configured else sorted(set(configured))

@@ -1,7 +1,7 @@
-"""WebArena's tasks, on sites that the user serves: work on real web applications, then be checked.
+"""WebArena's tasks on real web applications that the user serves.
 
-Tasks are read as WebArena publishes them (config/test.raw.json of its repository); addresses stand
-in them as __SHOPPING__, and are put in from the config or from WA_SHOPPING.
+Tasks have the form that WebArena publishes (config/test.raw.json of its repository). Placeholders
+as __SHOPPING__ are replaced by the addresses in the config or in the variable WA_SHOPPING.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 SITES = ("shopping", "shopping_admin", "reddit", "gitlab", "wikipedia", "map", "homepage")
-PLACE = re.compile(r"__([A-Z]+(?:_[A-Z]+)*)__")
+PLACEHOLDER = re.compile(r"__([A-Z]+(?:_[A-Z]+)*)__")
 JUDGE = """Question: {question}
 Right answer: {right}
 Given answer: {given}
@@ -39,7 +39,7 @@ Does the given answer mean the same as the right one? Say yes or no."""
 
 
 class WebArenaEnv(Env):
-    """Lets an agent work on the sites of a task until it stops; 1 where all checks pass, else 0."""
+    """Lets an agent act on a task's sites until it stops. The reward is 1 if all checks pass."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)
@@ -47,48 +47,57 @@ class WebArenaEnv(Env):
             self.seats = ("agent", "judge")
 
     async def setup(self) -> None:
-        """Start the browser, which reaches the configured sites and nothing else."""
+        """Start the browser, which can reach only the configured sites.
+
+        Raises:
+            UserError: No site is configured, or the browser does not start.
+        """
         sites = addresses(self.config.sites)
         if not sites:
-            raise UserError("webarena.sites is empty, and no WA_SHOPPING, … is set: no sites.")
+            raise UserError(
+                "webarena.sites={}: there are no sites. Set their addresses in webarena.sites, or "
+                "in the environment variables WA_SHOPPING, WA_REDDIT, …"
+            )
         self.browser = Browser(self.config.browser, [*sites.values()])
         await self.browser.setup()
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield the tasks of the file again and again, each time in another order, without those
-        whose checks are not implemented."""
+        """Yield the playable tasks of the file without end, shuffled anew each time."""
         tasks, rng = load_tasks(config), random.Random(f"{split}-{seed}")
         if config.held_out:
             is_train, every = split == "train", config.held_out
             tasks = [task for n, task in enumerate(tasks) if bool((n + 1) % every) == is_train]
         if not tasks:
-            raise UserError(f"webarena.tasks={config.tasks} has no tasks for {split}.")
+            raise UserError(
+                f"webarena.tasks={config.tasks} has no tasks for the split {split}. Add tasks, or "
+                f"change webarena.held_out={config.held_out}."
+            )
         while True:
             rng.shuffle(tasks)
             for task in tasks:
-                about = {"task": task, "data_source": "+".join(task["sites"])}
-                yield {"prompt": task["intent"], "extra_info": about}
+                extra_info = {"task": task, "data_source": "+".join(task["sites"])}
+                yield {"prompt": task["intent"], "extra_info": extra_info}
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play one task, and check what became of it.
+        """Play one task, then run its checks.
 
         Raises:
-            EpisodeError: page or browser failed; or the task's checks are not implemented.
+            EpisodeError: The page or the browser failed, or the task's checks are not implemented.
         """
-        about, agent = task.extra_info.get("task"), agents["agent"]
-        if not isinstance(about, dict):
+        definition, agent = task.extra_info.get("task"), agents["agent"]
+        if not isinstance(definition, dict):
             raise EpisodeError(f"{task.task_id} has no WebArena task in extra_info.task")
-        if missing := checks.unsupported(about):
+        if missing := checks.unsupported(definition):
             raise checks.UnsupportedCheck(f"{task.task_id}: {missing}")
-        async with self.browser.page(storage_state=about.get("storage_state") or {}) as page:
-            start, *others = str(about["start_url"]).split(" |AND| ")
+        async with self.browser.page(storage_state=definition.get("storage_state") or {}) as page:
+            start, *others = str(definition["start_url"]).split(" |AND| ")
             await page.open(start)
             page.notes += [f"Another page of this task: {other}" for other in others]
-            steps, goal = self.config.max_steps, about["intent"]
+            steps, goal = self.config.max_steps, definition["intent"]
             answer, _ = await play(page, agent, goal=goal, max_steps=steps, look=page.look)
-            judge = partial(self._judge, about, agents.get("judge"))
-            score = float(await self._check(page, about["eval"], answer or "", judge))
+            judge = partial(self._judge, definition, agents.get("judge"))
+            score = float(await self._check(page, definition["eval"], answer or "", judge))
         agent.reward(score, success=score, stopped=float(answer is not None))
 
     async def _check(self, page: Page, rules: Any, answer: str, judge: checks.Judge) -> bool:
@@ -105,14 +114,14 @@ class WebArenaEnv(Env):
                 return False
         return True
 
-    async def _judge(self, about: Any, judge: Agent | None, right: str, given: str) -> bool:
+    async def _judge(self, definition: Any, judge: Agent | None, right: str, given: str) -> bool:
         if judge is None:
             return checks.words(right) == checks.words(given)
         if right == "N/A":
-            right = "It cannot be done. " + (about["eval"].get("string_note") or "")
-        question = JUDGE.format(question=about["intent"], right=right, given=given)
-        said = checks.words((await judge.act(question)).text)
-        return "yes" in said and "no" not in said
+            right = "It cannot be done. " + (definition["eval"].get("string_note") or "")
+        question = JUDGE.format(question=definition["intent"], right=right, given=given)
+        verdict = checks.words((await judge.act(question)).text)
+        return "yes" in verdict and "no" not in verdict
 
     async def close(self) -> None:
         """Stop the browser."""
@@ -120,7 +129,7 @@ class WebArenaEnv(Env):
 
 
 async def find(page: Page, target: dict[str, Any]) -> str:
-    """Return the text that a target of `program_html` is about, "" where the page has none."""
+    """Return the text that a target of `program_html` locates; "" if the page has none."""
     if target["url"] != "last":
         await page.open(target["url"])
     locator = target["locator"].strip()
@@ -134,27 +143,27 @@ async def find(page: Page, target: dict[str, Any]) -> str:
 
 
 def addresses(config: dict[str, str]) -> dict[str, str]:
-    """Return the sites' URLs by name: those of the config, else of WA_<NAME>."""
+    """Return the sites' URLs by name, from the config or else from WA_<NAME>."""
     own = {name: os.environ.get(f"WA_{name.upper()}", "") for name in SITES}
     return {name: url.rstrip("/") for name, url in {**own, **config}.items() if url}
 
 
 def load_tasks(config: Any) -> list[dict[str, Any]]:
-    """Read the tasks that can be played and checked, with the sites' addresses put in.
+    """Read the tasks that can be played and checked; replace placeholders by the sites' addresses.
 
     Raises:
-        UserError: there is no such file, or it has no such task; or a file with cookies is missing.
+        UserError: The file does not exist or has no playable task, or a cookie file is missing.
     """
     if not config.tasks:
-        raise UserError("webarena.tasks is not set. Name a file of tasks in WebArena's JSON.")
+        raise UserError("webarena.tasks is not set. Set a file of tasks in WebArena's JSON.")
     path, sites = Path(config.tasks), addresses(config.sites)
     left_out: Counter[str] = Counter()
     made: list[dict[str, Any]] = []
     try:
         for task in json.loads(path.read_text(encoding="utf-8")):
             text = json.dumps(task)
-            lacking = {name for name in PLACE.findall(text) if name.lower() not in sites}
-            if why := (checks.unsupported(task) and "func:") or ", ".join(sorted(lacking)):
+            missing = {name for name in PLACEHOLDER.findall(text) if name.lower() not in sites}
+            if why := (checks.unsupported(task) and "func:") or ", ".join(sorted(missing)):
                 left_out[why] += 1
                 continue
             for name, url in sites.items():
@@ -162,19 +171,24 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
             made.append(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise UserError(f"webarena.tasks={path}: no list of tasks in JSON ({why}).") from error
+        raise UserError(
+            f"webarena.tasks={path}: the file must hold a JSON list of tasks ({why})."
+        ) from error
     if left_out:
-        logger.warning("tasks left out", by_what_they_need=dict(left_out), kept=len(made))
+        logger.warning("tasks left out", missing_sites_or_checks=dict(left_out), kept=len(made))
     if not made:
         raise UserError(
-            f"webarena.tasks={path}: no task that can be played. Set webarena.sites, or WA_…, for: "
+            f"webarena.tasks={path}: no task can be played. Set webarena.sites, or WA_…, for: "
             + ", ".join(left_out)
         )
-    if missing := {task["storage_state"] for task in made if cookies_lack(task)}:
-        raise UserError(f"{min(missing)}: no such file; it is the storage_state of a task.")
+    if files := {task["storage_state"] for task in made if lacks_cookies(task)}:
+        raise UserError(
+            f"webarena.tasks={path}: {min(files)}, the storage_state of a task, does not exist. "
+            "Save the cookies there with WebArena's login script."
+        )
     return made
 
 
-def cookies_lack(task: dict[str, Any]) -> bool:
-    """Say whether the file with a task's cookies is named, but not there."""
+def lacks_cookies(task: dict[str, Any]) -> bool:
+    """Return whether a task names a file with cookies that does not exist."""
     return bool(task.get("storage_state")) and not Path(task["storage_state"]).is_file()

@@ -1,4 +1,4 @@
-"""How WebArena scores an episode: by the answer, by the address, by what pages contain.
+"""WebArena's checks of an episode: the answer, the address, the contents of pages.
 
 Each check gives 0 or 1, and a task's score is their product. Source of the rules: the paper
 (Zhou et al. 2023, arXiv:2307.13854, section 3.2) and the fields of its published tasks.
@@ -16,19 +16,19 @@ from arealite.base.errors import EpisodeError
 
 OR = " |OR| "
 Judge = Callable[[str, str], Awaitable[bool]]
-"""(what is right, the answer) → whether they mean the same."""
+"""Called with the right answer and the given answer; returns whether they mean the same."""
 
 
 class UnsupportedCheck(EpisodeError):
-    """The task asks for a check that is not implemented here."""
+    """The task has a check that is not implemented."""
 
     failure_class = "unsupported_check"
 
 
 def unsupported(task: Mapping[str, Any]) -> str:
-    """Name what of a task's checks is not implemented, "" for nothing.
+    """Return the unsupported checks of a task, joined by commas; "" if all are supported.
 
-    That is `func:`, which calls programs of WebArena's for one site each.
+    `func:` is unsupported: it calls a program of WebArena for one site.
     """
     checks: Mapping[str, Any] = task["eval"]
     kinds = set(checks["eval_types"]) - {"string_match", "url_match", "program_html"}
@@ -39,7 +39,7 @@ def unsupported(task: Mapping[str, Any]) -> str:
 
 
 def clean(text: str) -> str:
-    """Return a text without the quotes around it, in small letters."""
+    """Return a text in lower case, without the quotes around it."""
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
@@ -47,19 +47,24 @@ def clean(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Return a text's words, without signs, in small letters."""
+    """Return the words of a text in lower case, without punctuation."""
     return re.findall(r"\w+", text.lower())
 
 
 def includes(text: str, wanted: str, *, as_word: bool = False) -> bool:
-    """Say whether a text has another in it; `as_word`: a single letter or digit counts only as a
-    word of its own."""
+    """Return whether `text` contains `wanted`.
+
+    Args:
+        text: The text.
+        wanted: The text to find.
+        as_word: Whether a single letter or digit must be a separate word.
+    """
     inner, outer = clean(wanted), clean(text)
     return inner in words(outer) if as_word and len(inner) == 1 else inner in outer
 
 
 async def string_match(answer: str, references: Mapping[str, Any], judge: Judge) -> bool:
-    """Compare the answer in each of the ways that `reference_answers` names."""
+    """Return whether an answer passes all comparisons of `reference_answers`."""
     if "exact_match" in references and clean(answer) != clean(str(references["exact_match"])):
         return False
     wanted = [str(each) for each in references.get("must_include") or []]
@@ -73,8 +78,11 @@ async def string_match(answer: str, references: Mapping[str, Any], judge: Judge)
 
 
 def url_match(url: str, reference: str) -> bool:
-    """Say whether the address contains one of those in `reference`, with its parameters: of each
-    name, one value that any of them has."""
+    """Return whether an address matches a reference.
+
+    The address must contain one of the addresses in `reference`. For each query parameter of these,
+    it must have one of their values.
+    """
     place, given = _split(url)
     accepted = [_split(each) for each in reference.split(OR)]
     names = {name for _, query in accepted for name in query}
@@ -90,7 +98,11 @@ def _split(url: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def content_match(content: str, required: Mapping[str, Any]) -> bool:
-    """Compare what was found in a page with a target's `required_contents`."""
+    """Return whether text of a page passes a target's `required_contents`.
+
+    Raises:
+        UnsupportedCheck: The kind of comparison is not implemented.
+    """
     content = html.unescape(content)
     if "exact_match" in required:
         return clean(content) == clean(str(required["exact_match"]))

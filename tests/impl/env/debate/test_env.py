@@ -1,4 +1,4 @@
-"""Debates: who hears what, what the rules reward, how a model's verdict is read."""
+"""Debates: observations, scores by rules, and verdicts of a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def debate(pro, con, *, verdicts=None, **options: object):
     return seats
 
 
-async def test_both_see_the_rules_the_claim_and_all_that_was_said() -> None:
+async def test_both_sides_see_rules_claim_and_all_speeches() -> None:
     seats = await debate(["Pro one.", "Pro two."], ["Con one.", "Con two."])
     for side in ("pro", "con"):
         for number, seen in enumerate(seats[side].seen, start=1):
@@ -47,7 +47,7 @@ async def test_both_see_the_rules_the_claim_and_all_that_was_said() -> None:
     assert "[pro, speech 2] Pro two." in seats["con"].seen[1].content
 
 
-async def test_the_better_speech_wins() -> None:
+async def test_better_speech_wins() -> None:
     seats = await debate([GOOD], [BAD], win_reward=2.0)
     pro, con = seats["pro"].parts, seats["con"].parts
     scores = {
@@ -77,20 +77,20 @@ def scores(*own: str, other: tuple[str, ...] = (), first: bool = True, words: in
     return judge(CLAIM, own, other, words=words, first=first)
 
 
-def test_each_score_rewards_what_it_is_named_after() -> None:
+def test_each_score_rewards_its_quality() -> None:
     good, bad = scores(GOOD), scores(BAD)
     for name in ("length", "evidence", "reasoning", "structure", "relevance"):
         assert good[name] > bad[name] + 0.3, name
     assert scores("") == dict.fromkeys(scores("")) | dict.fromkeys(good, 0.0) | {"coverage": 0.5}
 
 
-def test_padding_is_not_length() -> None:
+def test_repeated_words_do_not_raise_the_length_score() -> None:
     assert scores("cars " * 60)["length"] == 0
     assert scores(GOOD * 5)["length"] == 0
     assert scores("a b c d", words=4)["length"] == 1
 
 
-def test_conceding_and_repeating_is_not_consistent() -> None:
+def test_conceding_or_repeating_lowers_consistency() -> None:
     again = "Cars poison the air, and streets without private cars sell more."
     kept = scores(GOOD, again)["consistency"]
     assert kept == 1
@@ -99,7 +99,7 @@ def test_conceding_and_repeating_is_not_consistent() -> None:
     assert scores("I concede.")["consistency"] == 0
 
 
-def test_coverage_is_of_what_the_other_side_said() -> None:
+def test_coverage_counts_words_of_the_other_side() -> None:
     reply = "My opponent speaks of dust, shops and children, yet buses carry nobody at night."
     assert scores(reply, other=(GOOD,), first=False)["coverage"] == 1
     assert scores("Something else entirely.", other=(GOOD,), first=False)["coverage"] == 0
@@ -108,7 +108,7 @@ def test_coverage_is_of_what_the_other_side_said() -> None:
     assert scores(GOOD, reply, other=(GOOD, ""))["coverage"] == 1
 
 
-async def test_a_model_judges_in_both_orders() -> None:
+async def test_model_judges_in_both_orders() -> None:
     verdicts = ["pro=9 con=5", "Pro is weak.\nPRO: 7, CON: 6.5"]
     seats = await debate(["A"], ["B"], verdicts=verdicts, win_reward=1.0)
     assert seats["pro"].parts == {"judge": 0.8, "score": 0.8, "win": 1}
@@ -122,7 +122,7 @@ async def test_a_model_judges_in_both_orders() -> None:
 
 @pytest.mark.parametrize("verdict", ["", "pro wins", "pro=5", "pro=50 con=5", "pro= con="])
 @pytest.mark.parametrize("place", [0, 1])
-async def test_a_verdict_that_cannot_be_read_rewards_nobody(verdict: str, place: int) -> None:
+async def test_unreadable_verdict_fails_the_episode(verdict: str, place: int) -> None:
     verdicts = ["pro=5 con=5", "pro=5 con=5"]
     verdicts[place] = verdict
     with pytest.raises(JudgeUnreadable) as raised:
@@ -130,13 +130,13 @@ async def test_a_verdict_that_cannot_be_read_rewards_nobody(verdict: str, place:
     assert raised.value.failure_class == "judge_unreadable"
 
 
-async def test_a_judge_that_is_trained_is_refused() -> None:
+async def test_trained_judge_is_a_user_error() -> None:
     env = make("debate", judge="model", rounds=1)
     with pytest.raises(UserError, match=r"seats\.judge"):
         await env.run(task(CLAIM), pro=Player(["A"]), con=Player(["B"]), judge=Player(["x"]))
 
 
-async def test_a_claim_may_be_a_message() -> None:
+async def test_claim_may_be_a_message() -> None:
     pro = Player(["A"])
     message = [{"role": "user", "content": CLAIM}]
     await make("debate", rounds=1).run(task(message), pro=pro, con=Player(["B"]))

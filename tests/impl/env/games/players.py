@@ -1,4 +1,4 @@
-"""Seats that answer what a test says, for environments tried without a collector."""
+"""Agents with scripted answers, for tests of environments without a collector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.client import response
 
 
 class Player(Agent):
-    """Answers with one text after the other, or with what a function makes of the observation."""
+    """Gives the listed answers in order; an answer may be a function of the observation."""
 
     def __init__(self, answers: Iterable[str] | Callable[[Observation], str]) -> None:
         super().__init__(None, client=None, tokenizer=None, seat=Seat())  # pyright: ignore
@@ -33,12 +33,12 @@ class Player(Agent):
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each turn."""
+        """The reward of each turn."""
         return [turn.reward for turn in self.record.turns]
 
     @property
     def parts(self) -> dict[str, float]:
-        """Named parts of the reward."""
+        """The parts of the reward by name."""
         return self.record.reward_parts
 
 
@@ -50,7 +50,7 @@ def make(kind: str, **options: Any) -> Env:
 
 
 def first_rows(env: Env, count: int, *, split: str = "train", seed: int = 1) -> list[Any]:
-    """Return the first rows that an environment makes."""
+    """Return the first generated rows of an environment."""
     rows = env.rows(env.config, split=split, seed=seed)
     return [next(rows) for _ in range(count)]
 

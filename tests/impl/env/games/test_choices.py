@@ -1,4 +1,4 @@
-"""What counts as naming a choice."""
+"""Finding the choice that an answer names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CHOICES = ("stag", "hare", "stag hunt")
         ("s", None),
     ],
 )
-def test_the_last_choice_named_as_a_word_counts(text: str, choice: str | None) -> None:
+def test_last_choice_named_as_a_word_counts(text: str, choice: str | None) -> None:
     assert chosen(text, CHOICES) == choice
 
 
-def test_digits_inside_numbers_are_no_choice() -> None:
+def test_digits_inside_numbers_are_not_choices() -> None:
     assert chosen("12", ("1", "2")) is None
     assert chosen("<2>", ("1", "2")) == "2"

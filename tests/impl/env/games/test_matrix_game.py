@@ -1,4 +1,4 @@
-"""Matrix games: payoffs, unreadable choices, history, games of one's own."""
+"""Matrix games: payoffs, unreadable choices, history, configured games."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def play(row, column, *, kind: str = "matrix_game", **options: object):
 
 
 @pytest.mark.parametrize("game", GAMES)
-async def test_each_pair_pays_what_the_table_says(game: str) -> None:
+async def test_each_pair_of_choices_has_its_payoff(game: str) -> None:
     for pair, pays in GAMES[game].items():
         first, second = pair.split()
         row, column = await play([first], [f"I choose {second.upper()}."], game=game)
@@ -29,7 +29,7 @@ async def test_each_pair_pays_what_the_table_says(game: str) -> None:
         assert sum(row.parts.values()) == 1
 
 
-async def test_an_unreadable_choice_costs_and_does_not_harm_the_other() -> None:
+async def test_unreadable_choice_costs_and_does_not_affect_the_other_seat() -> None:
     row, column = await play(["dunno"], ["right"], payoffs=OWN, illegal_reward=-3.0)
     assert (row.rewards, column.rewards) == ([-3.0], [(4 + 9) / 2])
     assert row.parts == {"illegal": 1, "chose_up": 0, "chose_down": 0}
@@ -53,7 +53,7 @@ async def test_choices_are_made_at_the_same_time() -> None:
     assert [seat.rewards for seat in seats] == [[5.0], [0.0]]
 
 
-async def test_both_see_rules_choices_and_their_own_payoffs() -> None:
+async def test_seats_see_rules_choices_and_their_own_payoffs() -> None:
     row, column = await play(["up"], ["left"], payoffs=OWN)
     assert "you down, the other right: you get 7, the other 9" in row.seen[0].content
     assert "you right, the other down: you get 9, the other 7" in column.seen[0].content
@@ -61,7 +61,7 @@ async def test_both_see_rules_choices_and_their_own_payoffs() -> None:
     assert "up, down" in row.seen[0].content
 
 
-async def test_the_iterated_game_tells_both_all_that_happened() -> None:
+async def test_iterated_game_shows_all_earlier_rounds() -> None:
     kind = "iterated_prisoners_dilemma"
     row, column = await play(
         ["cooperate", "defect", "?", "defect"],
@@ -80,7 +80,7 @@ async def test_the_iterated_game_tells_both_all_that_happened() -> None:
     assert all("4 times" in seen.content for seen in row.seen + column.seen)
 
 
-async def test_a_game_of_one_s_own_may_be_iterated() -> None:
+async def test_configured_payoffs_may_be_iterated() -> None:
     kind = "iterated_prisoners_dilemma"
     row, _ = await play(["up"] * 2, ["right"] * 2, kind=kind, rounds=2, payoffs=OWN)
     assert row.rewards == [1.5, 1.5]
@@ -95,7 +95,7 @@ async def test_a_game_of_one_s_own_may_be_iterated() -> None:
         {"payoffs": {key: OWN[key] for key in ("up left", "down right")}},
     ],
 )
-def test_a_game_that_is_none_is_refused(options) -> None:
+def test_invalid_game_is_a_user_error(options) -> None:
     with pytest.raises(UserError):
         make("matrix_game", **options)
 

@@ -1,4 +1,4 @@
-"""Texts backwards: partial credit, several turns."""
+"""Reversed texts: partial credit, several turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.impl.env.games.players import Player, first_rows, make, task
     [("cba", 1), ("cbx", 2 / 3), ("c", 1 / 3), ("", 0), (" cba\n", 1), ("cbabab", 0.5)],
 )
 @pytest.mark.parametrize("partial_credit", [True, False])
-async def test_the_share_of_letters_in_their_place(answer, score, partial_credit) -> None:
+async def test_reward_is_the_share_of_letters_in_place(answer, score, partial_credit) -> None:
     seat = Player([answer])
     await make("reverse", partial_credit=partial_credit).run(task("abc"), agent=seat)
     assert seat.rewards == [score if partial_credit or score == 1 else 0]
@@ -21,13 +21,13 @@ async def test_the_share_of_letters_in_their_place(answer, score, partial_credit
     assert seat.seen[0].content.endswith(": abc")
 
 
-async def test_a_task_in_messages_is_what_the_last_one_says() -> None:
+async def test_last_message_of_a_prompt_is_the_text() -> None:
     seat = Player(["cba"])
     await make("reverse").run(task([{"role": "user", "content": "abc"}]), agent=seat)
     assert seat.rewards == [1.0]
 
 
-async def test_each_turn_says_whether_to_reverse_or_to_echo() -> None:
+async def test_each_turn_asks_to_reverse_or_to_echo() -> None:
     seat = Player(["cba", "def", "gxi"])
     await make("reverse_echo").run(task("reverse abc\necho def\necho ghi"), agent=seat)
     assert seat.rewards == pytest.approx([1 / 3, 1 / 3, 2 / 9])
@@ -37,7 +37,7 @@ async def test_each_turn_says_whether_to_reverse_or_to_echo() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["abc", "reverse", "reverse abc\nsing def"])
-async def test_a_line_that_is_no_order_is_refused(prompt: str) -> None:
+async def test_invalid_line_is_a_user_error(prompt: str) -> None:
     with pytest.raises(UserError, match="prompt"):
         await make("reverse_echo").run(task(prompt), agent=Player([]))
 

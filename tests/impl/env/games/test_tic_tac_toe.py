@@ -1,4 +1,4 @@
-"""Tic-tac-toe: who wins, who forfeits, what both see."""
+"""Tic-tac-toe: wins, draws, illegal moves, observations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def play(x: str, o: str, *, opening: str = "", **options: object) -> tuple
 
 
 @pytest.mark.parametrize("line", ["123", "456", "789", "147", "258", "369", "159", "357"])
-async def test_three_in_a_line_win(line: str) -> None:
+async def test_three_in_a_line_win_the_game(line: str) -> None:
     free = [square for square in "123456789" if square not in line]
     x, o = await play(line, "".join(free[:2]))
     assert (x.rewards, o.rewards) == ([0.0, 0.0, 1.0], [0.0, -0.5])
@@ -29,7 +29,7 @@ async def test_o_wins_too() -> None:
     assert o.parts["win"] == 1
 
 
-async def test_a_full_board_is_a_draw() -> None:
+async def test_full_board_is_a_draw() -> None:
     x, o = await play("13849", "2567")
     assert (sum(x.rewards), sum(o.rewards)) == (0.25, 0.25)
     assert x.parts == o.parts == {"win": 0, "illegal": 0}
@@ -37,7 +37,7 @@ async def test_a_full_board_is_a_draw() -> None:
 
 
 @pytest.mark.parametrize("move", ["1", "0", "10", "", "the middle", "x"])
-async def test_a_move_that_cannot_be_made_loses(move: str) -> None:
+async def test_illegal_move_loses(move: str) -> None:
     seats = Player("1"), Player([move])
     await make("tic_tac_toe", illegal_reward=-2.0).run(task(), x=seats[0], o=seats[1])
     assert [seat.rewards for seat in seats] == [[1.0], [-2.0]]
@@ -45,12 +45,12 @@ async def test_a_move_that_cannot_be_made_loses(move: str) -> None:
     assert seats[0].parts == {"win": 1, "illegal": 0}
 
 
-async def test_who_never_moved_is_not_rewarded() -> None:
+async def test_seat_that_never_moved_gets_no_reward() -> None:
     x, o = await play("?", "")
     assert (x.rewards, o.rewards, o.parts) == ([-1.0], [], {})
 
 
-async def test_both_see_the_rules_the_board_and_their_choices() -> None:
+async def test_seats_see_rules_board_and_choices() -> None:
     x, o = await play("13849", "2567")
     for seat, name in ((x, "x"), (o, "o")):
         for seen in seat.seen:
@@ -61,12 +61,12 @@ async def test_both_see_the_rules_the_board_and_their_choices() -> None:
     assert o.seen[-1].content.endswith("\nx o x\nx o o\n7 x 9\n")
 
 
-async def test_short_rules() -> None:
+async def test_rules_are_configurable() -> None:
     x, _ = await play("123", "45", rules="{seat}: {board}")
     assert x.seen[0].content == "x: {board}\n1 2 3\n4 5 6\n7 8 9\n"
 
 
-async def test_a_task_says_how_it_begins() -> None:
+async def test_task_sets_the_opening() -> None:
     x, o = await play("37", "96", opening="125")
     assert o.seen[0].content.endswith("\nx o 3\n4 x 6\n7 8 9\n")
     assert (x.rewards, o.rewards) == ([0.0, 1.0], [0.0, -0.5])

@@ -1,4 +1,4 @@
-"""The built-in environment: one answer, scored."""
+"""The default environment: one answer and its score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.experiment import tokenizer
 
 @rewards.register("length_match")
 class LengthMatch(Reward):
-    """1 if the completion is as long as the ground truth says."""
+    """Score 1 if the length of the completion is the ground truth, else 0."""
 
     state = "new"
 
@@ -58,28 +58,28 @@ async def env():
 
 @pytest.mark.parametrize("stop_reason", ["stop", "length"])
 @pytest.mark.parametrize(("truth", "score"), [("3", 1.0), ("4", 0.0)])
-async def test_the_answer_is_scored_truncated_or_not(env, truth, score, stop_reason) -> None:
+async def test_answer_is_scored_truncated_or_not(env, truth, score, stop_reason) -> None:
     seat = agent(stop_reason)
     await env.run(Task("t", "1+1=", truth, {}), agent=seat)
     assert [turn.reward for turn in seat.record.turns] == [score]
     assert seat.record.seconds_scoring > 0
 
 
-async def test_a_task_without_ground_truth_fails_before_generating(env) -> None:
+async def test_task_without_ground_truth_fails_before_generating(env) -> None:
     seat = agent()
     with pytest.raises(EpisodeError, match="ground_truth"):
         await env.run(Task("t-3", "1+1=", None, {}), agent=seat)
     assert not seat.client.requests
 
 
-async def test_a_check_that_times_out_gives_no_reward(env) -> None:
+async def test_check_that_times_out_gives_no_reward(env) -> None:
     seat = agent()
     with pytest.raises(RewardTimeout):
         await env.run(Task("t", "1+1=", "slow", {}), agent=seat)
     assert [turn.reward for turn in seat.record.turns] == [0.0]
 
 
-async def test_the_parts_of_a_score_are_parts_of_the_reward(env) -> None:
+async def test_parts_of_a_score_are_parts_of_the_reward(env) -> None:
     seat = agent()
     await env.run(Task("t", "1+1=", "parts", {}), agent=seat)
     assert seat.record.turns[0].reward == 0.5

@@ -1,4 +1,4 @@
-"""Generated questions: the answer is right, whoever computes it."""
+"""Generated questions: an independent computation gives the same answers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MANY = 300
 
 
 def questions(kind: str, level: int, count: int = MANY):
-    dice = random.Random(f"{kind}/{level}")
-    return [make_question(dice, kind, level) for _ in range(count)]
+    rng = random.Random(f"{kind}/{level}")
+    return [make_question(rng, kind, level) for _ in range(count)]
 
 
 @pytest.mark.parametrize("level", TOP)
 def test_expressions_have_their_value(level: int) -> None:
-    dice = random.Random(level)
+    rng = random.Random(level)
     for _ in range(MANY):
-        text, value = expression(dice, size=level + 1, top=TOP[level])
+        text, value = expression(rng, size=level + 1, top=TOP[level])
         assert eval(text) == value
         assert len(re.findall(r"\d+", text)) == level + 1
 
@@ -38,7 +38,7 @@ def test_equations_hold_for_their_answer(level: int) -> None:
         assert given and name, text
         holds = given[1].replace(" and ", " = ").split(" = ")
         python = [re.sub(r"(\d)([a-z(])", r"\1*\2", side) for side in holds]
-        m = answer - int(holds[-1]) if level == 5 else 0  # it ends with `x - m = number`
+        m = answer - int(holds[-1]) if level == 5 else 0  # the question ends with `x - m = number`
         sides = [eval(side, {name[1]: answer, "m": m}) for side in python]
         assert sides[::2] == sides[1::2], text
 
@@ -102,7 +102,7 @@ def test_prompts_vary() -> None:
         assert len({re.sub(r"\d+", "n", text)[:12] for text in texts}) >= 4
 
 
-def test_rows_say_kind_and_level_and_hold_nothing_out_twice() -> None:
+def test_rows_hold_kind_and_level_and_splits_share_no_question() -> None:
     env = make("math")
     train, held_out = first_rows(env, 2000), first_rows(env, 300, split="eval")
     assert train == first_rows(env, 2000)
@@ -114,7 +114,7 @@ def test_rows_say_kind_and_level_and_hold_nothing_out_twice() -> None:
     assert all(int(row["ground_truth"]) is not None for row in train)
 
 
-def test_rows_are_of_the_kinds_and_levels_asked_for() -> None:
+def test_rows_have_the_configured_kinds_and_levels() -> None:
     env = make("math", kinds=["algebra"], levels=[4], instruction="")
     rows = first_rows(env, 50)
     assert {(r["extra_info"]["data_source"], r["extra_info"]["level"]) for r in rows} == {

@@ -1,4 +1,4 @@
-"""MiniWoB++'s tasks: rows, observations, rewards, and what is not the policy's fault."""
+"""MiniWoB++'s tasks: rows, observations, rewards and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [needs_chromium, pytest.mark.processes, pytest.mark.asyncio(loop_sc
 
 
 class Player:
-    """An agent that answers an observation by a function, and keeps all it sees and gets."""
+    """An agent with scripted answers that records its observations and rewards."""
 
     def __init__(self, answer: Callable[[Observation], str]) -> None:
         self.answer = answer
@@ -54,7 +54,7 @@ async def env():
 
 
 async def play(env, name: str, *answers: str | Callable[[Observation], str], seed: int = 3):
-    """Play one task, the last answer again and again; return the player."""
+    """Play one task, repeating the last answer; return the player."""
     left = list(answers)
 
     def answer(observation: Observation) -> str:
@@ -71,22 +71,22 @@ def number(observation: Observation, words: str) -> str:
     return next(line for line in lines if words in line).split("]")[0][1:]
 
 
-async def test_a_solved_task_is_rewarded(env) -> None:
+async def test_solved_task_is_rewarded(env) -> None:
     player = await play(env, "click-test", "click [1]")
     assert (player.reward_total, player.parts) == (1.0, {"success": 1.0, "bad_actions": 0.0})
     assert player.seen[0].endswith('Goal: Click the button.\n[1] button "Click Me!"')
     assert SHORT in player.seen[0]
-    assert "http" not in player.seen[0]  # the port is another one in every worker
+    assert "http" not in player.seen[0]  # each worker has another port
 
 
-async def test_a_failed_task_costs_and_one_left_undone_does_not(env) -> None:
+async def test_failed_task_scores_minus_1_and_unfinished_task_0(env) -> None:
     player = await play(env, "click-test-2", lambda o: f"click [{number(o, 'TWO')}]")
     assert (player.reward_total, player.parts) == (-1.0, {"success": 0.0, "bad_actions": 0.0})
     player = await play(env, "click-test-2", "stop")
     assert (player.reward_total, player.parts) == (0.0, {"success": 0.0, "bad_actions": 0.0})
 
 
-async def test_a_task_of_several_steps_tells_the_goal_each_time(env) -> None:
+async def test_each_observation_holds_the_goal(env) -> None:
     def fill(observation: Observation) -> str:
         wanted = str(observation.content).split('Goal: Enter "')[1].split('"')[0]
         return f"type [{number(observation, 'textbox')}] [{wanted}]"
@@ -98,7 +98,7 @@ async def test_a_task_of_several_steps_tells_the_goal_each_time(env) -> None:
     assert player.seen[1].startswith(SHORT)
 
 
-async def test_bad_actions_are_told_and_counted_until_the_steps_are_used_up(env) -> None:
+async def test_bad_actions_are_reported_and_counted_until_max_steps(env) -> None:
     player = await play(
         env, "click-test", "I do not know", "click [77]", "goto [file:///etc/hosts]"
     )
@@ -111,7 +111,7 @@ async def test_bad_actions_are_told_and_counted_until_the_steps_are_used_up(env)
     assert "error: that" not in player.seen[2]
 
 
-async def test_another_tasks_page_scores_nothing(env) -> None:
+async def test_leaving_the_tasks_page_scores_minus_1(env) -> None:
     address = env.files.address
     for url in (f"{address}/miniwob/click-test.html", "click-test.html", "enter-text.html"):
         player = await play(env, "enter-text", f"goto [{url}]", "click [1]")
@@ -119,12 +119,12 @@ async def test_another_tasks_page_scores_nothing(env) -> None:
         assert len(player.seen) == 1
 
 
-async def test_the_same_seed_is_the_same_page_and_another_is_another(env) -> None:
+async def test_equal_seeds_give_equal_pages(env) -> None:
     pages = [(await play(env, "click-button", "stop", seed=seed)).seen[0] for seed in (1, 1, 2)]
     assert pages[0] == pages[1] != pages[2]
 
 
-async def test_a_task_that_is_not_there_is_no_reward_of_0(env) -> None:
+async def test_unknown_task_fails_the_episode(env) -> None:
     with pytest.raises(EpisodeError, match="Did you mean 'click-test'"):
         await play(env, "click-tset", "stop")
 
@@ -140,8 +140,8 @@ async def test_rules_may_be_short_or_none(env, rules: str, begins: str, monkeypa
     assert all(len(seen) < 300 for seen in player.seen)
 
 
-async def test_every_task_resets_is_told_and_scores(env) -> None:
-    """All 128, by an agent that does anything it can, three steps each."""
+async def test_every_task_resets_is_described_and_scores(env) -> None:
+    """Play all 128 tasks for three steps with random possible actions."""
     names = task_names(["all"])
     assert len(names) == 128
     failed: dict[str, str] = {}
@@ -157,7 +157,7 @@ async def test_every_task_resets_is_told_and_scores(env) -> None:
         if not math.isfinite(player.reward_total) or not -1 <= player.reward_total <= 1:
             failed[name] = f"reward {player.reward_total}"
         elif player.parts["bad_actions"] and not name.startswith("flight."):
-            # Those three pages move by themselves: what was shown may be gone on a busy machine.
+            # These three pages move by themselves: an element may already be gone.
             failed[name] = f"a choice that cannot be made: {player.seen}"
         elif "Goal: \n" in first or "(an empty page)" in first or "[1]" not in first:
             failed[name] = first
@@ -172,7 +172,7 @@ def rows(split: str, seed: int = 1, **config: Any) -> list[dict[str, Any]]:
     return list(islice(made, 300))
 
 
-async def test_rows_are_endless_seeded_and_others_for_evaluation() -> None:
+async def test_rows_are_endless_seeded_and_differ_between_splits() -> None:
     train = rows("train")
     assert train == rows("train")
     assert len({row["prompt"] for row in train[:128]}) == 128
@@ -183,12 +183,12 @@ async def test_rows_are_endless_seeded_and_others_for_evaluation() -> None:
     assert {row["prompt"] for row in rows("train", tasks=["click-test"])} == {"click-test"}
 
 
-async def test_a_task_name_that_is_wrong_is_refused_before_the_run() -> None:
+async def test_unknown_task_name_is_a_user_error_before_the_run() -> None:
     with pytest.raises(UserError, match="Did you mean 'click-test'"):
         rows("train", tasks=["click-tset"])
 
 
-async def test_without_miniwob_it_says_what_to_install(monkeypatch) -> None:
+async def test_missing_miniwob_is_a_user_error_with_the_install_command(monkeypatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install -e '.\[browser\]'"):
         rows("train")

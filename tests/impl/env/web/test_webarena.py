@@ -1,4 +1,4 @@
-"""WebArena's tasks on two tiny sites: a shop with a cart and a login, and a forum."""
+"""WebArena's tasks on two small sites: a shop with a cart and a login, and a forum."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ TASKS = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
-    """The two sites, a file of tasks, and an environment for them."""
+    """Yield an environment with two sites and a file of tasks."""
     folder: Path = tmp_path_factory.mktemp("webarena")
     cart: list[str] = []
 
@@ -117,7 +117,7 @@ async def world(tmp_path_factory):
 
 
 class Player:
-    """An agent with its answers in a row; keeps all it sees and gets."""
+    """An agent with scripted answers that records its observations and rewards."""
 
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
@@ -143,26 +143,26 @@ async def play(env: WebArenaEnv, number: int, *answers: str, **more: Any) -> Pla
 @pytest.mark.processes
 @pytest.mark.asyncio(loop_scope="module")
 class TestInBrowser:
-    """What takes a browser."""
+    """Tests that need a browser."""
 
-    async def test_a_question_is_answered(self, world) -> None:
+    async def test_question_is_answered_and_scored(self, world) -> None:
         player = await play(world, 0, "click [2]", "stop [It is 12 EUR]")
         assert player.got[-1] == (1.0, {"success": 1.0, "stopped": 1.0})
         assert "Goal: What does the watch cost?\nPage: Shop (" in player.seen[0]
         assert '[2] p "12 EUR"' in player.seen[1]
         assert (await play(world, 0, "stop [13 EUR]")).got[-1][0] == 0.0
 
-    async def test_a_page_is_found(self, world) -> None:
+    async def test_page_is_found_and_scored(self, world) -> None:
         assert (await play(world, 1, "click [2]", "stop")).got[-1][0] == 1.0
         assert (await play(world, 1, "stop")).got[-1][0] == 0.0
 
-    async def test_what_was_done_is_looked_up(self, world) -> None:
+    async def test_changes_on_the_site_are_checked(self, world) -> None:
         world.cart.clear()
         assert (await play(world, 2, "stop")).got[-1][0] == 0.0
         assert (await play(world, 2, "click [2]", "click [3]", "stop")).got[-1][0] == 1.0
         assert world.cart == ["Watch"]
 
-    async def test_all_checks_of_a_task_must_pass_on_two_sites(self, world) -> None:
+    async def test_all_checks_must_pass_on_two_sites(self, world) -> None:
         forum = world.config.sites["reddit"] + "/f/watches"
         good = await play(world, 3, f"goto [{forum}]", "stop [It is good!]")
         assert good.got[-1][0] == 1.0
@@ -170,7 +170,7 @@ class TestInBrowser:
         assert (await play(world, 3, "stop [it is good]")).got[-1][0] == 0.0
         assert (await play(world, 3, f"goto [{forum}]", "stop [bad]")).got[-1][0] == 0.0
 
-    async def test_a_login_is_the_tasks_own(self, world) -> None:
+    async def test_each_task_has_its_own_login(self, world) -> None:
         player = await play(world, 4, "stop [Emma]")
         assert 'h1 "Hello Emma"' in player.seen[0]
         assert player.got[-1][0] == 1.0
@@ -179,7 +179,7 @@ class TestInBrowser:
         await world.run(Task("t", "?", None, {"task": about}), agent=stranger)
         assert 'h1 "Hello nobody"' in stranger.seen[0]
 
-    async def test_a_judge_decides_where_there_is_one(self, world) -> None:
+    async def test_judge_decides_if_configured(self, world) -> None:
         forum = world.config.sites["reddit"] + "/f/watches"
         for verdict, score in (("Yes.", 1.0), ("No, it says more.", 0.0), ("hm", 0.0)):
             judge = Player(verdict)
@@ -187,16 +187,16 @@ class TestInBrowser:
             assert (await play(world, 3, *answers, judge=judge)).got[-1][0] == score
             assert "Given answer: People like it" in judge.seen[0]
 
-    async def test_an_agent_that_never_stops_is_scored_all_the_same(self, world) -> None:
+    async def test_agent_that_never_stops_is_scored(self, world) -> None:
         player = await play(world, 1, *["click [2]"] + ["nothing"] * 29)
         assert len(player.seen) == 30
         assert player.got[-1] == (1.0, {"success": 1.0, "stopped": 0.0})
 
-    async def test_a_foreign_site_is_refused(self, world) -> None:
+    async def test_foreign_site_is_refused(self, world) -> None:
         player = await play(world, 1, "goto [http://elsewhere.test/]", "stop")
         assert "is not on a site of this task" in player.seen[1]
 
-    async def test_what_cannot_be_checked_is_not_played(self, world) -> None:
+    async def test_task_with_unsupported_checks_fails_before_playing(self, world) -> None:
         call = {"url": "func:x()", "locator": "", "required_contents": {}}
         about = task(9, "?", program_html=[call])
         with pytest.raises(UnsupportedCheck, match="func:x"):
@@ -235,7 +235,7 @@ def test_sites_come_from_the_config_or_the_environment(tmp_path: Path, monkeypat
     assert load_tasks(own)[0]["start_url"] == 'http://a/"b'
 
 
-def test_tasks_that_cannot_be_played_are_left_out(tmp_path: Path) -> None:
+def test_unplayable_tasks_are_left_out(tmp_path: Path) -> None:
     call = {"url": "func:x()", "locator": "", "required_contents": {}}
     made = [task(0, "a"), task(1, "b", "__GITLAB__"), task(2, "c", program_html=[call])]
     own = config(tmp_path, made, sites={"shopping": "http://a"})
@@ -245,33 +245,36 @@ def test_tasks_that_cannot_be_played_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "why"),
     [
-        ("{", "no list of tasks"),
-        ("[1]", "no list of tasks"),
-        ('[{"intent": "x"}]', "no list of tasks"),
+        ("{", "must hold a JSON list of tasks"),
+        ("[1]", "must hold a JSON list of tasks"),
+        ('[{"intent": "x"}]', "must hold a JSON list of tasks"),
         ([task(0, "x", "__GITLAB__")], "GITLAB"),
-        ([{**task(0, "x", "http://a"), "storage_state": "none.json"}], "none.json: no such file"),
+        (
+            [{**task(0, "x", "http://a"), "storage_state": "none.json"}],
+            "none.json, the storage_state of a task, does not exist",
+        ),
     ],
 )
-def test_files_that_cannot_be_used_are_refused(tmp_path: Path, tasks: Any, why: str) -> None:
+def test_invalid_files_are_a_user_error(tmp_path: Path, tasks: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
         load_tasks(config(tmp_path, tasks))
 
 
-def test_tasks_have_to_be_named() -> None:
+def test_missing_tasks_option_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"webarena\.tasks is not set"):
         load_tasks(WebArenaConfig())
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_file_of_tasks_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="FileNotFoundError"):
         load_tasks(WebArenaConfig(tasks=str(tmp_path / "none.json")))
 
 
-async def test_without_sites_it_does_not_start(monkeypatch) -> None:
-    with pytest.raises(UserError, match="no sites"):
+async def test_missing_sites_are_a_user_error(monkeypatch) -> None:
+    with pytest.raises(UserError, match="there are no sites"):
         await WebArenaEnv(None, WebArenaConfig()).setup()
 
 
-def test_the_judge_is_a_seat_only_where_asked_for() -> None:
+def test_judge_is_a_seat_only_if_configured() -> None:
     assert WebArenaEnv(None, WebArenaConfig()).seats == ("agent",)
     assert WebArenaEnv(None, WebArenaConfig(judge=True)).seats == ("agent", "judge")

@@ -1,4 +1,4 @@
-"""The three kinds of checks, on texts and addresses."""
+"""WebArena's three kinds of checks: texts, addresses, contents of pages."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ async def equal(right: str, given: str) -> bool:
         ("anything", {}, True),
     ],
 )
-async def test_answers(answer: str, references: dict[str, Any], score: bool) -> None:
+async def test_answers_are_compared_by_each_rule(
+    answer: str, references: dict[str, Any], score: bool
+) -> None:
     assert await checks.string_match(answer, references, equal) is score
 
 
-async def test_a_judge_is_asked_for_what_is_not_equal_anyway() -> None:
+async def test_judge_is_asked_only_if_texts_differ() -> None:
     asked = []
 
     async def judge(right: str, given: str) -> bool:
@@ -68,7 +70,9 @@ SHOP = "http://shop.test:7770"
         (f"{SHOP}/a?x=2", f"{SHOP}/a?x=1 |OR| {SHOP}/a?x=2", True),
     ],
 )
-def test_addresses(url: str, reference: str, score: bool) -> None:
+def test_addresses_are_compared_with_their_parameters(
+    url: str, reference: str, score: bool
+) -> None:
     assert checks.url_match(url, reference) is score
 
 
@@ -84,11 +88,13 @@ def test_addresses(url: str, reference: str, score: bool) -> None:
         ("", {"exact_match": ""}, True),
     ],
 )
-def test_contents(content: str, required: dict[str, Any], score: bool) -> None:
+def test_contents_of_pages_are_compared(
+    content: str, required: dict[str, Any], score: bool
+) -> None:
     assert checks.content_match(content, required) is score
 
 
-def test_what_is_not_implemented_is_named() -> None:
+def test_unsupported_checks_are_named() -> None:
     with pytest.raises(checks.UnsupportedCheck):
         checks.content_match("", {"fuzzy": "x"})
     call = {"url": "func:shopping_get_latest_order_url()", "locator": ""}

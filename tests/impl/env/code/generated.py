@@ -1,4 +1,4 @@
-"""Rows as HumanEval, MBPP and contests have them, made by seed, and programs of known score."""
+"""Seeded rows in the forms of HumanEval, MBPP and contests, and programs with known scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INNOCENT = (
     "def abs(x):\n    return max(x, -x)\n\n"
     "def sum(values, total=0):\n    for value in values: total += value\n    return total\n\n"
 )
-"""What a right program may define for its own use."""
+"""Helpers that a right program may define."""
 SHADOWS = (
     "True_ = True\nclass math:\n    isclose = staticmethod(lambda *a, **k: True)\n"
     "def abs(x): return 0\ndef isinstance(*a): return True\ndef all(x): return True\n"
@@ -40,42 +40,42 @@ CHEATS = {
 }
 
 
-class Made(NamedTuple):
-    """A row, and what its programs are to score."""
+class GeneratedRow(NamedTuple):
+    """A row and the expected scores of its programs."""
 
     kind: str
     prompt: str
     info: dict[str, Any]
     total: int
     programs: dict[str, tuple[str, int]]
-    """By name: the text, and how many cases it passes."""
+    """By name: a program and the number of cases that it passes."""
 
 
-def made_rows(count: int, seed: int) -> Iterator[Made]:
+def generated_rows(count: int, seed: int) -> Iterator[GeneratedRow]:
     """Yield rows of all kinds in turn."""
-    dice = random.Random(f"made/{seed}")
+    rng = random.Random(f"made/{seed}")
     for number in range(count):
-        yield made_row(dice, KINDS[number % len(KINDS)])
+        yield made_row(rng, KINDS[number % len(KINDS)])
 
 
-def made_row(dice: random.Random, kind: str) -> Made:
-    """Return a row whose function takes a whole number."""
-    type_ = dice.choice([*EXPRESSIONS])
-    a, b, c = dice.randint(2, 9), dice.randint(1, 9), dice.randint(1, 9)
-    right = dice.choice(EXPRESSIONS[type_]).format(a=a, b=b)
+def made_row(rng: random.Random, kind: str) -> GeneratedRow:
+    """Return a row whose function takes an integer."""
+    type_ = rng.choice([*EXPRESSIONS])
+    a, b, c = rng.randint(2, 9), rng.randint(1, 9), rng.randint(1, 9)
+    right = rng.choice(EXPRESSIONS[type_]).format(a=a, b=b)
     wrong = WRONG[type_].format(right)
-    inputs = dice.sample(range(1, 60), 6)
+    inputs = rng.sample(range(1, 60), 6)
     due = {x: eval(right, {"x": x}) for x in inputs}
     prompt = f"def f(x: int):\n    '''Return a {type_} made of x.'''\n"
     if kind in ("calls", "stdio"):
         info, passing = cases(kind, due), [{x} for x in inputs]
     else:
-        tests, passing = asserts(dice, type_, due)
+        tests, passing = asserts(rng, type_, due)
         if kind == "helper":
             prompt = HELPER.format(c=c) + prompt
             tests.append(f"assert candidate(shift({inputs[0] - c})) == {due[inputs[0]]!r}")
             passing.append({inputs[0]})
-        info = as_list(tests) if kind == "list" else as_check(dice, tests, passing)
+        info = as_list(tests) if kind == "list" else as_check(rng, tests, passing)
     first = f"{right} if x == {inputs[0]} else {wrong}"
     bodies = {"right": right, "wrong": wrong, "first": first}
     texts = {name: f"def f(x):\n    return {body}\n" for name, body in bodies.items()}
@@ -85,7 +85,7 @@ def made_row(dice: random.Random, kind: str) -> Made:
     if kind == "stdio":
         texts = {name: f"{text}print(f(int(input())))\n" for name, text in texts.items()}
     good = {"right": {*inputs}, "innocent": {*inputs}, "first": {inputs[0]}}
-    return Made(
+    return GeneratedRow(
         kind,
         prompt,
         info,
@@ -102,14 +102,14 @@ def made_row(dice: random.Random, kind: str) -> Made:
 
 
 def cases(kind: str, due: dict[int, Any]) -> dict[str, Any]:
-    """Return cases of arguments, or of stdin."""
+    """Return cases with arguments or with stdin."""
     if kind == "stdio":
         return {"cases": [{"stdin": f"{x}\n", "stdout": f"{y}\n"} for x, y in due.items()]}
     return {"entry_point": "f", "cases": [{"args": [x], "expected": y} for x, y in due.items()]}
 
 
-def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[str], list[set]]:
-    """Return statements with asserts, and for each case which inputs must be right."""
+def asserts(rng: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[str], list[set]]:
+    """Return statements with asserts and, for each case, the inputs whose results must be right."""
     pairs = [*due.items()]
     xs, ys = [*due], [*due.values()]
     near = "abs(got - due) < 1e-6" if type_ == "float" else "got == due"
@@ -132,25 +132,25 @@ def asserts(dice: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[
     if type_ == "float":
         lines = [f"assert math.isclose(candidate({x}), {y!r}, rel_tol=1e-9)" for x, y in pairs]
         ways["close"] = "\n".join(lines), pairs
-    chosen = dice.sample([*ways], 3)
+    chosen = rng.sample([*ways], 3)
     if "loop" not in chosen and "each" not in chosen:
-        chosen.append("each")  # or a program that ends a test early hides how many cases it has
+        chosen.append("each")  # else a test that ends early hides its number of cases
     passing = list[set]()
     for of in (ways[way][1] for way in chosen):
         passing += [{*due}] if of is None else [{x} for x, _ in of]
     return [ways[way][0] for way in chosen], passing
 
 
-def as_check(dice: random.Random, tests: list[str], passing: list[set]) -> dict[str, Any]:
-    """Return a test as HumanEval's, with asserts that no program can fail."""
+def as_check(rng: random.Random, tests: list[str], passing: list[set]) -> dict[str, Any]:
+    """Return a test in HumanEval's form, including asserts that no program can fail."""
     more = [
         "assert True, 'This prints if this assert fails 1 (good for debugging!)'",
         "assert 1 + 1 == 2",
         "assert len([1, 2]) == 2",
         "assert callable(candidate)",
     ]
-    lines = [*tests, *dice.sample(more, 2)]
-    raises = dice.random() < 0.5
+    lines = [*tests, *rng.sample(more, 2)]
+    raises = rng.random() < 0.5
     if raises:
         lines.append("try:\n    candidate(-1)\n    assert False\nexcept ValueError:\n    pass")
     body = "\n".join(lines).replace("\n", "\n    ")
@@ -159,6 +159,6 @@ def as_check(dice: random.Random, tests: list[str], passing: list[set]) -> dict[
 
 
 def as_list(tests: list[str]) -> dict[str, Any]:
-    """Return tests as MBPP's: of a function without an entry point."""
+    """Return tests in MBPP's form, without an entry point."""
     lines = [test.replace("candidate", "f") for test in tests]
     return {"setup": "import math", "test_list": [*lines, "assert True"]}

@@ -1,11 +1,13 @@
-"""The process that confines a program, watches it, ends it and tells what became of it.
+"""Process 1 of a sandbox: confine one program, enforce its limits, kill it and report its outcome.
 
-It runs inside the sandbox, above the program: outside, nothing is left to do but to wait.
-`process.py` sends this file along, so it imports nothing of the package and little else, and has
-`receive` from there.
+`process.py` sends the code of this file to a new Python process inside the sandbox. So this file
+imports nothing of the package and few other modules. BOOT in `process.py` defines `receive`.
 
-On stdin come a user id, the lengths of a program and of its input, and then both; the end of stdin
-is the order to stop. On stdout goes one line, `status code seconds length`, then stdout and stderr.
+Input, on stdin: a user id, the length of the program, the length of its stdin, then the program and
+its stdin. When stdin closes, the program is killed.
+
+Output, on stdout: one line `status code seconds length`, then the program's stdout (`length` bytes)
+and its stderr.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from struct import pack, unpack
 
 TYPE_CHECKING = False
 
-LOOK_S = 0.05
-"""How often memory, processes and files are counted: no rlimit holds for all processes together."""
+CHECK_S = 0.05
+"""Interval for counting memory, processes and files. An rlimit binds one process, not their sum."""
 MAX_FILES, SIGKILL = 4096, 9
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -32,7 +34,7 @@ CAP_VERSION_3 = 0x20080522
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH, and the column in the tables of system calls below."""
-FORBIDDEN = {  # what reaches other processes, holds memory that nobody counts, or is hazardous
+FORBIDDEN = {  # calls that reach other processes, hold uncounted memory or were often exploited
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
@@ -51,19 +53,25 @@ FORBIDDEN = {  # what reaches other processes, holds memory that nobody counts, 
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "migrate_pages": (256, 238), "move_pages": (279, 239),
 }  # fmt: skip
-ALLOWED_IF = [  # system call, argument, mask, and what the masked argument must be, or not be
+ALLOWED_IF = [  # system call, argument, mask, value, whether the masked argument must equal it
     ((56, 220), 0, 0x7E020000, 0, True),  # clone: without new namespaces
-    ((53, 199), 1, 0xF, 1, True),  # socketpair: a stream, which can be sent nowhere else
-    ((302, 261), 0, 0xFFFFFFFF, 0, True),  # prlimit64: one's own
-    ((9, 222), 3, 0x23, 0x21, False),  # mmap: not shared without a file, as no process has that
+    ((53, 199), 1, 0xF, 1, True),  # socketpair: streams only; datagrams can name another address
+    ((302, 261), 0, 0xFFFFFFFF, 0, True),  # prlimit64: only of the calling process
+    (
+        (9, 222),
+        3,
+        0x23,
+        0x21,
+        False,
+    ),  # mmap: no shared anonymous memory: no process's size counts it
 ]
 CLONE3 = 435
-"""Its flags are in memory, where no filter looks; the C library then uses clone."""
+"""Answered with ENOSYS, so that the C library uses clone: a filter cannot read clone3's flags."""
 
 if TYPE_CHECKING:
 
     def receive(count: int) -> bytes:
-        """Read from stdin and no further; exit at its end."""
+        """Return exactly `count` bytes of stdin; exit if stdin closes."""
         ...
 
 
@@ -71,10 +79,10 @@ libc = CDLL(None, use_errno=True)
 
 
 def call(name: str, *args: object) -> int:
-    """Call the C library.
+    """Call a function of the C library and return its result.
 
     Raises:
-        OSError: it failed.
+        OSError: The call failed.
     """
     result = getattr(libc, name)(*[c_ulong(a) if isinstance(a, int) else a for a in args])
     if result < 0:
@@ -82,8 +90,8 @@ def call(name: str, *args: object) -> int:
     return result
 
 
-def be_nobody(user: int) -> None:
-    """Give up root for a user who has no other processes, and all capabilities."""
+def drop_root(user: int) -> None:
+    """Change to `user`, an id without other processes, and drop all capabilities."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -91,7 +99,7 @@ def be_nobody(user: int) -> None:
 
 
 def filter_calls() -> None:
-    """Refuse system calls, by a seccomp filter: a program for the kernel's packet filter."""
+    """Install a seccomp filter (a BPF program) that refuses system calls."""
     arch, column = MACHINES[os.uname().machine]
     refuse, allow = (0x06, 0, 0, 0x50000 | EPERM), (0x06, 0, 0, 0x7FFF0000)
     number = (0x20, 0, 0, 0)
@@ -110,38 +118,42 @@ def filter_calls() -> None:
 
 
 class Limits:
-    """The words of the command line."""
+    """Limits of the program, parsed from the command line."""
 
-    def __init__(self, words: list[str]) -> None:
-        backend, seconds, memory, processes, output, disk, *self.folders = words
+    def __init__(self, arguments: list[str]) -> None:
+        backend, seconds, memory, processes, output, disk, *self.folders = arguments
         self.is_confined = backend != "unsafe"
         self.seconds, self.memory, self.processes = float(seconds), int(memory), int(processes)
         self.output, self.disk = int(output), int(disk)
 
     def confine(self, user: int) -> None:
-        """Put all limits on this process, for good; give it `user` where it is root's."""
+        """Apply all limits to this process, irrevocably.
+
+        Args:
+            user: Id to change to if this process runs as root.
+        """
         bounds = {
             resource.RLIMIT_AS: self.memory,
-            resource.RLIMIT_CPU: int(self.seconds) + 60,  # the clock below comes first
+            resource.RLIMIT_CPU: int(self.seconds) + 60,  # a backstop: `watch` kills earlier
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_NOFILE: 128,
             resource.RLIMIT_CORE: 0,
         }
-        if self.is_confined:  # the parent is one more; its namespaces hold no others
+        if self.is_confined:  # one more for sandbox_init, which may have the same user
             bounds[resource.RLIMIT_NPROC] = self.processes + 1
-        for which, bound in bounds.items():
-            resource.setrlimit(which, (bound, bound))
+        for limit, bound in bounds.items():
+            resource.setrlimit(limit, (bound, bound))
         if self.is_confined and os.getuid() == 0:
-            be_nobody(user)
+            drop_root(user)
         call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-        call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor its forks into each other
+        call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # forks of the program cannot trace each other
         if self.is_confined:
             filter_calls()
 
-    def excess(self) -> bool:
-        """Return whether all processes together are too many, too large, or keep many files."""
+    def is_exceeded(self) -> bool:
+        """Return whether the processes exceed a limit: their number, their memory, their files."""
         pids, pages = [os.getpid()], 0
-        for pid in pids:  # grows meanwhile
+        for pid in pids:  # the loop appends children
             with suppress(OSError):
                 pids += children(pid)
                 with open(f"/proc/{pid}/statm") as file:
@@ -155,7 +167,7 @@ class Limits:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that one has started."""
+    """Return the ids of a process's children."""
     found: list[int] = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -164,13 +176,21 @@ def children(pid: int) -> list[int]:
 
 
 def start(user: int, size: int, limits: Limits) -> tuple[int, dict[int, bytearray]]:
-    """Fork a confined process; return its id, here, and the ends of its two pipes.
+    """Fork a confined process.
 
-    In the new process return 0. Its stdin is read when it exists: it holds no copy, which it could
-    search for what was not meant for it yet.
+    The parent receives the program's stdin only after the fork. So the child's memory holds no copy
+    that the program could read ahead of time.
+
+    Args:
+        user: Id to change to if this process runs as root.
+        size: Length of the program's stdin in bytes.
+
+    Returns:
+        In the parent: the child's process id and, for the pipes of its stdout and stderr, an empty
+        buffer by file descriptor. In the child: 0 and no pipes.
 
     Raises:
-        OSError: it could not be confined.
+        OSError: The child could not be confined.
     """
     stdin, out, err, ready, go = os.memfd_create("stdin"), *(os.pipe() for _ in range(4))
     pid = os.fork()
@@ -189,8 +209,8 @@ def start(user: int, size: int, limits: Limits) -> tuple[int, dict[int, bytearra
         return 0, {}
     for file in (out[1], err[1], ready[1], go[0]):
         os.close(file)
-    with open(ready[0], "rb") as said:
-        problem = said.read()
+    with open(ready[0], "rb") as report:
+        problem = report.read()
     if problem:
         raise OSError(problem.decode())
     with open(stdin, "wb") as file:
@@ -203,13 +223,17 @@ def start(user: int, size: int, limits: Limits) -> tuple[int, dict[int, bytearra
 
 
 def watch(pid: int, texts: dict[int, bytearray], limits: Limits) -> str:
-    """Read what the program writes until it ends or must; return which."""
+    """Read the program's output into `texts` until it exits or exceeds a limit.
+
+    Returns:
+        "exited" (or stdin was closed), "output", "timeout", or "killed" for another limit.
+    """
     poll, ended = select.poll(), os.pidfd_open(pid)
     for file in (0, ended, *texts):
         poll.register(file, select.POLLIN)
-    deadline, look = time.monotonic() + limits.seconds, 0.0
+    deadline, next_check = time.monotonic() + limits.seconds, 0.0
     while True:
-        for file, _ in poll.poll(1000 * LOOK_S):
+        for file, _ in poll.poll(1000 * CHECK_S):
             if file in (0, ended):
                 return "exited"
             piece = os.read(file, 1 << 16)
@@ -221,16 +245,20 @@ def watch(pid: int, texts: dict[int, bytearray], limits: Limits) -> str:
         now = time.monotonic()
         if now > deadline:
             return "timeout"
-        if now > look:
-            look = now + LOOK_S
-            if limits.excess():
+        if now > next_check:
+            next_check = now + CHECK_S
+            if limits.is_exceeded():
                 return "killed"
 
 
 def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
-    """Kill and reap the program and all that it started, read the rest; return its exit code.
+    """Kill and reap the program and its descendants, read the rest of its output.
 
-    The group dies at once, bombs too: none can leave it. Who could (unsafe) is killed one by one.
+    Killing the process group ends fork bombs at once: a confined process cannot leave its group. An
+    unconfined one can, so remaining children are killed one by one.
+
+    Returns:
+        The program's exit code; negative: the signal that killed it.
     """
     os.killpg(pid, SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -249,7 +277,12 @@ def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
 
 
 def execute(program: bytes, folders: list[str]) -> None:
-    """Be the program."""
+    """Run the program's source as `__main__` in this process.
+
+    Args:
+        program: Python source.
+        folders: Added to `sys.path`.
+    """
     main = type(sys)("__main__")
     sys.modules["__main__"], sys.argv = main, ["program"]
     sys.path += folders
@@ -258,7 +291,7 @@ def execute(program: bytes, folders: list[str]) -> None:
         exec(compile(program, "<program>", "exec"), main.__dict__)
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001  (it is told as Python would, without this frame)
+    except BaseException as error:  # noqa: BLE001  (print the traceback without this frame)
         trace = error.__traceback__
         error.__traceback__ = trace and trace.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
@@ -266,12 +299,12 @@ def execute(program: bytes, folders: list[str]) -> None:
 
 
 def main() -> None:
-    """Run one program."""
+    """Run one program and write its outcome to stdout."""
     limits = Limits(sys.argv[1:])
-    libc.signal(2, None)  # by its handler, SIGINT would reach even process 1
+    libc.signal(2, None)  # process 1 receives SIGINT only if it has a handler: Python installs one
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program cannot look into this process
-    os.stat("/proc/thread-self/children")  # without it nothing can be counted
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program cannot trace this process
+    os.stat("/proc/thread-self/children")  # `children` needs it: fail before the program starts
     user, length, size = unpack("<3I", receive(12))
     program = receive(length)
     begin = time.monotonic()
@@ -293,5 +326,5 @@ def main() -> None:
     os._exit(0)
 
 
-if "receive" in globals():
+if "receive" in globals():  # started by BOOT; an import runs nothing
     main()

@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates of several kinds, and agents that answer from a script.
+"""Tokenizers with several chat templates, and agents whose answers are scripted.
 
 The tokenizer is a byte-level BPE with a few merges and, as added tokens, the marks that the
 templates write: so texts have several tokenisations, as with real models.
@@ -28,7 +28,7 @@ SPECIAL = (
     "</s>",
 )
 MARKS = ("<tool_call>", "</tool_call>")
-"""Added, but not special: they are text of an answer."""
+"""Added tokens that are not special: they are part of an answer's text."""
 MERGES = ["t h", "th e", "\u010a \u010a", "> T", "\u0120 \u0120", "1 2", "</ t", "< /"]
 
 CHATML = """\
@@ -61,12 +61,12 @@ THOUGHTLESS = """\
 {{- '<|turn|>' + m.role + '\\n' + said + '<|end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
-"""Tells no thoughts before the last question."""
+"""Drops the thoughts before the last question."""
 
 OPENING = THOUGHTLESS.replace(
     "assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}"
 )
-"""Begins each thought itself."""
+"""Starts each thought itself."""
 
 HEADS = """\
 {{- '<|text|>' }}
@@ -74,7 +74,7 @@ HEADS = """\
 {{- '<|head|>' + m.role + '<|body|>\\n\\n' + m.content | trim + '<|done|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|head|>assistant<|body|>\\n\\n' }}{% endif %}"""
-"""Trims what it is given."""
+"""Trims the content of messages."""
 
 NO_SYSTEM = """\
 {%- for m in messages %}
@@ -89,13 +89,13 @@ TEMPLATES = {
     "opening": (OPENING, "<|end|>"),
     "heads": (HEADS, "<|done|>"),
     "no system": (NO_SYSTEM, "</s>"),
-    "tiny": (CHAT_TEMPLATE, "<|end|>"),  # which it does not write
+    "tiny": (CHAT_TEMPLATE, "<|end|>"),  # the template does not write it
 }
 
 
 @cache
-def talker(name: str, *marks: str) -> Any:
-    """Return a tokenizer with a template, and with more `marks` as tokens of their own."""
+def chat_tokenizer(name: str, *marks: str) -> Any:
+    """Return a tokenizer with a template; each of `marks` is one token."""
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
@@ -120,8 +120,8 @@ def talker(name: str, *marks: str) -> Any:
 
 
 @cache
-def spaced(name: str) -> Any:
-    """Return a tokenizer that writes a space before a text, as some of SentencePiece's kind do."""
+def space_prefix_tokenizer(name: str) -> Any:
+    """Return a tokenizer that prepends a space to a text, as some SentencePiece tokenizers do."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -141,15 +141,18 @@ def spaced(name: str) -> Any:
 
 
 def said(tokenizer: Any, text: str, *, cut: bool = False) -> LLMResponse:
-    """Return the answer `text`, sampled a token a character where that makes another tokenisation;
-    it ends with the end token, or is cut."""
+    """Return the answer `text`, one token per character if that is another tokenisation.
+
+    The answer ends with the end token; if `cut`, it is truncated.
+    """
+
     ids = [id for letter in text for id in encode(tokenizer, letter)]
     ids = encode(tokenizer, text) if tokenizer.decode(ids) != text else ids
     return response(ids, stop_reason="length") if cut else ended(tokenizer, ids)
 
 
 def ended(tokenizer: Any, ids: list[int]) -> LLMResponse:
-    """Return an answer that the end token closes."""
+    """Return an answer that ends with the end token."""
     return response([*ids, tokenizer.eos_token_id])
 
 
@@ -161,7 +164,7 @@ def make(
     max_new_tokens: int = 64,
     **options: Any,
 ) -> Agent:
-    """Return an agent that samples the answers one after the other."""
+    """Return an agent that gives the answers in order."""
     rest = None if callable(answers) else iter(answers)
     script = answers if callable(answers) else lambda _: next(rest)
     factory = AgentFactory(
@@ -174,13 +177,13 @@ def make(
 
 
 def prompts(agent: Agent) -> list[str]:
-    """Return the prompts that were sent, as text."""
+    """Return the text of all prompts that were sent."""
     sent = [turn.input_ids for turn in agent.record.turns]
     return [agent.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sent]
 
 
 def extends(agent: Agent) -> list[bool]:
-    """Whether each prompt after the first begins with all tokens of the turn before."""
+    """Return, for each prompt after the first, whether it extends the turn before."""
     turns = agent.record.turns
     held = [turn.input_ids + turn.response.output_ids for turn in turns]
     return [turn.input_ids[: len(h)] == h for h, turn in zip(held, turns[1:], strict=False)]

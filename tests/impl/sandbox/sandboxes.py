@@ -1,4 +1,4 @@
-"""Sandboxes of root and of an ordinary user, and a look at what a program left behind."""
+"""Sandboxes of root and of an ordinary user; a search for processes that a program left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = {"timeout_s": 60.0, "processes": 16}
 
 
 class AsUser(Sandbox):
-    """What an ordinary user's sandbox is; for tests that run as root."""
+    """The sandbox of an ordinary user, for tests that run as root."""
 
     def __init__(self, config: SandboxConfig) -> None:
         system = SimpleNamespace(base_prefix="/usr", executable="/usr/bin/python3")
@@ -31,7 +31,7 @@ class AsUser(Sandbox):
 
 
 def cell(name: str = "bwrap", **options: object) -> Sandbox:
-    """Return a sandbox, or skip the test for the reason why this host cannot give it."""
+    """Return a sandbox; skip the test, with the reason, if this host cannot provide it."""
     config = SandboxConfig(**SMALL | options)
     user = name.partition(" ")[2]
     if user and os.getuid() != 0:
@@ -44,11 +44,11 @@ def cell(name: str = "bwrap", **options: object) -> Sandbox:
 
 
 def tried(sandbox: Sandbox) -> str:
-    """Run a program that forks; return "" or why it cannot be."""
-    told = request(PROBE, "")
+    """Run a program that forks; return "" or the reason of its failure."""
+    data = request(PROBE, "")
     try:
         done = subprocess.run(
-            sandbox.command, input=told, env=process.ENVIRONMENT, capture_output=True, check=False
+            sandbox.command, input=data, env=process.ENVIRONMENT, capture_output=True, check=False
         )
         return outcome(done.stdout, done.stderr).stderr
     except (SandboxFailed, OSError) as error:
@@ -56,7 +56,7 @@ def tried(sandbox: Sandbox) -> str:
 
 
 def probe(name: str, sandbox: Sandbox, known: dict[str, str] = {}) -> str:  # noqa: B006
-    """Try a kind of sandbox once a session."""
+    """Return "" or why this host cannot provide the sandbox `name`; try it once per session."""
     if name not in known and name.endswith("user"):
         ask = ["/usr/bin/python3", "-c", "import sys; print(sys.version_info[:2])"]
         version = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
@@ -68,8 +68,10 @@ def probe(name: str, sandbox: Sandbox, known: dict[str, str] = {}) -> str:  # no
 
 
 def left(mark: str) -> list[str]:
-    """Return processes that have `mark` on the command line (forks have their parent's), and
-    zombies of this one."""
+    """Return processes with `mark` on their command line, and zombie children of this process.
+
+    A forked process has the command line of its parent.
+    """
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:

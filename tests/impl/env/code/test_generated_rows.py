@@ -1,4 +1,4 @@
-"""A thousand made rows: right programs score all, wrong ones what is right, cheats nothing."""
+"""A thousand generated rows: right programs pass all cases, wrong ones some, cheats none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arealite.impl.env.code.env import program, read_cases
 from arealite.impl.env.code.harness import AssertCases, Program, python_error, run_calls
 from arealite.impl.env.code.program import OPERATIONS, describe
 from arealite.impl.env.code.values import decode, encode, same
-from tests.impl.env.code.made import KINDS, Made, made_rows
+from tests.impl.env.code.generated import KINDS, GeneratedRow, generated_rows
 from tests.impl.env.code.test_env import env, verdict  # noqa: F401  (a fixture)
 from tests.impl.env.games.players import task
 
@@ -21,7 +21,7 @@ ROWS, SEED = 1000, 15
 
 
 class HereProgram(Program):
-    """A program in this process: what it returns takes the same way as data."""
+    """A program in this process, whose results are encoded and decoded as usual."""
 
     def __init__(self, source: str, names: list[str]) -> None:
         super().__init__(None, -1, 1.0)  # pyright: ignore[reportArgumentType]
@@ -42,8 +42,8 @@ class HereProgram(Program):
             raise python_error(*describe(error)) from None
 
 
-def scorer(made: Made) -> Callable[[str], tuple[int, int]]:
-    """Return what tells of a program how many cases pass, of how many, without a sandbox."""
+def scorer(made: GeneratedRow) -> Callable[[str], tuple[int, int]]:
+    """Return a function that gives (passed, total) cases of a program without a sandbox."""
     cases = read_cases(task(made.prompt, **made.info), 1.0)
     names = cases.work.get("names", [cases.entry])
     tests = AssertCases(cases.work, cases.entry) if cases.mode == "tests" else None
@@ -63,10 +63,10 @@ def scorer(made: Made) -> Callable[[str], tuple[int, int]]:
     return score
 
 
-def test_a_thousand_rows_score_right():
+def test_thousand_generated_rows_score_right():
     counted = Counter[str]()
-    for number, made in enumerate(made_rows(ROWS * 5 // 4, SEED)):
-        if made.kind == "stdio":  # has no test that runs beside the program
+    for number, made in enumerate(generated_rows(ROWS * 5 // 4, SEED)):
+        if made.kind == "stdio":  # no tests run in the harness
             continue
         counted[made.kind] += 1
         score = scorer(made)
@@ -82,7 +82,7 @@ def test_a_thousand_rows_score_right():
 
 @pytest.mark.parametrize("name", ["right", "innocent", "first"])
 async def test_rows_of_all_kinds_score_right_in_the_sandbox(env, name):  # noqa: F811
-    rows = list(made_rows(10, SEED))
+    rows = list(generated_rows(10, SEED))
     found = await asyncio.gather(
         *(verdict(env, made.programs[name][0], made.info, prompt=made.prompt) for made in rows)
     )
