@@ -38,7 +38,7 @@ class Checks:
         """By result id: what workers sent."""
         self.acknowledged: dict[str, Episode] = {}
         """By trajectory id: what the datapipe said is durable."""
-        self.too_late: set[tuple[str, int]] = set()
+        self.late_results: set[tuple[str, int]] = set()
         """(lease id, member) of results that came too late to be kept."""
         self.promised: dict[str, set[int]] = {"step": set(), "checkpoint": set()}
         """What the trainer was told is durable."""
@@ -115,7 +115,7 @@ class Checks:
         def watched(group: Any, episode: Episode) -> bool:
             late = is_too_late(group, episode)
             if late:
-                self.too_late.add((episode.lease_id, episode.member))
+                self.late_results.add((episode.lease_id, episode.member))
             return late
 
         store._is_too_late = watched  # type: ignore[method-assign]
@@ -149,7 +149,7 @@ class Checks:
         kept = {row[0] for row in db.execute("SELECT trajectory_id FROM trajectories")}
         for name in [n for n in self.acknowledged if n not in kept]:
             episode = self.acknowledged[name]
-            if name.startswith("e") or (episode.lease_id, episode.member) in self.too_late:
+            if name.startswith("e") or (episode.lease_id, episode.member) in self.late_results:
                 continue
             row = db.execute("SELECT state FROM groups WHERE group_id = ?", (episode.group_id,))
             (state,) = row.fetchone() or (None,)

@@ -33,7 +33,7 @@ class Garbler:
                 episode, payloads = self.garble(episode, payloads)
                 self.garbled += 1
                 # Acknowledged, and not to be found in the ledger.
-                active().checks.too_late.add((episode.lease_id, episode.member))
+                active().checks.late_results.add((episode.lease_id, episode.member))
             submit(link, episode, payloads)
 
         def noting(sim: Simulation, what: str, text: str = "") -> None:

@@ -124,7 +124,7 @@ class Rank:
             if self.lead:
                 trained = [header.trajectory_id for header in batch.headers]
                 report = StepReport(step, trained, {}, self.group.ranks, f"{step:016x}")
-                await self.link.tell(report)
+                await self.link.report(report)
                 self.sim.promise("step", step)
             step += 1
             await self.publish(step)
@@ -194,7 +194,7 @@ class Rank:
             await asyncio.sleep(self.sim.rng.uniform(0.005, 0.2))
             if index not in self.sim.dead_servers:
                 servers.set(index, version)
-        await self.push_link.tell(Published(version))
+        await self.push_link.report(Published(version))
 
     async def settle(self) -> None:
         if self.pushed is not None:
@@ -218,7 +218,7 @@ class Rank:
         await self._meet("saved")
         self.saved = step
         if self.lead:
-            await self.link.tell(
+            await self.link.report(
                 Checkpointed(*saved(self.scenario.experiment(self.sim.root), step))
             )
             self.sim.promise("checkpoint", step)
@@ -234,7 +234,7 @@ class Rank:
             self.evaluate(step)
             await self.collect(wait=True)
         if self.lead:
-            await self.link.tell(Finish("all steps are trained" if finished else "asked to stop"))
+            await self.link.report(Finish("all steps are trained" if finished else "asked to stop"))
 
     # ------------------------------------------------------------ evaluations
 

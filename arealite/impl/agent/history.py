@@ -13,7 +13,7 @@ from typing import Any
 
 from arealite.api.llm import LLMResponse
 from arealite.base import log
-from arealite.system.data.chats import encode, render, shared_length
+from arealite.system.data.chats import common_prefix_length, encode, render
 
 logger = log.get(__name__)
 
@@ -106,7 +106,7 @@ class History:
         if template in _told:
             return
         _told.add(template)
-        at = shared_length(held, text)
+        at = common_prefix_length(held, text)
         logger.warning(
             "chat template rewrites",
             hint="each turn whose prompt does not extend the last one is a segment of its own",

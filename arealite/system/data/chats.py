@@ -22,7 +22,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import check_prompt, identity, read_rows
-from arealite.system.ledger.ledger import reading
+from arealite.system.ledger.ledger import open_read_only
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,7 +164,7 @@ def _reward(row: Row, *, unknown: float) -> float:
 
 def _collected(ledger: Path) -> list[Row]:
     """Return a row a segment of the trajectories in a ledger, as they came."""
-    with reading(ledger) as db:
+    with open_read_only(ledger) as db:
         sql = "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
         sql += "ORDER BY rowid"
         return [
@@ -280,7 +280,7 @@ def _answer(
     """
     answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
     if prompt is None and isinstance(answer, list):
-        shared = shared_length(columns["chosen"], columns["rejected"])
+        shared = common_prefix_length(columns["chosen"], columns["rejected"])
         prompt, answer = answer[:shared], answer[shared:]
     elif prompt is not None:
         prompt = check_prompt(prompt, where)
@@ -325,10 +325,10 @@ def _chat(
             raise UserError(f"{where}: {error}") from error
         if prompt[: len(ids)] != ids:
             raise UserError(
-                f"{where}: from token {shared_length(prompt, ids)} on, the chat template tells the "
-                f"conversation before message {turn + 1} differently than it went, so no agent "
-                "would have sampled it so. Set trainer.sft.turns=last, give each answer a row of "
-                "its own, or change the template."
+                f"{where}: from token {common_prefix_length(prompt, ids)} on, the chat template "
+                f"renders the messages before message {turn + 1} differently than for earlier "
+                "answers, so no agent would have sampled these tokens. Set trainer.sft.turns=last, "
+                "give each answer a row of its own, or change the template."
             )
         kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
         sampled = _sampled(tokenizer, messages[turn]["content"]) if answered else []
@@ -347,7 +347,7 @@ def _example(tokens: Any, kinds: Any, limit: int) -> Example:
     return Example(np.asarray(tokens[:limit], np.int32), np.asarray(kinds[:limit], np.uint8))
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of what two sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -25,7 +25,7 @@ from arealite.base.names import RunPaths
 from arealite.system.ledger import schema
 from arealite.system.ledger.audit_report import IN_STATE, AuditReport, Balance
 from arealite.system.ledger.ledger import columns, connect, decode_header
-from arealite.system.ledger.payloads import unlike
+from arealite.system.ledger.payloads import find_mismatch
 
 CLOSED = ("durable", "filtered")
 """States of groups that only a roll-back changes."""
@@ -35,7 +35,7 @@ TRAINED = f"""
 SHOWN = 5
 """Ids named in a line of problems."""
 
-SAID = """(SELECT step, value AS trajectory_id
+REPORTED = """(SELECT step, value AS trajectory_id
  FROM steps, json_each(IIF(json_valid(trained), trained, '[]')))"""
 UNUSABLE = "IFNULL(reason, '') LIKE 'unusable:%'"
 CHECKS = {
@@ -80,7 +80,7 @@ CHECKS = {
     "repeated": {
         "steps whose trained ids are not the batch's": f"""
             SELECT DISTINCT step + 1 FROM
-              (SELECT * FROM {SAID} UNION ALL SELECT step, trajectory_id FROM {TRAINED})
+              (SELECT * FROM {REPORTED} UNION ALL SELECT step, trajectory_id FROM {TRAINED})
             GROUP BY step, trajectory_id HAVING COUNT(*) != 2""",
         "kept twice": """
             SELECT group_id || '/' || member || '/' || seat FROM trajectories
@@ -113,7 +113,7 @@ Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Promises:
+class Guarantees:
     """What holds for a run, by the configs it was started with."""
 
     max_staleness: float = math.inf
@@ -122,7 +122,7 @@ class Promises:
     """Failures after which a group may go without a member; 0: it may not."""
 
     @classmethod
-    def of(cls, paths: RunPaths) -> Promises:
+    def of(cls, paths: RunPaths) -> Guarantees:
         """Read the configs; without any, promise what each run keeps."""
         files = [file for file in (paths.config, *paths.starts.values()) if file.exists()]
         found = [base_config.read(file).trainer.ppo for file in files]
@@ -167,7 +167,7 @@ def audit(path: Path, *, new_only: bool = False, on_row: Seen | None = None) -> 
         with closing(connect(path, read_only=True)) as db:
             db.text_factory = partial(str, encoding="utf-8", errors="replace")  # of a changed row
             db.execute("BEGIN")  # one snapshot for all that follows
-            return Audit(db, new_only).run(Promises.of(paths), max(saved, default=0), on_row)
+            return Audit(db, new_only).run(Guarantees.of(paths), max(saved, default=0), on_row)
     except sqlite3.Error as error:
         raise UserError(
             f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} Put a copy of "
@@ -210,7 +210,7 @@ class Audit:
         if not self.has_sums:
             self.db.execute("CREATE TEMP TABLE heads (name, rows, sum)")
 
-    def run(self, promises: Promises, saved: int, on_row: Seen | None) -> AuditReport:
+    def run(self, promises: Guarantees, saved: int, on_row: Seen | None) -> AuditReport:
         """Check everything; `saved` is the step of the newest checkpoint beside the ledger."""
         one = "SELECT IFNULL(MAX(rowid), 0), (SELECT IFNULL(MAX(step), 0) FROM checkpoints), "
         one += "(SELECT IFNULL(MAX(seq) + 1, 0) FROM main.groups) FROM main.trajectories"
@@ -231,7 +231,7 @@ class Audit:
             for what, sql in checks.items():
                 if names := [str(name) for (name,) in self.db.execute(sql, given)]:
                     self.problems[kind][what.format(**given)] = names
-        tally = {name: number & schema.SUMS for name, number in self.found[True].items()}
+        tally = {name: number & schema.CHECKSUM_MASK for name, number in self.found[True].items()}
         self.now = self.found[False] + self.found[True]
         self._check_file(saved)
         still = self.db.execute(f"SELECT seq FROM groups WHERE state NOT IN {CLOSED}")
@@ -266,7 +266,7 @@ class Audit:
                 self.has_sums and schema.checksum(name, payload=payload) != found
             ):
                 what = "payloads unlike their checksum"
-            elif not is_unusable and (different := unlike(h, payload)):
+            elif not is_unusable and (different := find_mismatch(h, payload)):
                 what = f"payloads unlike their header ({different})"
             tally[f"tokens {state}"] += row[5]
             tally["newest"] = max(tally["newest"], h.newest_version + 1)
@@ -284,7 +284,7 @@ class Audit:
         """Compare tables with heads and the newest checkpoint; a full audit reads every page."""
         for table, rows, total in self.db.execute("SELECT name, rows, sum FROM heads"):
             here, found = sum(self._named(f"{table} ").values()), self.now[f"sum {table}"]
-            if (here, found & schema.SUMS) != (rows, total):
+            if (here, found & schema.CHECKSUM_MASK) != (rows, total):
                 kind = "lost" if here < rows else "repeated" if here > rows else "broken"
                 what = f"{table} do not add up: {rows} were written, {here} are here"
                 self.problems[kind][what] = []

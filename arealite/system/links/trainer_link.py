@@ -25,7 +25,7 @@ logger = log.get(__name__)
 
 SILENT_S = 2.0
 """A datapipe that is asked something answers once a second; after this long it is looked up."""
-RENEW_S = 5.0
+REPEAT_S = 5.0
 """How often a request that waits is repeated: who asks no more is not waited with."""
 POLL_MS = 250
 
@@ -93,7 +93,7 @@ class TrainerLink:
         batch, payloads = self._ask(request, is_answer, while_waiting) or (None, [])
         return (batch, payloads) if isinstance(batch, messages.Batch) else None
 
-    def tell(self, message: FromTrainer) -> None:
+    def report(self, message: FromTrainer) -> None:
         """Send a message whose answer is Done; return once the datapipe has stored it."""
         done = messages.Done(wire.request_name(message))
         self._ask(message, lambda answer: answer == done)
@@ -156,7 +156,7 @@ class TrainerLink:
                 elif now - max(shown.heard, looked_up) > SILENT_S:
                     looked_up = asked = now
                     self._reconnect(request)
-                if now - asked > RENEW_S:
+                if now - asked > REPEAT_S:
                     asked = now
                     self._send(request)
                 if received is None and now - waited > 1.0 and silent_s > 1.0:
@@ -204,8 +204,10 @@ class TrainerLink:
     def _reconnect(self, request: FromTrainer) -> None:
         """Look the datapipe up again and repeat what it has not answered."""
         before = self._address
-        if self._socket is not None and wire.refusals(self._socket):
-            logger.warning("no connection to the datapipe", address=before, why=wire.REFUSED)
+        if self._socket is not None and wire.count_refused(self._socket):
+            logger.warning(
+                "no connection to the datapipe", address=before, why=wire.SECRET_MISMATCH
+            )
         self.close(linger_ms=0)
         self._connect()
         if self._address != before:

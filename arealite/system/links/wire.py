@@ -20,7 +20,7 @@ from arealite.api.rollout_messages import FromWorker, ToWorker
 from arealite.api.trainer_messages import FromTrainer, ToTrainer
 from arealite.system.names.secret import Secret
 
-TURN_S = 0.005
+READ_SLICE_S = 0.005
 """How long messages are handled before the loop gets its turn."""
 STOP_WAITING = "a rank was asked to stop while it waited"
 """Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
@@ -28,7 +28,9 @@ STOP_WAITING = "a rank was asked to stop while it waited"
 ENVELOPE = 64
 """Largest number of bytes that CURVE adds to a frame."""
 
-REFUSED = "the two processes have different secrets: one has none, an old one, or another trial's"
+SECRET_MISMATCH = (
+    "the two processes have different secrets: one has none, an old one, or another trial's"
+)
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -77,7 +79,7 @@ def open_socket(
     return socket
 
 
-def refusals(socket: zmq.Socket[bytes]) -> int:
+def count_refused(socket: zmq.Socket[bytes]) -> int:
     """Return how many connections failed since the last call because the two sides have different
     secrets, or one has none."""
     monitor, count = _monitor(socket), 0
@@ -107,33 +109,33 @@ class Channel:
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._again: asyncio.Handle | None = None
+        self._scheduled_read: asyncio.Handle | None = None
         self._loop.add_reader(self._fd, self._read)
-        self._soon()
+        self._schedule_read()
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Hand frames to ZeroMQ; those without a peer are lost (who needs them sends again)."""
         with suppress(zmq.Again):
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        self._soon()  # sending may swallow the edge that tells of messages to read
+        self._schedule_read()  # sending may swallow the edge that tells of messages to read
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Stop reading and close the socket, giving sent frames `linger_ms` to leave."""
         if not self.socket.closed:
             self._loop.remove_reader(self._fd)
-            if self._again is not None:
-                self._again.cancel()
+            if self._scheduled_read is not None:
+                self._scheduled_read.cancel()
             close(self.socket, linger_ms=linger_ms)
 
-    def _soon(self) -> None:
-        if self._again is None:
-            self._again = self._loop.call_soon(self._read)
+    def _schedule_read(self) -> None:
+        if self._scheduled_read is None:
+            self._scheduled_read = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        end = time.monotonic() + TURN_S
+        if self._scheduled_read is not None:
+            self._scheduled_read.cancel()
+            self._scheduled_read = None
+        end = time.monotonic() + READ_SLICE_S
         while time.monotonic() < end:
             if self.socket.closed:
                 return
@@ -142,4 +144,4 @@ class Channel:
             except zmq.Again:
                 return
             self._on_frames(frames)
-        self._soon()
+        self._schedule_read()

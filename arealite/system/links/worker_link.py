@@ -149,7 +149,7 @@ class WorkerLink:
                 self._wake.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), STATE_S)
-            self._tell_state()
+            self._send_state()
         finally:
             if self._channel is not None:
                 self._channel.close(linger_ms=1000)
@@ -162,8 +162,8 @@ class WorkerLink:
         anew = self._channel is None or now - max(self._heard, self._connected) > SILENT_S
         if anew:
             await self._connect()
-        self._tell_state()
-        self._tell_progress(anew)
+        self._send_state()
+        self._send_progress(anew)
         self._resend(older_than_s=RESEND_S)
 
     async def _connect(self) -> None:
@@ -171,8 +171,10 @@ class WorkerLink:
         if address is None:
             return
         if self._channel is not None:
-            if wire.refusals(self._channel.socket):
-                logger.warning("no connection to the datapipe", address=address, why=wire.REFUSED)
+            if wire.count_refused(self._channel.socket):
+                logger.warning(
+                    "no connection to the datapipe", address=address, why=wire.SECRET_MISMATCH
+                )
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
@@ -189,20 +191,20 @@ class WorkerLink:
 
     # ------------------------------------------------------------ sending
 
-    def _tell_state(self) -> None:
+    def _send_state(self) -> None:
         capacity = 0 if self._is_draining else self.capacity
         metrics, process = self.metrics(), self._process
-        state = WorkerState(self.worker_id, capacity, self._held(), metrics, process)
+        state = WorkerState(self.worker_id, capacity, self._held_leases(), metrics, process)
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
 
-    def _tell_progress(self, anew: bool) -> None:
+    def _send_progress(self, anew: bool) -> None:
         if self._channel is not None:
             for lease, turns, payloads in self.progress(anew):
                 progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
                 self._channel.send([wire.encode(progress), *payloads])
 
-    def _held(self) -> list[str]:
+    def _held_leases(self) -> list[str]:
         held = set(self._members)
         held.update(episode.lease_id for episode, _ in self._outbox)
         for entry in self._unacknowledged.values():

@@ -65,22 +65,22 @@ class History:
     def turn(self) -> None:
         """Lease, keep a turn, lose or fail some, finish the rest: several commits."""
         for _ in range(2):
-            if (group := self.store.next_offer()) is not None:
+            if (group := self.store.next_group()) is not None:
                 self.store.lease(group, worker_id="w", credit=2)
         self.commit()
         leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
         for lease in leases:
             told = TurnHeader(lease.members[0], "agent", 0, lease.version)
-            self.store.keep(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
+            self.store.add_turns(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
             draw = self.dice.random()
             if draw < 0.2:
-                self.store.lose(lease)
+                self.store.lose_lease(lease)
             elif draw < 0.4:
-                self.store.add(failed(lease, lease.members[0]), [])
+                self.store.add_episode(failed(lease, lease.members[0]), [])
             else:
                 for member in lease.members:
                     made = episode(lease, member, tokens=TOKENS)
-                    self.store.add(made, [payload(made.headers[0])])
+                    self.store.add_episode(made, [payload(made.headers[0])])
         self.commit()
 
     def train(self) -> None:

@@ -62,14 +62,14 @@ def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:
     """Run groups to their end; member m of n succeeds where m < n·chance."""
     drawn = Counter[str]()
     for _ in range(groups):
-        group = store.next_offer()
+        group = store.next_group()
         assert group is not None
         lease = store.lease(group, worker_id="w", credit=9)
         name = group.task.extra_info["level"]
         drawn[name] += 1
         for member in lease.members:
             won = member < group.size * chance(name, group.seq)
-            store.add(episode(lease, member, reward=float(won)), [b""])
+            store.add_episode(episode(lease, member, reward=float(won)), [b""])
     return drawn
 
 
@@ -135,11 +135,11 @@ def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
     store = opened()
     store.ppo = replace(store.ppo, filter_zero_variance=True)
     play(store, 3, lambda name, seq: 1.0)
-    group = store.next_offer()
+    group = store.next_group()
     assert group is not None and store.curriculum
     lease = store.lease(group, worker_id="w", credit=9)
     for member in lease.members:
-        store.add(failed(lease, member), [])
+        store.add_episode(failed(lease, member), [])
     assert group.state == "filtered"
     known = [share for own in store.curriculum.recent.values() for share in own.values()]
     assert known == [1.0] * 3
@@ -155,7 +155,7 @@ def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupS
     play(store, 20, learned)
     off = opened(by="")
     assert off.curriculum is None
-    assert off.task_of(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"
+    assert off.epoch_and_row(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"
 
 
 def test_rows_of_one_class_are_refused(tmp_path: Path) -> None:

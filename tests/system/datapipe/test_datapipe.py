@@ -49,7 +49,7 @@ def train(
     """A trainer of one rank; returns the trajectory ids of each step."""
     seen: list[list[str]] = []
     assert link.start(begin).step == begin
-    link.tell(Published(begin))
+    link.report(Published(begin))
     for step in range(begin, begin + steps):
         answer = link.next_batch(step)
         assert answer is not None
@@ -59,11 +59,11 @@ def train(
         assert all(step - h.oldest_version <= 2 for h in batch.headers)
         seen.append(ids)
         on_step(step)
-        link.tell(StepReport(step, ids, {}))
-        link.tell(Published(step + 1))
+        link.report(StepReport(step, ids, {}))
+        link.report(Published(step + 1))
     if finish:
-        link.tell(Checkpointed(*saved(config, begin + steps)))
-        link.tell(Finish("test over"))
+        link.report(Checkpointed(*saved(config, begin + steps)))
+        link.report(Finish("test over"))
     link.close()
     return seen
 
@@ -76,8 +76,8 @@ def stored(index: int) -> bytes:
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A datapipe that stops tells its trainer why until this is called."""
-    monkeypatch.setattr(datapipe, "REFUSE_S", 600.0)
-    return lambda: monkeypatch.setattr(datapipe, "REFUSE_S", 0.0)
+    monkeypatch.setattr(datapipe, "REFUSAL_S", 600.0)
+    return lambda: monkeypatch.setattr(datapipe, "REFUSAL_S", 0.0)
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
     async def turn_clock() -> None:
         while True:
             if worker := pipe.workers.by_id.get(worker_id):
-                worker.seen -= pipe.workers.ttl_s
+                worker.last_seen -= pipe.workers.ttl_s
             await asyncio.sleep(0.01)
 
     turning = asyncio.create_task(turn_clock())
@@ -133,7 +133,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
         def body() -> None:
             links[0].start(0)
             links[1].ticket = links[0].ticket
-            links[0].tell(Published(0))
+            links[0].report(Published(0))
             answers = [link.next_batch(0) for link in links]
             again = links[1].next_batch(0)
             assert answers[0] and answers[1] and again
@@ -142,9 +142,9 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
             assert first.ranks == second.ranks
             assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
             assert again == answers[1]
-            links[0].tell(StepReport(0, [h.trajectory_id for h in first.headers], {}))
-            links[0].tell(Checkpointed(*saved(pipe.config, 1)))
-            links[0].tell(Finish("over"))
+            links[0].report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
+            links[0].report(Checkpointed(*saved(pipe.config, 1)))
+            links[0].report(Finish("over"))
 
         await in_thread(body)
         await running
@@ -161,7 +161,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
 
         def body() -> dict[str, float]:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             link.evaluate(0)
             link.evaluate(1)
             first, second = link.eval_result(wait=True), link.eval_result(wait=True)
@@ -170,7 +170,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
             assert first.metrics == second.metrics
             link.evaluate(1)  # asked again: answered from the ledger
             assert link.eval_result(wait=True) == {r.eval_id: r for r in (first, second)}[1]
-            link.tell(Finish("over"))
+            link.report(Finish("over"))
             return first.metrics
 
         metrics = await in_thread(body)
@@ -197,11 +197,11 @@ async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -
 
         def body() -> None:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             link.evaluate(0)
             assert link.eval_result(wait=True, on_wait=on_wait) is None
             assert not pipe.requests.finish, "only the wait ends"
-            link.tell(Finish("asked to stop"))
+            link.report(Finish("asked to stop"))
 
         await in_thread(body)
         link.close()
@@ -238,13 +238,13 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
 
         def body() -> list[str]:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             link.evaluate(0)
             result = link.eval_result(wait=True)
             assert result and result.metrics["eval/failed"] == 1.0
             answer = link.next_batch(0)
             assert answer
-            link.tell(Finish("over"))
+            link.report(Finish("over"))
             return [h.group_id for h in answer[0].headers]
 
         _, ids = await asyncio.gather(die_often(), in_thread(body))
@@ -266,7 +266,7 @@ async def test_too_many_failures_stop_the_run_with_the_first(
 
     def body() -> None:
         link.start(0)
-        link.tell(Published(0))
+        link.report(Published(0))
         link.next_batch(0)
 
     with pytest.raises(InvariantError, match=r"max_failed_share.*boom: by the test"):
@@ -289,11 +289,11 @@ async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], N
 
     def body() -> None:
         link.start(0)
-        link.tell(Published(0))
+        link.report(Published(0))
         answer = link.next_batch(0)
         assert answer
         ids = [h.trajectory_id for h in answer[0].headers]
-        link.tell(StepReport(0, [*ids[:-1], ids[0]], {}))
+        link.report(StepReport(0, [*ids[:-1], ids[0]], {}))
 
     with pytest.raises(InvariantError, match="they differ in"):
         await in_thread(body)
@@ -322,13 +322,13 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
 
         def body() -> list[str]:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             answer = link.next_batch(0, on_wait=on_wait)
             assert answer
             ids = [h.trajectory_id for h in answer[0].headers]
-            link.tell(StepReport(0, ids, {}))
-            link.tell(Checkpointed(*saved(pipe.config, 1)))
-            link.tell(Finish("over"))
+            link.report(StepReport(0, ids, {}))
+            link.report(Checkpointed(*saved(pipe.config, 1)))
+            link.report(Finish("over"))
             return ids
 
         async def kill_and_replace() -> None:
@@ -351,10 +351,10 @@ async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
 
         def body() -> None:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             assert link.next_batch(0, on_wait=lambda w: True) is None
-            link.tell(Checkpointed(*saved(pipe.config, 0)))
-            link.tell(Finish("asked to stop"))
+            link.report(Checkpointed(*saved(pipe.config, 0)))
+            link.report(Finish("asked to stop"))
 
         await in_thread(body)
         link.close()
@@ -408,7 +408,7 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         seen = await in_thread(lambda: train(link, config, steps=4))
         await running
     assert len(seen) == 4
-    assert pipe.store.too_late >= 1, "it counts again if it was sent again"
+    assert pipe.store.late_results >= 1, "it counts again if it was sent again"
     with closing(connect(run_paths(config).ledger, read_only=True)) as db:
         assert db.execute("SELECT group_id, class FROM failures").fetchall() == [("g2", "too_old")]
 
@@ -421,7 +421,7 @@ async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], N
     mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
     working = asyncio.create_task(mute.run())
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     await eventually(lambda: pipe.workers.by_id["mute"].in_flight == 8)
     with pytest.raises(InvariantError, match=r"stall_timeout_s.*8 on mute.*oldest g0"):
         await in_thread(lambda: link.next_batch(0))
@@ -436,7 +436,7 @@ async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], N
 async def test_a_silent_datapipe_is_named(tmp_path: Path) -> None:
     link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
     with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
-        await in_thread(lambda: link.tell(Finish("x")))
+        await in_thread(lambda: link.report(Finish("x")))
     link.close()
 
 
@@ -447,7 +447,7 @@ async def test_a_later_checkpoint_than_the_ledger_is_refused(
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    with pytest.raises(InvariantError, match=r"begins at step 4, but .* knows only 0"):
+    with pytest.raises(InvariantError, match=r"begins at step 4, but .* has only 0"):
         await in_thread(lambda: link.start(4))
     refused()
     with pytest.raises(InvariantError):
@@ -485,15 +485,15 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
 
         def body() -> None:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             for step in range(3):
                 answer = link.next_batch(step, on_wait=on_wait)
                 assert answer
                 shares.append(answer[0].waits)
-                link.tell(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
-                link.tell(Published(step + 1))
-            link.tell(Checkpointed(*saved(pipe.config, 3)))
-            link.tell(Finish("over"))
+                link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
+                link.report(Published(step + 1))
+            link.report(Checkpointed(*saved(pipe.config, 3)))
+            link.report(Finish("over"))
 
         async def free() -> None:
             async with asyncio.timeout(60):
@@ -541,7 +541,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     await pipe.ready.wait()
     address = pipe.address
     link = TrainerLink(lambda: address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     working = asyncio.create_task(dying.run())
     await eventually(lambda: kept(pipe) == 1)
     await all_durable(pipe)
@@ -593,7 +593,7 @@ async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     working = asyncio.create_task(dying.run())
 
     def is_kept() -> bool:

@@ -17,22 +17,22 @@ def test_attempts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None
     first = evals.lease(boot=1, version=0, credit=2)
     assert first
     assert evals.lease(boot=1, version=0, credit=2) is None
-    assert evals.add(failed(first, 0))
-    assert not evals.add(failed(first, 0)), "a result that comes twice"
+    assert evals.add_episode(failed(first, 0))
+    assert not evals.add_episode(failed(first, 0)), "a result that comes twice"
     assert evals.lease(boot=1, version=0, credit=2) is None, "what failed rests"
     now += 1.0
     again = evals.lease(boot=1, version=0, credit=2)
     assert again
     assert again.members == [0]
     evals.release(first, is_lost=True)
-    assert not evals.add(episode(first, 1)), "a result of a lost lease"
+    assert not evals.add_episode(episode(first, 1)), "a result of a lost lease"
     last = evals.lease(boot=1, version=0, credit=2)
     assert last
     assert last.members == [1], "only what the lost lease still ran is offered again"
     evals.release(last, is_lost=False)
     last = evals.lease(boot=1, version=0, credit=2)
     assert last, "a lease that was given up is no attempt"
-    assert evals.add(episode(last, 1, reward=0.5))
+    assert evals.add_episode(episode(last, 1, reward=0.5))
     assert evals.take_finished() == []
     evals.release(again, is_lost=True)
     ((eval_id, metrics),) = evals.take_finished()
@@ -46,12 +46,12 @@ def test_a_roll_back_forgets_what_is_under_way_and_later_results() -> None:
         lease = evals.lease(boot=1, version=0, credit=1)
         assert lease
         if eval_id < 3:
-            evals.add(episode(lease, 0))
+            evals.add_episode(episode(lease, 0))
             evals.take_finished()
     evals.forget(after=1)
     assert (list(evals.results), evals.runs) == ([1], {})
     evals.begin(3)
-    assert not evals.add(episode(lease, 0)), "sampled by a policy that is no more"
+    assert not evals.add_episode(episode(lease, 0)), "sampled by a policy that is no more"
 
 
 def test_pass_at_k_is_of_all_draws_and_leaves_failed_samples_out() -> None:
@@ -62,9 +62,9 @@ def test_pass_at_k_is_of_all_draws_and_leaves_failed_samples_out() -> None:
         assert lease
         for member, reward in enumerate(rewards):
             if reward is None:
-                evals.add(failed(lease, member))
+                evals.add_episode(failed(lease, member))
             else:
-                evals.add(episode(lease, member, reward=reward))
+                evals.add_episode(episode(lease, member, reward=reward))
     ((_, metrics),) = evals.take_finished()
     told = {key: value for key, value in metrics.items() if "pass@" in key}
     assert told == {

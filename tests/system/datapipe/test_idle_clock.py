@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from arealite.system.datapipe import trainer_request_handler
-from arealite.system.datapipe.trainer_request_handler import PACE_WINDOW_S, IdleClock
+from arealite.system.datapipe.trainer_request_handler import SHARE_WINDOW_S, IdleClock
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def test_the_share_rises_while_pace_holds_and_falls_after(wait) -> None:
     clock = IdleClock()
     wait(clock, 1000.0, "pace")
     assert clock.pace_share == 0.0
-    wait(clock, 0.25 * PACE_WINDOW_S, "pace")
+    wait(clock, 0.25 * SHARE_WINDOW_S, "pace")
     assert 0.2 < clock.pace_share < 0.25
     for _ in range(400):  # marks in between change nothing
-        wait(clock, 0.01 * PACE_WINDOW_S, "pace")
+        wait(clock, 0.01 * SHARE_WINDOW_S, "pace")
     assert clock.pace_share == pytest.approx(1.0, abs=0.02)
     wait(clock, 0.0, None)
-    wait(clock, PACE_WINDOW_S, None)
+    wait(clock, SHARE_WINDOW_S, None)
     assert clock.pace_share == pytest.approx(0.36, abs=0.02)
 
 

@@ -40,7 +40,7 @@ from arealite.system.datapipe.intake import MAX_SENDERS, Rejections, check_episo
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payloads import payload_sum, unlike
+from arealite.system.ledger.payloads import find_mismatch, payload_sum
 from arealite.system.links import wire
 from arealite.system.links.trainer_link import TrainerLink
 from tests.system.scenes import (
@@ -92,8 +92,8 @@ def flipped(frame: bytes, at: int) -> bytes:
     ],
 )
 def test_payload_unlike_its_header_is_named(made: bytes, what: str) -> None:
-    assert what in unlike(HEADER, made, vocab_size=(1 << 31) - 1)
-    assert unlike(HEADER, payload(HEADER)) == ""
+    assert what in find_mismatch(HEADER, made, vocab_size=(1 << 31) - 1)
+    assert find_mismatch(HEADER, payload(HEADER)) == ""
 
 
 @pytest.mark.parametrize(("group", "is_right"), [("e0-0", True), ("g0", False)])
@@ -107,8 +107,8 @@ def test_greedy_trajectory_is_right_in_an_evaluation_alone(group: str, is_right:
 def test_every_flipped_byte_of_a_payload_is_seen() -> None:
     made = payload(HEADER)
     summed = replace(HEADER, payload_sum=payload_sum(made))
-    assert unlike(summed, made) == ""
-    assert all(unlike(summed, flipped(made, at)) for at in range(len(made)))
+    assert find_mismatch(summed, made) == ""
+    assert all(find_mismatch(summed, flipped(made, at)) for at in range(len(made)))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
     config = experiment(tmp_path, max_staleness=0)
     async with piped(config) as pipe:
         link, one = TrainerLink(lambda: pipe.address, rank=0, world_size=1), Peer(pipe)
-        await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+        await in_thread(lambda: (link.start(0), link.report(Published(0))))
         yield one
         one.say(WorkerState("bad", 0, [], {}, "2"))
         one.channel.close()
@@ -197,10 +197,10 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
                 assert answer
                 batch, payloads = answer
                 assert [payload(batch.headers[i]) for i in batch.mine] == payloads
-                link.tell(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
-                link.tell(Published(step + 1))
-            link.tell(Checkpointed(*saved(config, 2)))
-            link.tell(Finish("over"))
+                link.report(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
+                link.report(Published(step + 1))
+            link.report(Checkpointed(*saved(config, 2)))
+            link.report(Finish("over"))
             link.close()
 
         worker = asyncio.create_task(FakeWorker(lambda: pipe.address, worker_id="good").run())
@@ -265,7 +265,7 @@ def test_rejections_of_many_senders_take_bounded_memory() -> None:
     rejections = Rejections()
     with capture_logs() as logs:
         for number in range(3 * MAX_SENDERS):
-            rejections.note(f"sender {number}", "garbage")
+            rejections.record(f"sender {number}", "garbage")
     assert rejections.total() == 3 * MAX_SENDERS
     assert len(rejections) == len(logs) == MAX_SENDERS + 1
 
@@ -307,7 +307,7 @@ async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
         return encode(message)
 
     monkeypatch.setattr(wire, "encode", cutting)
-    monkeypatch.setattr(workers, "UNKNOWN_S", 0.2)
+    monkeypatch.setattr(workers, "LEASE_ARRIVAL_S", 0.2)
     worker, store = FakeWorker(lambda: peer.pipe.address, worker_id="cutter"), peer.pipe.store
     working = asyncio.create_task(worker.run())
     await peer.rejected(1)
@@ -344,7 +344,7 @@ async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     peer, link = Peer(pipe), TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     for lease in await peer.leased("bad"):
         made = [episode(lease, member) for member in lease.members]
         peer.say(Result("bad", made))
@@ -374,5 +374,5 @@ async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> N
         assert sent.failure and sent.failure.failure_class == "too_large"
         assert (sent.headers, payloads) == ([], [])
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-        await in_thread(lambda: (link.start(0), link.tell(Finish("over"))))
+        await in_thread(lambda: (link.start(0), link.report(Finish("over"))))
         link.close()

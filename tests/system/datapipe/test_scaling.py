@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from arealite.api.collector import AutoscaleConfig
 from arealite.api.rollout_messages import WorkerState
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.scaling import PATIENCE, Scaling, number
+from arealite.system.datapipe.scaling import CONFIRM_PERIODS, Scaling, worker_index
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.names.registry import NameRegistry
@@ -53,7 +53,7 @@ class Site:
     def fill(self) -> None:
         """Give every worker what it wants."""
         while worker := self.workers.most_idle():
-            group = self.store._offer()
+            group = self.store._create_group()
             lease = self.store.lease(group, worker_id=worker.worker_id, credit=worker.credit)
             self.workers.give(worker.worker_id, lease, lease.members)
 
@@ -125,27 +125,29 @@ def test_a_worker_that_comes_gets_what_the_others_may_have(site: Any) -> None:
 def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site: Any) -> None:
     it = site()
     it.hear(0)
-    assert it.scaling.wish() == {}, "nothing is decided"
-    while it.scaling.count < 2:
+    assert it.scaling.desired_workers() == {}, "nothing is decided"
+    while it.scaling.num_workers < 2:
         it.pass_period(running=it.in_flight(0))
         it.fill()
     assert it.in_flight(0) == MOST
     it.pass_period(running=MOST)
-    assert it.scaling.wish() == {"workers": 2}, "one at a time: the second is not here yet"
+    assert it.scaling.desired_workers() == {"workers": 2}, (
+        "one at a time: the second is not here yet"
+    )
     it.hear(1)
     it.fill()
     for _ in range(4):
         it.pass_period(running=it.in_flight(0) + it.in_flight(1), capacity=14)
-    assert it.in_flight(1) > 0 and it.scaling.count == 2
+    assert it.in_flight(1) > 0 and it.scaling.num_workers == 2
     for _ in range(30):
         it.pass_period(running=2, waiting=it.in_flight(0) + it.in_flight(1) - 2, capacity=2)
         it.hear(0, 1)
-    assert it.scaling.count == 2, "it still runs something"
+    assert it.scaling.num_workers == 2, "it still runs something"
     leaving = it.workers.by_id["rollout-1@host"]
     assert leaving.limit == 0
     leaving.leases.clear()
     it.pass_period(running=2, waiting=8, capacity=2)
-    assert it.scaling.wish() == {"workers": 1}
+    assert it.scaling.desired_workers() == {"workers": 1}
     assert leaving.limit == 0, "nothing new until it is gone"
     it.workers.update(b"route", WorkerState("rollout-1@host", 0, [], {}, "p"))
     it.pass_period(running=2, waiting=8, capacity=2)
@@ -162,14 +164,14 @@ def test_no_worker_is_asked_for_where_staleness_and_not_workers_hold_episodes_ba
     for _ in range(12):  # nothing more is leased
         it.pass_period(running=1)
     assert it.workers.metrics()["rollout/target_concurrency"] == 3 * MOST
-    assert it.scaling.count == 1
+    assert it.scaling.num_workers == 1
 
 
 def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
     it = site()
     it.hear(0, 1)
     it.pass_period(running=0)
-    assert it.scaling.count == 2, "a datapipe that is back keeps what the launcher started"
+    assert it.scaling.num_workers == 2, "a datapipe that is back keeps what the launcher started"
     it.fill()
     for _ in range(20):
         it.pass_period(running=1, waiting=3, capacity=1)
@@ -177,7 +179,7 @@ def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
     for _ in range(80):
         it.pass_period(running=2)
         it.fill()
-    assert it.scaling.count >= 2
+    assert it.scaling.num_workers >= 2
     assert it.workers.by_id["rollout-1@host"].limit == MOST
 
 
@@ -204,13 +206,13 @@ def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:
 
 
 def test_the_number_of_a_worker() -> None:
-    assert [number(name) for name in ("rollout-12@a-3", "rollout-0@b", "w")] == [12, 0, -1]
+    assert [worker_index(name) for name in ("rollout-12@a-3", "rollout-0@b", "w")] == [12, 0, -1]
 
 
 def test_servers_that_tell_no_load_are_told_of_once(site: Any) -> None:
     it = site()
     with capture_logs() as logs:
-        for _ in range(3 * PATIENCE):
+        for _ in range(3 * CONFIRM_PERIODS):
             it.scaling._sample([None])
             it.scaling._decide()
-    assert [log["event"] for log in logs] == ["no server tells its load"]
+    assert [log["event"] for log in logs] == ["no server reports its load"]

@@ -113,18 +113,18 @@ class Chaos(Trial):
             is_failed = draw < 0.5
             made = failed(run.lease, run.member) if is_failed else self.episode(run)
             for _ in range(1 + (draw < 0.6)):  # also twice
-                self.store.add(made, [] if is_failed else [payload(made.headers[0])])
+                self.store.add_episode(made, [] if is_failed else [payload(made.headers[0])])
 
     def tell(self, run: Running) -> None:
         turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
         run.turns += 1
         told = Progress("w", run.lease.lease_id, run.lease.group_id, [turn])
-        self.store.keep(told, [b"turn"])
+        self.store.add_turns(told, [b"turn"])
 
     def lose(self, run: Running) -> None:
         """A worker is given up; what it runs may come nevertheless."""
         self.happened["lost"] = self.happened.get("lost", 0) + 1
-        self.store.lose(run.lease)
+        self.store.lose_lease(run.lease)
         for other in self.running[run.lease.lease_id]:
             self.free += not (other.is_lost or other.is_over)
             other.is_lost = True

@@ -85,17 +85,17 @@ def tell(handler: TrainerRequestHandler, request: FromTrainer) -> bool:
 
 def begin(handler: TrainerRequestHandler, step: int, *, ticket: int) -> None:
     """A start once the trainer before is dead."""
-    handler.heard = min(handler.heard, 0.0)
+    handler.last_request = min(handler.last_request, 0.0)
     handler.take(ROUTE, TrainerStart(step, 1, ticket))
 
 
 def collect(handler: TrainerRequestHandler, *, reward: float = 1.0) -> None:
     """One more complete group."""
-    group = handler.store.next_offer()
+    group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)
     made = episode(lease, 0, reward=reward)
-    handler.store.add(made, [payload(made.headers[0])])
+    handler.store.add_episode(made, [payload(made.headers[0])])
 
 
 def train(handler: TrainerRequestHandler, step: int) -> None:
@@ -107,15 +107,15 @@ def train(handler: TrainerRequestHandler, step: int) -> None:
 
 def test_a_start_that_comes_twice_rolls_nothing_back(handler: TrainerRequestHandler) -> None:
     handler.take(ROUTE, TrainerStart(0, 1, 1))
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert sent(handler)[-1] == TrainerReady(0, 0)
     begin(handler, 0, ticket=2)
-    assert handler.store.known_steps() == 0
+    assert handler.store.num_trained_steps() == 0
     (again,) = handler.store.compose() or ()
     tell(handler, StepReport(0, [h.trajectory_id for h in again.headers], {}))
     before = len(sent(handler))
     handler.take(ROUTE, TrainerStart(0, 1, 1))
-    assert handler.store.known_steps() == 1, "of a trainer that is no more"
+    assert handler.store.num_trained_steps() == 1, "of a trainer that is no more"
     assert len(sent(handler)) == before
 
 
@@ -125,7 +125,7 @@ def test_tickets_grow_and_change_nothing(handler: TrainerRequestHandler) -> None
         handler.take(ROUTE, TrainerStart(0, 1))
     first, second = sent(handler)[-2:]
     assert 0 < first.number < second.number < 2 * first.number
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
 
 
 def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
@@ -137,7 +137,7 @@ def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
         tell(handler, StepReport(1, ids[1], {}))
     for step in (0, 1):
         tell(handler, StepReport(step, ids[step], {}))
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert handler.store.ledger.connection.execute("SELECT step FROM steps").fetchall() == [
         (0,),
         (1,),
@@ -224,13 +224,13 @@ def test_tickets_grow_after_a_restart_however_many_were_given(
 def test_start_waits_while_the_trainer_before_is_alive(handler: TrainerRequestHandler) -> None:
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
-    assert handler.store.known_steps() == 2
-    handler.tell_waiting()
+    assert handler.store.num_trained_steps() == 2
+    handler.send_waiting()
     (said,) = [m for m in sent(handler) if isinstance(m, Waiting)]
-    assert said.request == "TrainerStart 1" and "the previous trainer, heard" in said.detail
-    handler.heard -= trainer_request_handler.ALIVE_S
-    handler.begin_if_free()
-    assert handler.store.known_steps() == 1
+    assert said.request == "TrainerStart 1" and "the previous trainer, last request" in said.detail
+    handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
+    handler.begin_pending_start()
+    assert handler.store.num_trained_steps() == 1
     assert sent(handler)[-1] == TrainerReady(1, 1)
 
 
@@ -238,11 +238,11 @@ def test_start_that_is_not_repeated_is_forgotten(handler: TrainerRequestHandler)
     """A stray one would begin the next time that the trainer computes for long."""
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
-    handler._start_heard -= trainer_request_handler.GONE_S
-    handler.begin_if_free()
-    handler.heard -= trainer_request_handler.ALIVE_S
-    handler.begin_if_free()
-    assert handler.store.known_steps() == 2
+    handler._start_received -= trainer_request_handler.TRAINER_GONE_S
+    handler.begin_pending_start()
+    handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
+    handler.begin_pending_start()
+    assert handler.store.num_trained_steps() == 2
     assert not [m for m in sent(handler)[1:] if isinstance(m, TrainerReady)]
 
 
@@ -252,9 +252,9 @@ def test_start_does_not_overtake_a_trainer_that_saves_its_last_steps(
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
     tell(handler, Finish(STOP_WAITING))
-    handler.begin_if_free()
+    handler.begin_pending_start()
     save(handler, 2)
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
@@ -265,13 +265,13 @@ def test_start_that_contradicts_the_ledger_is_refused_and_stops_nobody(
     save(handler, 2)
     begin(handler, step, ticket=2)
     assert isinstance(sent(handler)[-1], Refused)
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert tell(handler, Published(2)), "the trainer goes on"
 
 
 def test_start_with_a_ticket_that_was_not_given_is_ignored(handler: TrainerRequestHandler) -> None:
     begin(handler, 0, ticket=1 << 39)
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     begin(handler, 2, ticket=2)
     assert sent(handler)[-1] == TrainerReady(2, 0)
 
@@ -333,7 +333,7 @@ def test_late_repetition_of_unusable_keeps_the_batch_composed_since(
 
 def test_group_of_an_older_batch_is_not_set_aside(handler: TrainerRequestHandler) -> None:
     tell(handler, Unusable(1, {"g0": "mask", "g1": "mask"}))
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert handler.store.counts["filtered"] == 0
 
 
@@ -341,12 +341,12 @@ def test_group_with_a_garbled_payload_can_be_set_aside_and_audited(
     handler: TrainerRequestHandler,
 ) -> None:
     """As of a ledger that an older version wrote, which stored what no one had decoded."""
-    group = handler.store.next_offer()
+    group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)
-    handler.store.add(episode(lease, 0), [b"garbage"])
+    handler.store.add_episode(episode(lease, 0), [b"garbage"])
     assert handler.store.compose()
     tell(handler, Unusable(2, {group.group_id: "unreadable"}))
-    assert handler.store.known_steps() == 2 and handler.store.compose() is None
+    assert handler.store.num_trained_steps() == 2 and handler.store.compose() is None
     report = audit(handler.store.ledger.path)
     assert report.ok, report.table()

@@ -321,13 +321,13 @@ async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path)
 
         def body() -> None:
             train(link, config, steps=4, finish=False)
-            link.tell(Checkpointed(*saved(config, 4)))
+            link.report(Checkpointed(*saved(config, 4)))
 
         await in_thread(body)
         async with asyncio.timeout(60):
             while read(path, "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'") == []:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await in_thread(lambda: link.tell(Finish("over")))
+        await in_thread(lambda: link.report(Finish("over")))
         await running
         link.close()
     assert mark(path)["step"] == 4

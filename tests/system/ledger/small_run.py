@@ -49,18 +49,18 @@ class SmallRun:
         seq = int(lease.group_id[1:])
         for member in lease.members:
             if seq == 2 and not self.store.groups[lease.group_id].failures:
-                self.store.add(failed(lease, member), [])
+                self.store.add_episode(failed(lease, member), [])
                 return
             reward = 0.5 if seq % 5 == 3 else float(member)
             newest = min(self.step, lease.version + member)
             made = episode(lease, member, reward=reward, tokens=self.shape.tokens, newest=newest)
-            self.store.add(made, [payload(made.headers[0])])
+            self.store.add_episode(made, [payload(made.headers[0])])
 
     def train(self) -> None:
         """Fill the next batch, leave one group in flight, and train it."""
         self.store.version = max(0, self.step - 1)  # one update behind
         while (groups := self.store.compose()) is None:
-            group = self.store.next_offer()
+            group = self.store.next_group()
             assert group is not None
             self.play(self.store.lease(group, worker_id="w", credit=2))
             self.ledger.commit()
@@ -82,7 +82,7 @@ class SmallRun:
     def buffer(self) -> None:
         """Two groups more than are trained, and one that is in flight."""
         for number in range(3):
-            group = self.store.next_offer()
+            group = self.store.next_group()
             assert group is not None
             lease = self.store.lease(group, worker_id="w", credit=2)
             if number < 2:

@@ -24,16 +24,16 @@ def path(tmp_path: Path) -> Path:
     store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
     store.version = 0
     for number in range(7):
-        group = store.next_offer()
+        group = store.next_group()
         assert group
         lease = store.lease(group, worker_id="w", credit=2)
         for member in range(2):
             if number == 5:
-                store.add(failed(lease, member), [])
+                store.add_episode(failed(lease, member), [])
             elif number != 6:
                 newest = 1 if number == 1 and member == 0 else None
                 made = episode(lease, member, newest=newest)
-                store.add(made, [payload(made.headers[0])])
+                store.add_episode(made, [payload(made.headers[0])])
     for step in range(2):
         groups = store.compose()
         assert groups

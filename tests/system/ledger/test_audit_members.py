@@ -21,15 +21,15 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
     store = GroupStore(ledger, tasks(5), ppo=config.trainer.ppo, seed=1, shuffle=True)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     first = store.lease(group, worker_id="w", credit=2)
-    store.add(failed(first, 0), [])
-    group.rests_until.clear()
+    store.add_episode(failed(first, 0), [])
+    group.retry_at.clear()
     second = store.lease(group, worker_id="w", credit=1)
     for lease, member in ((first, 1), (second, 0)):
         made = episode(lease, member)
-        store.add(made, [payload(made.headers[0])])
+        store.add_episode(made, [payload(made.headers[0])])
     assert group.state == "complete"
     ledger.commit()
     ledger.close()

@@ -77,9 +77,9 @@ class Random:
         self.store.version = self.version
         self.store.ledger.set_meta("version", str(self.version))
         for group in self.store.groups.values():
-            group.rests_until.clear()
+            group.retry_at.clear()
         for _ in range(3):
-            group = self.store.next_offer()
+            group = self.store.next_group()
             if group is not None:
                 self.begin(self.store.lease(group, worker_id="w", credit=self.some(1, 2)))
 
@@ -102,7 +102,7 @@ class Random:
                 self.some(max(0, lease.version - 1), max(self.version, lease.version)),
             )  # fmt: skip
             told = Progress("w", lease.lease_id, lease.group_id, [turn])
-            self.store.keep(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
+            self.store.add_turns(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
 
     def pick(self):
         leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
@@ -118,17 +118,17 @@ class Random:
             version = self.some(lease.version, max(self.version, lease.version))
             made = episode(lease, member, reward=reward, version=version)
             for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
-                self.store.add(made, [payload(made.headers[0])])
+                self.store.add_episode(made, [payload(made.headers[0])])
 
     def fail(self) -> None:
         lease, member = self.pick()
         if lease is not None:
-            self.store.add(failed(lease, member), [])
+            self.store.add_episode(failed(lease, member), [])
 
     def lose(self) -> None:
         lease, _ = self.pick()
         if lease is not None:
-            self.store.lose(lease)
+            self.store.lose_lease(lease)
 
     def compose(self) -> None:
         groups = self.store.compose()
@@ -168,7 +168,7 @@ class Random:
                 for lease in list(group.leases.values()):
                     for member in lease.members:
                         made = episode(lease, member, reward=float(member))
-                        self.store.add(made, [payload(made.headers[0])])
+                        self.store.add_episode(made, [payload(made.headers[0])])
             self.compose()
             self.train()
         assert self.store.next_step >= begin + 3
@@ -208,21 +208,21 @@ def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
     store = open_store(tmp_path / "live", ppo)
     store.version = 0
     for number in range(6):
-        group = store.next_offer()
+        group = store.next_group()
         assert group
         lease = store.lease(group, worker_id="w", credit=2)
         made = episode(lease, 0)
-        store.add(made, [payload(made.headers[0])])
+        store.add_episode(made, [payload(made.headers[0])])
         store.ledger.commit()
         made = episode(lease, 1)
-        store.add(made, [payload(made.headers[0])])  # queued, not committed yet
+        store.add_episode(made, [payload(made.headers[0])])  # queued, not committed yet
         copy = tmp_path / f"copy{number}"
         shutil.copytree(tmp_path / "live", copy)
         seen = open_store(copy, ppo)
         assert seen.offered == number + 1
         assert seen.groups[group.group_id].state == "leased"
         assert seen.groups[group.group_id].missing(3) == []
-        seen.lose(lease)
+        seen.lose_lease(lease)
         assert seen.groups[group.group_id].missing(3) == [1]
         assert audit(copy / "ledger.sqlite").ok
         seen.ledger.close()
@@ -240,7 +240,7 @@ def test_unshuffled_order(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
     ppo = experiment(tmp_path).trainer.ppo
     store = GroupStore(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
-    assert [store.task_of(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [store.epoch_and_row(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     ledger.close()
 
 
@@ -257,13 +257,13 @@ def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path, ppo)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
     store.ledger.commit()
     pages = store.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
     store.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
-    store.add(episode(lease, 0), [os.urandom(1_000_000)])
+    store.add_episode(episode(lease, 0), [os.urandom(1_000_000)])
     with pytest.raises(InvariantError, match=r"cannot write the ledger .*full"):
         store.ledger.commit()
     store.ledger.close()
@@ -276,11 +276,11 @@ def test_payloads_come_back_in_order(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path, ppo)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
     for member in range(2):
-        store.add(episode(lease, member), [b"payload %d" % member])
+        store.add_episode(episode(lease, member), [b"payload %d" % member])
     store.ledger.commit()
     found = read_payloads(store.ledger.path, ["g0/1/agent", "g0/0/agent"])
     assert found == [b"payload 1", b"payload 0"]

@@ -58,15 +58,15 @@ def train(link: TrainerLink, config: ExperimentConfig) -> list[list[str]]:
     """Six steps; returns the trained ids."""
     seen = list[list[str]]()
     link.start(0)
-    link.tell(Published(0))
+    link.report(Published(0))
     for step in range(6):
         answer = link.next_batch(step)
         assert answer is not None
         ids = [h.trajectory_id for h in answer[0].headers]
         seen.append(ids)
-        link.tell(StepReport(step, ids, {}))
-        link.tell(Published(step + 1))
-    link.tell(Checkpointed(*saved(config, 6)))
-    link.tell(Finish("test over"))
+        link.report(StepReport(step, ids, {}))
+        link.report(Published(step + 1))
+    link.report(Checkpointed(*saved(config, 6)))
+    link.report(Finish("test over"))
     link.close()
     return seen

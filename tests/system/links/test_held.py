@@ -48,7 +48,7 @@ def test_an_answer_is_taken_however_late_it_is_looked_for(
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(held), sleep=time.sleep)
     link = connected(Done("Finish"))
     monkeypatch.setattr(trainer_link, "time", clock)
-    link.tell(Finish("over"))
+    link.report(Finish("over"))
 
 
 def test_an_evaluations_second_answer_is_not_the_next_ones() -> None:

@@ -43,5 +43,5 @@ def test_a_datapipe_that_is_nowhere_ends_the_wait(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         RoleError, match=r"silent for \d+ s; trainer rank 1 waits for .*Published 3"
     ):
-        link.tell(Published(3))
+        link.report(Published(3))
     assert not waits.table
