@@ -95,7 +95,7 @@ async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path
     report = audit(run.paths.ledger, new_only=True, on_row=lambda n, last: seen.append(n))
     assert report.ok, report.table()
     assert "steps 1 to 6 were audited during the run, and not again now" in report.notes
-    assert "3 payloads unlike their checksum" in audit(run.paths.ledger).table()
+    assert "3 payloads differ from their checksum" in audit(run.paths.ledger).table()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ async def test_the_mark_stays_where_an_audit_fails_and_payloads_too(tmp_path: Pa
     assert mark(run.paths.ledger) == before
     assert set(held) <= set(read(run.paths.ledger, KEPT))
     (log,) = [log for log in logs if log["event"] == "ledger out of balance"]
-    assert "trajectories unlike their checksum" in log["problems"][0]
+    assert "trajectories differ from their checksum" in log["problems"][0]
     run.ledger.close()
 
 

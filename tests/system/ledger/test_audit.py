@@ -65,27 +65,28 @@ def test_a_right_ledger(path: Path) -> None:
     ("harm", "line"),
     [
         ("UPDATE steps SET trained = '[]' WHERE step = 1",
-         "1 steps whose trained ids are not the batch's: 2"),
+         "1 steps whose reported ids differ from the batch: 2"),
         ("UPDATE steps SET trained = (SELECT trained FROM steps WHERE step = 0)",
-         "1 steps whose trained ids are not the batch's: 2"),
+         "1 steps whose reported ids differ from the batch: 2"),
         ("DELETE FROM trajectories WHERE trajectory_id = 'g0/1/agent'", "missing members: g0"),
         ("DELETE FROM groups WHERE seq = 2", "1 groups missing from the dataset's order: g2"),
-        ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 1"),
+        ("DELETE FROM steps WHERE step = 0", "steps with only a report or trained groups: 1"),
         ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
         ("UPDATE groups SET state = 'batched' WHERE step = 0",
-         "1 steps without a report, which a later one has: 1"),
+         "1 unreported steps before a reported step: 1"),
         ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
-         "2 payloads unlike their checksum: g1/0/agent, g1/1/agent"),
+         "2 payloads differ from their checksum: g1/0/agent, g1/1/agent"),
         ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
-         "1 payloads unlike their checksum: g1/0/agent"),
+         "1 payloads differ from their checksum: g1/0/agent"),
         ("UPDATE trajectories SET tokens = 9 WHERE trajectory_id = 'g2/1/agent'",
-         "1 trajectories with columns unlike their header: g2/1/agent"),
+         "1 trajectories whose columns differ from their header: g2/1/agent"),
         ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
-         "1 with turns left over of an ended episode: g0/1"),
-        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episode: g5/0"),
+         "1 ended episodes with stored turns: g0/1"),
+        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episodes with stored turns: g5/0"),
         ("INSERT INTO trajectories SELECT NULL, 'g0/1/x', group_id, member, seat, reward, tokens, "
          "trained_tokens, oldest, newest, interruptions, header, sum, payload_sum, payload FROM "
-         "trajectories WHERE trajectory_id = 'g0/1/agent'", "kept twice: g0/1/agent"),
+         "trajectories WHERE trajectory_id = 'g0/1/agent'",
+         "trajectories stored twice: g0/1/agent"),
     ],
 )  # fmt: skip
 def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
@@ -120,7 +121,9 @@ def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
     report = audit(path)
     assert report.ok == ok
     if not ok:
-        assert "4 trained with tokens older than max_staleness=0: g2/0" in report.table()
+        assert (
+            "4 trained trajectories with tokens older than max_staleness=0: g2/0" in report.table()
+        )
 
 
 def test_what_is_no_ledger(tmp_path: Path) -> None:

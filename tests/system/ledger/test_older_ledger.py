@@ -42,14 +42,15 @@ def test_its_audit_says_what_cannot_be_checked(
 @pytest.mark.parametrize(
     ("harm", "line"),
     [
-        ("UPDATE trajectories SET oldest = newest", "columns unlike their header"),
+        ("UPDATE trajectories SET oldest = newest", "columns differ from their header"),
         ("UPDATE trajectories SET payload = (SELECT payload FROM trajectories t ORDER BY "
-         "newest DESC LIMIT 1) WHERE group_id = 'g0'", "payloads unlike their header (versions)"),
+         "newest DESC LIMIT 1) WHERE group_id = 'g0'",
+         "payloads differ from their header (versions)"),
         ("UPDATE trajectories SET payload = substr(payload, 1, 90) WHERE group_id = 'g0'",
-         "payloads unlike their header"),
+         "payloads differ from their header"),
         ("DELETE FROM trajectories WHERE trajectory_id = 'g0/0/agent'", "missing members: g0"),
         ("DELETE FROM groups WHERE group_id = 'g1'", "missing from the dataset's order: g1"),
-        ("DELETE FROM steps WHERE step = 1", "steps reported or trained only: 2"),
+        ("DELETE FROM steps WHERE step = 1", "steps with only a report or trained groups: 2"),
     ],
 )  # fmt: skip
 def test_what_can_be_recomputed_is(old: RunPaths, harm: str, line: str) -> None:

@@ -129,10 +129,19 @@ def without_its_index(db: sqlite3.Connection) -> None:
 
 LAST_BUFFERED = "SELECT group_id FROM groups WHERE state = 'complete' ORDER BY seq DESC LIMIT 1"
 EDITS: dict[str, tuple[Edit, str]] = {
-    "a changed token": (arrays("tokens", "<i4", flip), f"payloads unlike their checksum: {ID}"),
-    "a changed logprob": (arrays("logprobs", "<f4", last_of(0.5)), f"unlike their checksum: {ID}"),
-    "a changed version": (arrays("versions", "<i4", last_of(-1)), f"unlike their checksum: {ID}"),
-    "a changed mask": (arrays("loss_mask", "u1", flip), f"unlike their checksum: {ID}"),
+    "a changed token": (
+        arrays("tokens", "<i4", flip),
+        f"payloads differ from their checksum: {ID}",
+    ),
+    "a changed logprob": (
+        arrays("logprobs", "<f4", last_of(0.5)),
+        f"differ from their checksum: {ID}",
+    ),
+    "a changed version": (
+        arrays("versions", "<i4", last_of(-1)),
+        f"differ from their checksum: {ID}",
+    ),
+    "a changed mask": (arrays("loss_mask", "u1", flip), f"differ from their checksum: {ID}"),
     "a changed reward in a payload": (arrays("rewards", "<f4", last_of(1.0)), f"checksum: {ID}"),
     "swapped payloads": (
         statements(
@@ -141,24 +150,34 @@ EDITS: dict[str, tuple[Edit, str]] = {
             "UPDATE trajectories SET (payload, payload_sum) = (SELECT payload, payload_sum FROM "
             "two WHERE two.trajectory_id != trajectories.trajectory_id) WHERE group_id = 'g4'",
         ),
-        "2 payloads unlike their checksum: g4/0/agent, g4/1/agent",
+        "2 payloads differ from their checksum: g4/0/agent, g4/1/agent",
     ),
     "oldest := newest in the columns": (
-        statements("UPDATE trajectories SET oldest = newest"), "trajectories unlike their checksum",
+        statements("UPDATE trajectories SET oldest = newest"),
+        "trajectories differ from their checksum",
     ),
-    "oldest := newest everywhere": (newest_everywhere, "trajectories unlike their checksum"),
-    "a changed reward in header and column": (header(reward=0.25), f"unlike their checksum: {ID}"),
-    "oldest - 5 in header and column": (header(oldest_version=-4), f"unlike their checksum: {ID}"),
+    "oldest := newest everywhere": (newest_everywhere, "trajectories differ from their checksum"),
+    "a changed reward in header and column": (
+        header(reward=0.25),
+        f"differ from their checksum: {ID}",
+    ),
+    "oldest - 5 in header and column": (
+        header(oldest_version=-4),
+        f"differ from their checksum: {ID}",
+    ),
     "oldest - 5": (
         statements(f"UPDATE trajectories SET oldest = oldest - 5 WHERE trajectory_id = '{ID}'"),
-        f"trajectories with columns unlike their header: {ID}",
+        f"trajectories whose columns differ from their header: {ID}",
     ),
     "tokens + 1": (
         statements(f"UPDATE trajectories SET tokens = tokens + 1 WHERE trajectory_id = '{ID}'"),
-        f"trajectories with columns unlike their header: {ID}",
+        f"trajectories whose columns differ from their header: {ID}",
     ),
-    "another id in a header": (header(trajectory_id="g4/1/agent"), f"unlike their checksum: {ID}"),
-    "another task": (header(task_id="train-9"), f"unlike their checksum: {ID}"),
+    "another id in a header": (
+        header(trajectory_id="g4/1/agent"),
+        f"differ from their checksum: {ID}",
+    ),
+    "another task": (header(task_id="train-9"), f"differ from their checksum: {ID}"),
     "a header of noise": (
         statements(f"UPDATE trajectories SET header = x'00ff' WHERE trajectory_id = '{ID}'"),
         f": {ID}",
@@ -170,16 +189,16 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "a truncated payload": (
         statements("UPDATE trajectories SET payload = substr(payload, 1, 60) "
                    f"WHERE trajectory_id = '{ID}'"),
-        f"payloads unlike their checksum: {ID}",
+        f"payloads differ from their checksum: {ID}",
     ),
     "an extended payload": (
         statements("UPDATE trajectories SET payload = payload || x'00' "
                    f"WHERE trajectory_id = '{ID}'"),
-        f"payloads unlike their checksum: {ID}",
+        f"payloads differ from their checksum: {ID}",
     ),
     "a payload taken out": (
         statements(f"UPDATE trajectories SET payload = NULL WHERE trajectory_id = '{ID}'"),
-        f"payloads gone that were not dropped: {ID}",
+        f"payloads missing without a drop: {ID}",
     ),
     "a deleted trajectory": (
         statements(f"DELETE FROM trajectories WHERE trajectory_id = '{ID}'"),
@@ -212,76 +231,77 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "groups missing from the dataset's order: g",
     ),
     "a deleted step": (
-        statements("DELETE FROM steps WHERE step = 1"), "steps reported or trained only: 2",
+        statements("DELETE FROM steps WHERE step = 1"),
+        "steps with only a report or trained groups: 2",
     ),
     "the last step deleted, its groups free": (
         statements("DELETE FROM steps WHERE step = 5",
                    "UPDATE groups SET state = 'complete', step = NULL, place = NULL "
                    "WHERE step = 5"),
-        "3 groups unlike their checksum: g",
+        "3 groups differ from their checksum: g",
     ),
     "a duplicated trajectory": (
         statements("INSERT INTO trajectories SELECT NULL, 'g4/0/x', group_id, member, seat, "
                    "reward, tokens, trained_tokens, oldest, newest, interruptions, header, sum, "
                    f"payload_sum, payload FROM trajectories WHERE trajectory_id = '{ID}'"),
-        "kept twice: g4/0/agent",
+        "trajectories stored twice: g4/0/agent",
     ),
     "a duplicated group": (
         statements("INSERT INTO groups SELECT (SELECT MAX(seq) + 1 FROM groups), 'g99', task_id, "
                    "row, epoch, state, reason, step, place, leases, sum FROM groups WHERE seq = 4"),
-        "groups unlike their checksum: g99",
+        "groups differ from their checksum: g99",
     ),
-    "an id twice in a step": (twice_in_a_step, "steps whose trained ids are not the batch's: 3"),
-    "an id twice in the table": (without_the_unique_rule, f"kept twice: {ID}"),
+    "an id twice in a step": (twice_in_a_step, "steps whose reported ids differ from the batch: 3"),
+    "an id twice in the table": (without_the_unique_rule, f"trajectories stored twice: {ID}"),
     "a moved group": (
         statements("UPDATE groups SET step = 3 WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "two groups that change their places": (
         statements("UPDATE groups SET place = 1 - place WHERE step = 1 AND place < 2"),
-        "2 groups unlike their checksum: g",
+        "2 groups differ from their checksum: g",
     ),
     "a buffered group filtered": (
         statements("UPDATE groups SET state = 'filtered', reason = 'stale' "
                    "WHERE group_id = (SELECT group_id FROM groups WHERE state = 'complete')"),
-        "groups unlike their checksum: g",
+        "groups differ from their checksum: g",
     ),
     "a trained group filtered": (
         statements("UPDATE groups SET state = 'filtered', reason = 'x' WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "another row of the data": (
         statements("UPDATE groups SET row = row + 1 WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "another task of a group": (
         statements("UPDATE groups SET task_id = 'train-99' WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "another fingerprint": (
         statements("UPDATE steps SET fingerprint = 'ff' WHERE step = 2"),
-        "steps unlike their checksum: 3",
+        "steps differ from their checksum: 3",
     ),
     "other metrics of a step": (
         statements("UPDATE steps SET metrics = '{}' WHERE step = 2"),
-        "steps unlike their checksum: 3",
+        "steps differ from their checksum: 3",
     ),
     "a step that is no JSON": (
         statements("UPDATE steps SET trained = '[' WHERE step = 2"),
-        "steps unlike their checksum: 3",
+        "steps differ from their checksum: 3",
     ),
     "a deleted failure": (
-        statements("DELETE FROM failures"), "failures do not add up: 1 were written, 0 are here",
+        statements("DELETE FROM failures"), "failures: 1 rows were written, 0 are in the file",
     ),
     "a row put back as it was": (
         statements("UPDATE groups SET state = 'trained', sum = (SELECT sum FROM groups "
                    "WHERE seq = 5) WHERE seq = 4"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "an index that lost a group": (without_its_index, "the file is damaged: row "),
     "a head made smaller": (
         statements("UPDATE heads SET rows = rows - 1 WHERE name = 'steps'"),
-        "steps do not add up: 5 were written, 6 are here",
+        "steps: 5 rows were written, 6 are in the file",
     ),
 }  # fmt: skip
 
