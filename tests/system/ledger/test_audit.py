@@ -82,7 +82,8 @@ def test_a_right_ledger(path: Path) -> None:
          "1 trajectories whose columns differ from their header: g2/1/agent"),
         ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
          "1 ended episodes with stored turns: g0/1"),
-        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episodes with stored turns: g5/0"),
+        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')",
+         "ended episodes with stored turns: g5/0"),
         ("INSERT INTO trajectories SELECT NULL, 'g0/1/x', group_id, member, seat, reward, tokens, "
          "trained_tokens, oldest, newest, interruptions, header, sum, payload_sum, payload FROM "
          "trajectories WHERE trajectory_id = 'g0/1/agent'",
