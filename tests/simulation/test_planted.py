@@ -92,7 +92,7 @@ PLANTS: dict[str, tuple[Plant, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, changes = PLANTS[name]
     with monkeypatch.context() as patch:
         plant(patch)

@@ -21,7 +21,7 @@ def test_no_invariant_breaks(outcomes: list[Outcome]) -> None:
     assert not broken, "play it again: python tools/simulate.py --seed N --trace"
 
 
-def test_the_faults_really_happen(outcomes: list[Outcome]) -> None:
+def test_every_kind_of_fault_occurs(outcomes: list[Outcome]) -> None:
     """A simulation in which nothing goes wrong would pass every test."""
     sums: Counter[str] = Counter()
     for outcome in outcomes:
@@ -33,7 +33,7 @@ def test_the_faults_really_happen(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 11, 42])
-def test_a_seed_repeats_exactly(seed: int) -> None:
+def test_seed_repeats_exactly(seed: int) -> None:
     first, second = simulate(seed), simulate(seed)
     assert (first.digest, first.virtual_s, first.counts) == (
         second.digest,

@@ -114,7 +114,9 @@ def check(folder: Path, expected: str) -> None:
     assert report.ok, report.table()
 
 
-def test_between_any_two_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_between_any_two_statements_keeps_exactly_the_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files as they are at that instant are what a killed process leaves."""
     pictures: list[str] = []
     within: list[int] = []
@@ -177,7 +179,7 @@ history.play()
 
 @pytest.mark.processes
 @pytest.mark.parametrize("last", [3, 15, 25, 35, 50])
-def test_a_process_killed_there(tmp_path: Path, last: int) -> None:
+def test_killed_process_keeps_exactly_its_commits(tmp_path: Path, last: int) -> None:
     folder = tmp_path / "live"
     command = [sys.executable, "-c", KILLED, str(folder), str(last)]
     root = Path(__file__).parents[3]

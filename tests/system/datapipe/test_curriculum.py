@@ -77,7 +77,9 @@ def learned(name: str, seq: int) -> float:
     return {"easy": 1.0, "fair": 0.5, "hard": 0.0}[name]
 
 
-def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., GroupStore]) -> None:
+def test_classes_of_uncertain_outcome_are_drawn_more_often(
+    opened: Callable[..., GroupStore],
+) -> None:
     store = opened()
     play(store, 100, learned)
     drawn = play(store, 300, learned)
@@ -90,7 +92,7 @@ def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., Grou
     assert drawn["fair"] / 300 == pytest.approx(shares[1], abs=0.1)
 
 
-def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupStore]) -> None:
+def test_draws_follow_the_current_success_rate(opened: Callable[..., GroupStore]) -> None:
     store = opened()
     play(store, 150, learned)
     play(store, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
@@ -99,7 +101,7 @@ def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupStore]) ->
     assert rates["curriculum/hard/success"] == pytest.approx(0.5, abs=0.1)
 
 
-def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
+def test_rows_of_a_class_are_drawn_in_its_own_order_epoch_by_epoch(
     opened: Callable[..., GroupStore],
 ) -> None:
     store = opened()
@@ -116,7 +118,7 @@ def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
         first += size
 
 
-def test_a_run_that_goes_on_draws_what_it_would_have_drawn(
+def test_resumed_run_draws_the_same_tasks(
     opened: Callable[..., GroupStore], tmp_path: Path
 ) -> None:
     store = opened()
@@ -129,7 +131,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(
     assert [went_on.curriculum.draw(seq) for seq in range(40, 60)] == expected
 
 
-def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
+def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
     opened: Callable[..., GroupStore],
 ) -> None:
     store = opened()
@@ -147,7 +149,9 @@ def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
     assert went_on.curriculum and went_on.curriculum.recent == store.curriculum.recent
 
 
-def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupStore]) -> None:
+def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
+    opened: Callable[..., GroupStore],
+) -> None:
     play(opened(by=""), 20, learned)
     store = opened()
     assert store.curriculum and sum(store.curriculum.offered.values()) == 20

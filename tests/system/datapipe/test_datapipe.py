@@ -105,7 +105,7 @@ async def all_durable(pipe: Datapipe) -> None:
     await done.wait()
 
 
-async def test_a_run_over_inproc(tmp_path: Path) -> None:
+async def test_run_over_inproc_trains_all_steps(tmp_path: Path) -> None:
     config = experiment(tmp_path)
     context = zmq.Context()
     async with piped(config, address="inproc://pipe", context=context) as pipe:
@@ -152,7 +152,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
             link.close()
 
 
-async def test_evaluation_beside_training(tmp_path: Path) -> None:
+async def test_evaluation_runs_during_training(tmp_path: Path) -> None:
     config = experiment(tmp_path, samples=2)
     async with piped(config, eval_rows=4) as pipe:
         worker = FakeWorker(lambda: pipe.address)
@@ -184,7 +184,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
     assert any(lease.split == "eval-1" for lease in worker.leases)
 
 
-async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -> None:
+async def test_stop_ends_the_wait_for_an_evaluation(tmp_path: Path) -> None:
     async with piped(experiment(tmp_path), eval_rows=4) as pipe:
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
         waits: list[str] = []
@@ -209,7 +209,7 @@ async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -
                      "worker"]  # fmt: skip
 
 
-async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path: Path) -> None:
+async def test_leases_lost_by_a_restarted_worker_count_as_attempts(tmp_path: Path) -> None:
     """The same worker id comes back with nothing in hand: each time is an attempt."""
     config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0, max_attempts=2)
     async with piped(config, eval_rows=1) as pipe:
@@ -253,7 +253,7 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
     assert pipe.store.counts["filtered:failed:worker_lost"] == 1
 
 
-async def test_too_many_failures_stop_the_run_with_the_first(
+async def test_too_many_failures_stop_the_run_and_name_the_first(
     tmp_path: Path, refused: Callable[[], None]
 ) -> None:
     config = experiment(tmp_path, pipe={"max_failed_share": 0.05})
@@ -279,7 +279,9 @@ async def test_too_many_failures_stop_the_run_with_the_first(
     link.close()
 
 
-async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], None]) -> None:
+async def test_report_of_other_trajectories_is_refused(
+    tmp_path: Path, refused: Callable[[], None]
+) -> None:
     pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
@@ -305,7 +307,7 @@ async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], N
     link.close()
 
 
-async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
+async def test_leases_expire_when_the_worker_is_silent(tmp_path: Path) -> None:
     """It has all that may be run, so that nothing is trained until it is given to another."""
     async with piped(experiment(tmp_path, max_staleness=0)) as pipe:
         mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
@@ -345,7 +347,7 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
     assert re.search(r"4 on mute.*oldest g0", waits[0])
 
 
-async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
+async def test_stop_ends_the_wait_for_a_batch(tmp_path: Path) -> None:
     async with piped(experiment(tmp_path)) as pipe:
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
 
@@ -360,7 +362,7 @@ async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
         link.close()
 
 
-async def test_a_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) -> None:
+async def test_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) -> None:
     config = experiment(tmp_path)
     address = ""
     link = TrainerLink(lambda: address, rank=0, world_size=1)
@@ -393,7 +395,7 @@ async def test_another_dataset_is_refused(tmp_path: Path) -> None:
         Datapipe(config, train=tasks(6), eval=[], registry=None)
 
 
-async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
+async def test_tokens_older_than_their_lease_are_failures(tmp_path: Path) -> None:
     """A token older than its lease that would break the bound is not trained on."""
     config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0)
     async with piped(config) as pipe:
@@ -413,7 +415,9 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         assert db.execute("SELECT group_id, class FROM failures").fetchall() == [("g2", "too_old")]
 
 
-async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], None]) -> None:
+async def test_stall_error_names_the_running_episode(
+    tmp_path: Path, refused: Callable[[], None]
+) -> None:
     config = experiment(tmp_path, pipe={"stall_timeout_s": 0.3})
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
@@ -433,14 +437,14 @@ async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], N
     link.close()
 
 
-async def test_a_silent_datapipe_is_named(tmp_path: Path) -> None:
+async def test_error_names_a_silent_datapipe(tmp_path: Path) -> None:
     link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
     with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
         await in_thread(lambda: link.report(Finish("x")))
     link.close()
 
 
-async def test_a_later_checkpoint_than_the_ledger_is_refused(
+async def test_checkpoint_newer_than_the_ledger_is_refused(
     tmp_path: Path, refused: Callable[[], None]
 ) -> None:
     pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
@@ -455,7 +459,7 @@ async def test_a_later_checkpoint_than_the_ledger_is_refused(
     link.close()
 
 
-async def test_slow_episodes_that_hold_the_trainer_are_named(
+async def test_slow_episodes_that_hold_a_batch_back_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch 1 must hold g0 of version 0, whose second episode does not end until it is named."""
@@ -520,7 +524,7 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
     assert shares[1]["ledger_busy_s"] > 0.0
 
 
-async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None:
+async def test_turns_survive_restarts_of_worker_and_datapipe(tmp_path: Path) -> None:
     """Told once, told again to the datapipe's successor, and sent with the next lease."""
     config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
     address, starts = "", 1
@@ -574,7 +578,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     assert (second.turns, frames[second.lease_id]) == ([], [])
 
 
-async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
+async def test_unfinished_members_of_a_lease_survive_a_restart_of_all(
     tmp_path: Path,
 ) -> None:
     """As when a whole run is killed: its episodes go on, the finished ones are not run again."""

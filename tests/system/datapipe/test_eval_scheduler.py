@@ -9,7 +9,7 @@ from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from tests.system.scenes import episode, failed, tasks
 
 
-def test_attempts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_failed_sample_counts_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(eval_scheduler.time, "monotonic", lambda: now)
     evals = EvalScheduler(tasks(1, "eval"), samples=2, max_attempts=2)
@@ -39,7 +39,7 @@ def test_attempts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None
     assert (eval_id, metrics["eval/failed"], metrics["eval/reward"]) == (0, 1.0, 0.5)
 
 
-def test_a_roll_back_forgets_what_is_under_way_and_later_results() -> None:
+def test_roll_back_drops_running_evaluations_and_later_results() -> None:
     evals = EvalScheduler(tasks(1, "eval"), samples=1, max_attempts=2)
     for eval_id in (1, 2, 3):
         evals.begin(eval_id)
@@ -54,7 +54,7 @@ def test_a_roll_back_forgets_what_is_under_way_and_later_results() -> None:
     assert not evals.add_episode(episode(lease, 0)), "sampled by a policy that is no more"
 
 
-def test_pass_at_k_is_of_all_draws_and_leaves_failed_samples_out() -> None:
+def test_pass_at_k_leaves_failed_samples_out() -> None:
     evals = EvalScheduler(tasks(2, "eval"), samples=3, max_attempts=1)
     evals.begin(0)
     for rewards in ((1.0, 0.0, 0.0), (0.0, 0.0, None)):

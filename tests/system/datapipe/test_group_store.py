@@ -98,7 +98,7 @@ def run(store: GroupStore, outcome: Callable[[int], bool], *, version: int | Non
     return group
 
 
-def test_retry_offers_only_what_failed_and_then_filters(make: Make) -> None:
+def test_retry_leases_only_failed_members_and_then_filters(make: Make) -> None:
     store = make(partial_group="retry")
     group = run(store, lambda m: m != 1)
     assert group.state == "leased"
@@ -108,7 +108,7 @@ def test_retry_offers_only_what_failed_and_then_filters(make: Make) -> None:
     assert store.counts["filtered:failed:episode_timeout"] == 1
 
 
-def test_min_size_keeps_two(make: Make) -> None:
+def test_min_size_completes_a_group_with_two_members(make: Make) -> None:
     store = make(partial_group="min_size")
     group = run(store, lambda m: m != 1)
     assert run(store, lambda m: False) is group
@@ -125,7 +125,7 @@ def test_drop_filters_at_the_first_failure(make: Make) -> None:
     assert store.counts["leased"] == 0
 
 
-def test_equal_rewards_are_filtered_and_refilled(make: Make) -> None:
+def test_group_with_equal_rewards_is_filtered_and_replaced(make: Make) -> None:
     store = make(filter_zero_variance=True, max_staleness=0)
     for _ in range(3):
         assert run(store, lambda m: True).state == "filtered"
@@ -133,7 +133,7 @@ def test_equal_rewards_are_filtered_and_refilled(make: Make) -> None:
 
 
 @pytest.mark.parametrize("won", [1.0, 0.5])
-def test_each_seat_s_rewards_are_compared_with_its_own(make: Make, won: float) -> None:
+def test_zero_variance_is_decided_per_seat(make: Make, won: float) -> None:
     """A game that x wins every time teaches nobody anything, though the seats' rewards differ."""
     store = make(filter_zero_variance=True, max_staleness=0)
     lease = lease_next(store)
@@ -147,7 +147,7 @@ def test_each_seat_s_rewards_are_compared_with_its_own(make: Make, won: float) -
     assert store.counts["filtered:zero_variance"] == (won == 1.0)
 
 
-def test_stale_groups_are_dropped_with_their_lengths(make: Make) -> None:
+def test_lengths_of_dropped_stale_groups_are_counted(make: Make) -> None:
     store = make(staleness_policy="drop", max_staleness=0, group_size=1)
     store.ppo = replace(store.ppo, batch_size=1)
     stale = run(store, lambda m: True)
@@ -159,7 +159,7 @@ def test_stale_groups_are_dropped_with_their_lengths(make: Make) -> None:
 
 
 @pytest.mark.parametrize("policy", ["retry", "drop"])
-def test_an_episode_that_always_kills_its_worker_is_given_up(make: Make, policy: str) -> None:
+def test_episode_that_always_kills_its_worker_fails_for_good(make: Make, policy: str) -> None:
     store = make(group_size=2, partial_group=policy)
     group = store.next_group()
     assert group
@@ -175,7 +175,7 @@ def test_an_episode_that_always_kills_its_worker_is_given_up(make: Make, policy:
     assert sum(store.failed_window) == 0, "lost workers are not failing episodes"
 
 
-def test_a_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
+def test_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
     store = make(group_size=2)
     group = store.next_group()
     assert group
@@ -190,7 +190,7 @@ def test_a_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
     assert [h.reward for h in group.headers] == [0.5, 1.0]
 
 
-def test_a_late_result_that_is_too_old_is_not_kept(make: Make) -> None:
+def test_late_result_beyond_the_staleness_bound_is_ignored(make: Make) -> None:
     store = make(group_size=1, max_staleness=1)
     group = store.next_group()
     assert group
@@ -216,7 +216,7 @@ def test_admission_stops_at_eta_plus_one_batches(make: Make) -> None:
 # ---------------------------------------------------------------- turns of episodes under way
 
 
-def test_turns_of_a_lost_lease_go_with_the_next_one(make: Make) -> None:
+def test_turns_of_a_lost_lease_are_sent_with_the_next_lease(make: Make) -> None:
     store = make(group_size=2)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(0, member=1))
@@ -233,7 +233,7 @@ def test_turns_of_a_lost_lease_go_with_the_next_one(make: Make) -> None:
     assert (other.members, other.turns) == ([1], [turn(0, member=1)])
 
 
-def test_a_lease_without_turns_is_of_the_confirmed_version(make: Make) -> None:
+def test_lease_without_turns_has_the_confirmed_version(make: Make) -> None:
     store = make(group_size=1)
     lost = lease_next(store)
     publish(store, 2)
@@ -243,7 +243,7 @@ def test_a_lease_without_turns_is_of_the_confirmed_version(make: Make) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "failed", "given up", "filtered"])
-def test_turns_are_forgotten_with_the_episode(make: Make, end: str) -> None:
+def test_turns_are_deleted_when_the_episode_ends(make: Make, end: str) -> None:
     store = make(group_size=2, partial_group="drop" if end == "filtered" else "min_size")
     lease = lease_next(store)
     tell(store, lease, turn(0), turn(1), turn(0, member=1))
@@ -264,7 +264,7 @@ def test_turns_are_forgotten_with_the_episode(make: Make, end: str) -> None:
     assert sum(len(t) for g in store.groups.values() for t in g.turns.values()) == left
 
 
-def test_progress_that_is_late_too_old_or_of_nobody_is_not_kept(make: Make) -> None:
+def test_progress_that_is_late_too_old_or_unleased_is_ignored(make: Make) -> None:
     store = make(group_size=2)
     lost = lease_next(store)
     tell(store, lost, turn(0))
@@ -283,7 +283,7 @@ def test_progress_that_is_late_too_old_or_of_nobody_is_not_kept(make: Make) -> N
     assert store.groups[fresh.group_id].start == 1
 
 
-def test_a_turn_replaces_all_that_is_known_from_there_on(make: Make) -> None:
+def test_turn_replaces_the_stored_turns_from_its_index_on(make: Make) -> None:
     """An episode that went another way than its record may not be mixed with it."""
     store = make(group_size=1, max_attempts=9)
     lost = lease_next(store)
@@ -297,7 +297,7 @@ def test_a_turn_replaces_all_that_is_known_from_there_on(make: Make) -> None:
     assert stored(store, last) == [b"g0.1.1 agent 0", b"g0.1.2 agent 1", b"g0.1.1 judge 2"]
 
 
-def test_a_restart_restores_turns_attempts_and_failures(make: Make) -> None:
+def test_restart_restores_turns_attempts_and_failures(make: Make) -> None:
     store = make(group_size=3, max_attempts=3)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(1), turn(0, member=1), turn(0, member=2))
@@ -328,7 +328,7 @@ def train_step(store: GroupStore) -> list[int] | None:
     return [step - h.oldest_version for group in groups for h in group.headers]
 
 
-def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
+def test_resumed_episode_holds_batches_back(make: Make) -> None:
     """Between a worker's death and the next lease, too: else its oldest token would outlive eta."""
     store = make(group_size=1, max_staleness=1)
     store.ppo = replace(store.ppo, batch_size=1)
@@ -347,7 +347,7 @@ def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: str) -> None:
+def test_turns_too_old_for_a_smaller_eta_are_deleted(make: Make, policy: str) -> None:
     """The only way to get there under pace: the run is begun again with less staleness."""
     about = {"group_size": 1, "staleness_policy": policy, "num_groups": 1}
     store = make(max_staleness=2, **about)
@@ -366,7 +366,7 @@ def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: s
     assert train_step(store) == [0]
 
 
-def test_what_will_be_dropped_after_a_change_of_eta_holds_nobody_back(make: Make) -> None:
+def test_groups_too_old_for_a_smaller_eta_hold_no_batch_back(make: Make) -> None:
     """Three groups of version 0 had a place under η = 1; under 0, batch 0 takes two of them."""
     about = {"group_size": 1, "num_groups": 2, "max_attempts": 9}
     store = make(max_staleness=1, **about)
@@ -384,7 +384,7 @@ def test_what_will_be_dropped_after_a_change_of_eta_holds_nobody_back(make: Make
     assert train_step(store) == [0, 0]
 
 
-def test_masked_tokens_may_be_of_any_age(make: Make) -> None:
+def test_masked_tokens_may_have_any_age(make: Make) -> None:
     store = make(group_size=1, staleness_policy="mask", max_staleness=0)
     lost = lease_next(store)
     tell(store, lost, turn(0))
@@ -396,7 +396,7 @@ def test_masked_tokens_may_be_of_any_age(make: Make) -> None:
 # ---------------------------------------------------------------- roll-back and rest
 
 
-def test_after_a_roll_back_nothing_is_leased_until_a_version_is_published(make: Make) -> None:
+def test_after_a_roll_back_no_lease_before_the_next_publish(make: Make) -> None:
     about = {"group_size": 1, "num_groups": 1, "max_staleness": 1}
     store = make(**about)
     for _ in range(3):
@@ -414,7 +414,7 @@ def test_after_a_roll_back_nothing_is_leased_until_a_version_is_published(make: 
     assert store.groups[running.group_id].state == "complete"
 
 
-def test_a_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
+def test_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
     store = make(group_size=1, num_groups=1)
     run(store, lambda m: True)
     assert train_step(store)
@@ -422,7 +422,7 @@ def test_a_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
     assert store.version == 1
 
 
-def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
+def test_leases_lost_over_a_roll_back_do_not_block_batches(make: Make) -> None:
     """Were all of them given at the old version, all would be due in the one batch it leaves."""
     store = make(group_size=1, num_groups=1, max_staleness=2, max_attempts=9)
     for _ in range(5):
@@ -445,7 +445,7 @@ def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
     assert not store.counts["filtered:stale"]
 
 
-def test_batches_rolled_back_are_not_made_again_with_less_staleness(make: Make) -> None:
+def test_rolled_back_batches_too_old_for_a_smaller_eta_are_not_repeated(make: Make) -> None:
     """The trainer would refuse their tokens at every start: the run could never go on."""
     about = {"group_size": 1, "num_groups": 1}
     store = make(max_staleness=2, **about)
@@ -462,7 +462,7 @@ def test_batches_rolled_back_are_not_made_again_with_less_staleness(make: Make) 
     assert store.counts["filtered:stale"] == 1
 
 
-def test_a_lost_episode_is_run_though_nothing_fits_a_smaller_batch(make: Make) -> None:
+def test_lost_episode_is_leased_even_if_no_group_fits_a_smaller_batch(make: Make) -> None:
     """What does not fit is dropped once all are in; so they have to come in."""
     store = make(group_size=2, num_groups=2, max_staleness=1, max_attempts=9)
     for _ in range(4):
@@ -481,7 +481,7 @@ def test_a_lost_episode_is_run_though_nothing_fits_a_smaller_batch(make: Make) -
     assert train_step(store) == [0, 0]
 
 
-def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make: Make) -> None:
+def test_lease_after_a_roll_back_makes_no_group_too_old(make: Make) -> None:
     """Groups begun at later versions were all leased again at the old one, due in one batch."""
     store = make(group_size=2, num_groups=1, max_staleness=2, max_attempts=9)
     for _ in range(2):
@@ -516,7 +516,7 @@ def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make:
     assert not store.counts["filtered"]
 
 
-def test_a_failed_episode_rests_longer_each_time(
+def test_failed_episode_backs_off_longer_each_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -536,7 +536,7 @@ def test_a_failed_episode_rests_longer_each_time(
     assert store.next_group() is not None, "a dead worker is no reason to wait"
 
 
-def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
+def test_batch_order_is_the_same_after_a_restart(make: Make):
     """Else one rank's shard of it, asked for again, would not fit the others'."""
     store = make(group_size=2, num_groups=1)
     lease = lease_next(store)
@@ -550,7 +550,7 @@ def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
     assert [h.trajectory_id for h in again.batches[0][0].headers] == before
 
 
-def test_no_more_is_offered_than_a_batch_beyond_the_last_step(make: Make) -> None:
+def test_at_most_one_batch_of_groups_is_created_beyond_the_last_step(make: Make) -> None:
     store = make(num_groups=2, max_staleness=4, total_steps=2)
     leases = []
     while (group := store.next_group()) is not None:

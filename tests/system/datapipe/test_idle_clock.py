@@ -21,7 +21,7 @@ def wait(monkeypatch: pytest.MonkeyPatch):
     return pass_by
 
 
-def test_seconds_go_to_the_cause_named_before(wait) -> None:
+def test_seconds_count_for_the_previous_cause(wait) -> None:
     clock = IdleClock()
     wait(clock, 5.0, "groups")  # busy until now
     wait(clock, 2.0, "pace")
@@ -32,7 +32,7 @@ def test_seconds_go_to_the_cause_named_before(wait) -> None:
     assert clock.take() == {"groups_wait_s": 0.0, "pace_wait_s": 0.0}
 
 
-def test_the_share_rises_while_pace_holds_and_falls_after(wait) -> None:
+def test_share_rises_during_pacing_and_falls_after(wait) -> None:
     clock = IdleClock()
     wait(clock, 1000.0, "pace")
     assert clock.pace_share == 0.0
@@ -46,7 +46,7 @@ def test_the_share_rises_while_pace_holds_and_falls_after(wait) -> None:
     assert clock.pace_share == pytest.approx(0.36, abs=0.02)
 
 
-def test_a_share_of_the_time_is_that_share(wait) -> None:
+def test_share_converges_to_the_share_of_time(wait) -> None:
     clock = IdleClock()
     for _ in range(500):
         wait(clock, 0.7, "pace")

@@ -91,20 +91,20 @@ def flipped(frame: bytes, at: int) -> bytes:
         (payload(header("g0", 0, version=1, newest=2, tokens=10)), "length"),
     ],
 )
-def test_payload_unlike_its_header_is_named(made: bytes, what: str) -> None:
+def test_payload_that_differs_from_its_header_is_rejected(made: bytes, what: str) -> None:
     assert what in find_mismatch(HEADER, made, vocab_size=(1 << 31) - 1)
     assert find_mismatch(HEADER, payload(HEADER)) == ""
 
 
 @pytest.mark.parametrize(("group", "is_right"), [("e0-0", True), ("g0", False)])
-def test_greedy_trajectory_is_right_in_an_evaluation_alone(group: str, is_right: bool) -> None:
+def test_greedy_trajectory_is_valid_only_in_an_evaluation(group: str, is_right: bool) -> None:
     """A trainer divides logits by the temperature."""
     about = replace(HEADER, group_id=group, trajectory_id=f"{group}/0/agent")
     whole = Episode(f"{group}.1.1", group, 0, [about], None)
     assert (check_episode(whole, [changed(temperature=0.0)], 2) == "") == is_right
 
 
-def test_every_flipped_byte_of_a_payload_is_seen() -> None:
+def test_every_flipped_byte_of_a_payload_is_detected() -> None:
     made = payload(HEADER)
     summed = replace(HEADER, payload_sum=payload_sum(made))
     assert find_mismatch(summed, made) == ""
@@ -129,7 +129,7 @@ def test_every_flipped_byte_of_a_payload_is_seen() -> None:
         {"reward": 2.0},
     ],
 )
-def test_header_that_cannot_be_true_is_named(wrong: dict[str, Any]) -> None:
+def test_impossible_header_is_rejected(wrong: dict[str, Any]) -> None:
     whole = Episode("g0.1.1", "g0", 0, [HEADER], None)
     assert check_episode(whole, [payload(HEADER)], 2) == ""
     bad = replace(whole, headers=[replace(HEADER, **wrong)])
@@ -211,7 +211,7 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
     assert report.steps == 2
 
 
-async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer: Peer) -> None:
+async def test_invalid_messages_are_counted_and_logged_once_per_sender(peer: Peer) -> None:
     wrong = [
         *(b"", b"garbage", b"\x80", wire.encode(Ack(1)), wire.encode({"type": "Result"})),
         *(b"\x81\xa1a" * 50_000, b"\x82\xa4type\xa6Finish\xa6reason\xa1\xff"),
@@ -229,7 +229,7 @@ async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer:
     assert [log["event"] for log in logs].count("message rejected") == 1
 
 
-async def test_trainer_requests_of_a_stranger_change_nothing(peer: Peer) -> None:
+async def test_trainer_requests_without_a_ticket_change_nothing(peer: Peer) -> None:
     stray = [Published(0), Checkpointed(0, ""), EvalRequest(0), Finish("x"), StepReport(0, [], {})]
     for request in (*stray, BatchRequest(0, 0, 1), TrainerStart(0, 1, 1 << 30)):
         peer.say(request)
@@ -238,7 +238,7 @@ async def test_trainer_requests_of_a_stranger_change_nothing(peer: Peer) -> None
     assert not peer.pipe.evals.runs
 
 
-async def test_result_of_a_lease_that_another_worker_holds_is_not_taken(peer: Peer) -> None:
+async def test_result_for_a_lease_of_another_worker_is_ignored(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     forged = episode(lease, 0, reward=1e6)
     strange = replace(forged, lease_id=f"{lease.lease_id}9")
@@ -271,7 +271,7 @@ def test_rejections_of_many_senders_take_bounded_memory() -> None:
 
 
 @pytest.mark.parametrize("how", ["garbage", "flip", "missing", "header", "range", "too many"])
-async def test_wrong_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, how: str) -> None:
+async def test_invalid_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, how: str) -> None:
     leases = await peer.leased("bad")
     for lease in leases:
         for member in lease.members:
@@ -294,7 +294,7 @@ async def test_wrong_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, 
     db.close()
 
 
-async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
+async def test_unreadable_result_is_acknowledged_and_leased_again(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the worker would send it for ever, and its group would never be complete."""
@@ -317,7 +317,7 @@ async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
     await working
 
 
-async def test_only_the_wrong_episode_of_a_result_is_lost(peer: Peer) -> None:
+async def test_only_the_invalid_episode_of_a_result_is_lost(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     good, bad = episode(lease, 0), episode(lease, 1)
     peer.say(Result("bad", [bad, good]), b"garbage", payload(good.headers[0]))
@@ -327,7 +327,7 @@ async def test_only_the_wrong_episode_of_a_result_is_lost(peer: Peer) -> None:
     assert [failure[0] for failure in group.failures] == [1]
 
 
-async def test_wrong_turns_are_not_kept(peer: Peer) -> None:
+async def test_invalid_turns_are_not_stored(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     turn = TurnHeader(0, "agent", 0, 0)
     for name, payloads in (("bad", [b"turn"]), ("bad", []), ("w", [])):

@@ -81,7 +81,7 @@ def site(tmp_path: Path) -> Iterator[Any]:
         each.ledger.close()
 
 
-def test_a_worker_begins_with_the_least_and_gets_more_while_servers_are_idle(site: Any) -> None:
+def test_worker_begins_with_the_minimum_and_gets_more_while_servers_are_idle(site: Any) -> None:
     it = site(highest=1)
     it.hear(0)
     it.fill()
@@ -92,7 +92,7 @@ def test_a_worker_begins_with_the_least_and_gets_more_while_servers_are_idle(sit
     assert it.in_flight(0) == MOST, "never more than collector.concurrency"
 
 
-def test_fewer_are_reached_as_episodes_end_and_none_is_cancelled(site: Any) -> None:
+def test_reduction_cancels_no_episode(site: Any) -> None:
     it = site(highest=1)
     it.hear(0)
     for _ in range(8):
@@ -112,7 +112,7 @@ def test_fewer_are_reached_as_episodes_end_and_none_is_cancelled(site: Any) -> N
     assert 2 <= it.in_flight(0) < MOST
 
 
-def test_a_worker_that_comes_gets_what_the_others_may_have(site: Any) -> None:
+def test_new_worker_gets_the_same_limit_as_the_others(site: Any) -> None:
     it = site(fewest=2, highest=2)
     it.hear(0)
     for _ in range(9):
@@ -122,7 +122,7 @@ def test_a_worker_that_comes_gets_what_the_others_may_have(site: Any) -> None:
     assert it.workers.by_id["rollout-1@host"].limit == it.workers.by_id["rollout-0@host"].limit
 
 
-def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site: Any) -> None:
+def test_worker_is_added_when_all_are_full_and_removed_when_idle(site: Any) -> None:
     it = site()
     it.hear(0)
     assert it.scaling.desired_workers() == {}, "nothing is decided"
@@ -155,7 +155,7 @@ def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site
     assert it.workers.by_id["rollout-1@host"].limit > 0, "another of that number"
 
 
-def test_no_worker_is_asked_for_where_staleness_and_not_workers_hold_episodes_back(
+def test_no_worker_is_added_while_staleness_limits_the_episodes(
     site: Any,
 ) -> None:
     it = site()
@@ -167,7 +167,7 @@ def test_no_worker_is_asked_for_where_staleness_and_not_workers_hold_episodes_ba
     assert it.scaling.num_workers == 1
 
 
-def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
+def test_leaving_worker_stays_when_it_is_needed_again(site: Any) -> None:
     it = site()
     it.hear(0, 1)
     it.pass_period(running=0)
@@ -183,7 +183,7 @@ def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
     assert it.workers.by_id["rollout-1@host"].limit == MOST
 
 
-def test_batches_that_leave_too_much_hold_rollouts_back(site: Any) -> None:
+def test_batches_that_leave_many_groups_reduce_rollouts(site: Any) -> None:
     it = site()
     for surplus, damping in ((4, 0.9), (2, 0.9), (0, 1.0)):  # of 4 that may wait
         it.store.next_step += 1
@@ -193,7 +193,7 @@ def test_batches_that_leave_too_much_hold_rollouts_back(site: Any) -> None:
         assert it.scaling.metrics()["rollout/damping"] == pytest.approx(damping)
 
 
-def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:
+def test_servers_without_load_change_nothing(site: Any) -> None:
     it = site()
     it.hear(0)
     for _ in range(5):
@@ -205,11 +205,11 @@ def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:
     assert it.workers.metrics()["rollout/workers"] == 1.0
 
 
-def test_the_number_of_a_worker() -> None:
+def test_worker_index_is_read_from_the_id() -> None:
     assert [worker_index(name) for name in ("rollout-12@a-3", "rollout-0@b", "w")] == [12, 0, -1]
 
 
-def test_servers_that_tell_no_load_are_told_of_once(site: Any) -> None:
+def test_servers_without_load_are_logged_once(site: Any) -> None:
     it = site()
     with capture_logs() as logs:
         for _ in range(3 * CONFIRM_PERIODS):

@@ -230,7 +230,9 @@ CASES = {"seed": st.integers(0, 2**32), "eta": st.integers(0, 4), "num_groups": 
 
 @settings(max_examples=30, deadline=None)
 @given(**CASES)
-def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_groups: int) -> None:
+def test_wait_discards_nothing_and_never_blocks_for_good(
+    seed: int, eta: int, num_groups: int
+) -> None:
     with played(seed, "wait", eta, num_groups) as trial:
         check(trial, eta)
         assert not [name for name in trial.store.counts if name.startswith("filtered")]
@@ -247,14 +249,16 @@ def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_group
 
 @settings(max_examples=12, deadline=None)
 @given(policy=st.sampled_from(["mask", "drop"]), **CASES)
-def test_mask_and_drop_keep_their_bound(policy: str, seed: int, eta: int, num_groups: int) -> None:
+def test_mask_and_drop_keep_the_staleness_bound(
+    policy: str, seed: int, eta: int, num_groups: int
+) -> None:
     with played(seed, policy, eta, num_groups) as trial:
         check(trial, eta)
         filtered = {name for name in trial.store.counts if name.startswith("filtered:")}
         assert filtered <= ({"filtered:stale"} if policy == "drop" else set())
 
 
-def test_the_trials_are_hard_enough(tmp_path: Path) -> None:
+def test_every_fault_occurs_in_the_trials(tmp_path: Path) -> None:
     """Each disaster happens, and without the policy wait the bound would be broken."""
     happened: set[str] = set()
     oldest = stale = 0
@@ -279,7 +283,7 @@ def one_batch_more(outstanding: int, version: int, *, eta: int, num_groups: int)
 @pytest.mark.parametrize(
     ("name", "rule"), [("fits", lambda *_, **__: True), ("may_lease", one_batch_more)]
 )
-def test_a_broken_rule_is_found(name: str, rule: Callable[..., bool]) -> None:
+def test_broken_rule_is_detected(name: str, rule: Callable[..., bool]) -> None:
     """The property notices pacing that lets batches go too early, and admission of one too many."""
     with patch.object(staleness, name, rule), pytest.raises(AssertionError):
         for seed in range(10):

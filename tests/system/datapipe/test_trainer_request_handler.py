@@ -105,7 +105,7 @@ def train(handler: TrainerRequestHandler, step: int) -> None:
     tell(handler, Published(step + 1))
 
 
-def test_a_start_that_comes_twice_rolls_nothing_back(handler: TrainerRequestHandler) -> None:
+def test_resent_start_rolls_nothing_back(handler: TrainerRequestHandler) -> None:
     handler.take(ROUTE, TrainerStart(0, 1, 1))
     assert handler.store.num_trained_steps() == 2
     assert sent(handler)[-1] == TrainerReady(0, 0)
@@ -119,7 +119,7 @@ def test_a_start_that_comes_twice_rolls_nothing_back(handler: TrainerRequestHand
     assert len(sent(handler)) == before
 
 
-def test_tickets_grow_and_change_nothing(handler: TrainerRequestHandler) -> None:
+def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> None:
     """Also those of the datapipe's next start are larger than all before."""
     for _ in range(2):
         handler.take(ROUTE, TrainerStart(0, 1))
@@ -145,7 +145,7 @@ def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_a_late_version_is_not_taken(handler: TrainerRequestHandler, late: int) -> None:
+def test_late_version_is_ignored(handler: TrainerRequestHandler, late: int) -> None:
     """An older one would stop the leases for ever at η = 0; a later one is of steps rolled back."""
     tell(handler, Published(late))
     assert handler.store.version == 2
@@ -153,7 +153,7 @@ def test_a_late_version_is_not_taken(handler: TrainerRequestHandler, late: int) 
     assert handler.store.ledger.connection.execute(held).fetchone() == ("2",)
 
 
-def test_what_a_dead_trainer_says_after_a_roll_back_ends_nothing_else(
+def test_request_of_a_dead_trainer_after_a_roll_back_stops_only_its_sender(
     handler: TrainerRequestHandler,
 ) -> None:
     begin(handler, 1, ticket=2)
@@ -183,7 +183,7 @@ def test_requests_of_other_tickets_change_nothing(handler: TrainerRequestHandler
     assert not handler.is_waiting
 
 
-def test_ticket_of_the_trainer_that_runs_outlives_the_datapipe(
+def test_ticket_of_the_current_trainer_survives_a_restart(
     handler: TrainerRequestHandler, tmp_path: Path
 ) -> None:
     handler.store.ledger.close()
@@ -221,7 +221,7 @@ def test_tickets_grow_after_a_restart_however_many_were_given(
     assert sent(handler)[-1].number > 1 << 30
 
 
-def test_start_waits_while_the_trainer_before_is_alive(handler: TrainerRequestHandler) -> None:
+def test_start_waits_while_the_previous_trainer_is_alive(handler: TrainerRequestHandler) -> None:
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
     assert handler.store.num_trained_steps() == 2
@@ -234,7 +234,7 @@ def test_start_waits_while_the_trainer_before_is_alive(handler: TrainerRequestHa
     assert sent(handler)[-1] == TrainerReady(1, 1)
 
 
-def test_start_that_is_not_repeated_is_forgotten(handler: TrainerRequestHandler) -> None:
+def test_start_that_is_not_resent_is_dropped(handler: TrainerRequestHandler) -> None:
     """A stray one would begin the next time that the trainer computes for long."""
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
@@ -258,7 +258,7 @@ def test_start_does_not_overtake_a_trainer_that_saves_its_last_steps(
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_start_that_contradicts_the_ledger_is_refused_and_stops_nobody(
+def test_start_that_contradicts_the_ledger_is_refused_and_stops_no_other(
     handler: TrainerRequestHandler, step: int
 ) -> None:
     """Its sender is a stray peer, or a restarted trainer without its newest checkpoint."""
@@ -317,7 +317,7 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(
     assert f"set aside, because no rank could train them: {bad.group_id} (mask)" in report.table()
 
 
-def test_late_repetition_of_unusable_keeps_the_batch_composed_since(
+def test_resent_unusable_keeps_the_recomposed_batch(
     handler: TrainerRequestHandler,
 ) -> None:
     """Some ranks may have that batch already."""

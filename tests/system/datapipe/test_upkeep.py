@@ -67,7 +67,7 @@ def grown(folder: Path, steps: int) -> SmallRun:
     return run
 
 
-async def test_an_audit_of_what_is_new_counts_what_a_whole_one_does(tmp_path: Path) -> None:
+async def test_incremental_audit_counts_the_same_as_a_full_audit(tmp_path: Path) -> None:
     run = grown(tmp_path, 0)
     path = run.paths.ledger
     for step in range(10):
@@ -83,7 +83,7 @@ async def test_an_audit_of_what_is_new_counts_what_a_whole_one_does(tmp_path: Pa
     run.ledger.close()
 
 
-async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path: Path) -> None:
+async def test_incremental_audit_reads_no_payload_before_its_mark(tmp_path: Path) -> None:
     run = grown(tmp_path, 6)
     await keep_house(run)
     run.train()
@@ -110,7 +110,7 @@ async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path
         "DELETE FROM trajectories WHERE n = 1",
     ],
 )
-async def test_harm_to_what_is_new_and_to_numbers_of_rows_is_seen_at_the_end(
+async def test_damage_after_the_mark_and_to_row_counts_is_detected_at_the_end(
     tmp_path: Path, harm: str
 ) -> None:
     run = grown(tmp_path, 6)
@@ -125,7 +125,7 @@ async def test_harm_to_what_is_new_and_to_numbers_of_rows_is_seen_at_the_end(
     assert not audit(run.paths.ledger).ok
 
 
-async def test_the_mark_stays_where_an_audit_fails_and_payloads_too(tmp_path: Path) -> None:
+async def test_failed_audit_moves_no_mark_and_drops_no_payload(tmp_path: Path) -> None:
     run = grown(tmp_path, 4)
     await keep_house(run, "1")
     before, held = mark(run.paths.ledger), read(run.paths.ledger, KEPT)
@@ -145,7 +145,7 @@ async def test_the_mark_stays_where_an_audit_fails_and_payloads_too(tmp_path: Pa
 KEPT = "SELECT trajectory_id FROM trajectories WHERE payload NOTNULL"
 
 
-async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
+async def test_roll_back_below_the_mark_resets_it(tmp_path: Path) -> None:
     run = grown(tmp_path, 6)
     await keep_house(run)
     run.store.roll_back(6)
@@ -164,7 +164,7 @@ async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
     run.ledger.close()
 
 
-async def test_audit_leaves_no_mark_when_its_steps_are_rolled_back_meanwhile(
+async def test_audit_stores_no_mark_if_its_steps_are_rolled_back_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = grown(tmp_path, 6)
@@ -182,7 +182,7 @@ async def test_audit_leaves_no_mark_when_its_steps_are_rolled_back_meanwhile(
     run.ledger.close()
 
 
-async def test_an_audit_is_given_up_when_the_run_ends(tmp_path: Path) -> None:
+async def test_audit_stops_when_the_run_ends(tmp_path: Path) -> None:
     run = grown(tmp_path, 30)  # more trajectories than it looks after
     over = asyncio.Event()
     over.set()
@@ -225,7 +225,7 @@ async def test_payloads_older_than_the_newest_checkpoints_are_dropped(
     run.ledger.close()
 
 
-async def test_a_run_goes_on_from_each_checkpoint_that_has_its_payloads(tmp_path: Path) -> None:
+async def test_run_resumes_from_each_checkpoint_with_payloads(tmp_path: Path) -> None:
     run = grown(tmp_path, 9)
     await keep_house(run, "2")
     run.store.roll_back(6)
@@ -243,7 +243,7 @@ async def test_a_run_goes_on_from_each_checkpoint_that_has_its_payloads(tmp_path
     run.ledger.close()
 
 
-async def test_room_of_dropped_payloads_is_used_again(tmp_path: Path) -> None:
+async def test_space_of_dropped_payloads_is_reused(tmp_path: Path) -> None:
     sizes = dict[str, list[int]]()
     for kept in ("all", "1"):
         run = SmallRun(tmp_path / kept, Shape(tokens=2000))
@@ -281,7 +281,7 @@ print(next(count))
 
 
 @pytest.mark.processes
-async def test_a_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: Path) -> None:
+async def test_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: Path) -> None:
     """Killed before each of the statements in turn; the next one goes on and ends as ever."""
     run = grown(tmp_path / "run", 7)
     run.ledger.close()
@@ -311,7 +311,7 @@ async def test_a_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path:
     assert len(dropped) >= 3, "killed between two steps that go"
 
 
-async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path) -> None:
+async def test_datapipe_audits_and_drops_after_each_checkpoint(tmp_path: Path) -> None:
     config = experiment(tmp_path, num_groups=2, pipe={"keep_payloads": "1"})
     path = run_paths(config).ledger
     async with piped(config) as pipe:

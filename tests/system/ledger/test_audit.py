@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.sqlite"
 
 
-def test_a_right_ledger(path: Path) -> None:
+def test_intact_ledger_passes_the_audit(path: Path) -> None:
     report = audit(path)
     assert report.ok, report.table()
     assert vars(report.groups) == {
@@ -90,7 +90,7 @@ def test_a_right_ledger(path: Path) -> None:
          "trajectories stored twice: g0/1/agent"),
     ],
 )  # fmt: skip
-def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
+def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
     with sqlite3.connect(path) as db:
         db.execute(harm)
     db.close()
@@ -99,7 +99,7 @@ def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
     assert line in report.table()
 
 
-def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
+def test_turns_of_a_running_episode_are_no_problem(path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("INSERT INTO turns VALUES ('g6', 0, 'agent', 0, x'', x'')")
     db.close()
@@ -110,7 +110,7 @@ def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
     ("bounds", "policy", "ok"),
     [((1,), "wait", True), ((0,), "wait", False), ((0, 1), "drop", True), ((0,), "mask", True)],
 )
-def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
+def test_token_age_is_checked_against_the_largest_configured_staleness(
     path: Path, bounds: tuple[int, ...], policy: str, ok: bool
 ) -> None:
     paths = RunPaths(path.parent)
@@ -127,7 +127,7 @@ def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
         )
 
 
-def test_what_is_no_ledger(tmp_path: Path) -> None:
+def test_file_that_is_not_a_ledger_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("hello, this is no database")
     with pytest.raises(UserError, match="cannot be read as a ledger"):
         audit(tmp_path / "x")

@@ -41,7 +41,9 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     ("partial", "attempts", "is_lost"),
     [("retry", 2, True), ("min_size", 2, True), ("min_size", 1, False), ("drop", 2, True)],
 )
-def test_a_missing_member(tmp_path: Path, partial: str, attempts: int, is_lost: bool) -> None:
+def test_missing_member_is_lost_unless_it_failed_for_good(
+    tmp_path: Path, partial: str, attempts: int, is_lost: bool
+) -> None:
     made = "retry" if partial == "drop" else partial
     path = run(tmp_path, partial=made, attempts=max(2, attempts))
     text = (tmp_path / "config.yaml").read_text()

@@ -187,7 +187,9 @@ class Random:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), policy=POLICY, zero=st.booleans(), eta=st.integers(0, 2))
-def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int) -> None:
+def test_random_histories_survive_reopening(
+    data: st.DataObject, policy: str, zero: bool, eta: int
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ppo = experiment(folder, partial_group=policy, filter_zero_variance=zero).trainer.ppo
@@ -202,7 +204,7 @@ def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int
         assert report.max_staleness <= eta
 
 
-def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
+def test_copy_taken_at_any_commit_is_consistent(tmp_path: Path) -> None:
     """kill -9 leaves the files as they are: database and write-ahead log, with no farewell."""
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path / "live", ppo)
@@ -229,14 +231,14 @@ def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
     store.ledger.close()
 
 
-def test_the_order_is_a_new_one_each_epoch() -> None:
+def test_each_epoch_has_a_new_order() -> None:
     first, second = permutation(1, 0, 50), permutation(1, 1, 50)
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
     assert first == permutation(1, 0, 50)
 
 
-def test_unshuffled_order(tmp_path: Path) -> None:
+def test_unshuffled_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
     ppo = experiment(tmp_path).trainer.ppo
     store = GroupStore(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
@@ -244,7 +246,7 @@ def test_unshuffled_order(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"Cannot use the ledger .*/file/ledger"):
         Ledger(tmp_path / "file" / "ledger.sqlite", fingerprint={})
@@ -253,7 +255,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         Ledger(tmp_path / "junk", fingerprint={})
 
 
-def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path: Path) -> None:
+def test_full_disk_stops_the_run_and_keeps_all_commits(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path, ppo)
     store.version = 0
@@ -272,7 +274,7 @@ def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path
     again.ledger.close()
 
 
-def test_payloads_come_back_in_order(tmp_path: Path) -> None:
+def test_payloads_are_read_in_order(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path, ppo)
     store.version = 0
@@ -290,7 +292,7 @@ def test_payloads_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_bounded", [True, False])
-def test_readers_that_overlap_do_not_let_the_log_grow(
+def test_overlapping_readers_do_not_let_the_log_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
 ) -> None:
     """SQLite alone begins its log anew only in a moment without readers, which never comes."""
@@ -316,7 +318,7 @@ def test_readers_that_overlap_do_not_let_the_log_grow(
         assert db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (50,)
 
 
-def test_a_folder_that_cannot_be_written_is_read(
+def test_ledger_in_an_unwritable_folder_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})

@@ -29,7 +29,7 @@ def old(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_its_audit_says_what_cannot_be_checked(
+def test_audit_of_an_older_ledger_notes_the_missing_checksums(
     old: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["audit", str(old.root)]) == 0
@@ -53,7 +53,9 @@ def test_its_audit_says_what_cannot_be_checked(
         ("DELETE FROM steps WHERE step = 1", "steps with only a report or trained groups: 2"),
     ],
 )  # fmt: skip
-def test_what_can_be_recomputed_is(old: RunPaths, harm: str, line: str) -> None:
+def test_damage_of_an_older_ledger_is_detected_without_checksums(
+    old: RunPaths, harm: str, line: str
+) -> None:
     with closing(sqlite3.connect(old.ledger)) as db, db:
         db.execute(harm)
     report = audit(old.ledger)
@@ -61,12 +63,12 @@ def test_what_can_be_recomputed_is(old: RunPaths, harm: str, line: str) -> None:
     assert line in report.table()
 
 
-def test_its_report_is_written(old: RunPaths) -> None:
+def test_report_of_an_older_ledger_is_written(old: RunPaths) -> None:
     made = write_report(old, old.report, most=100)
     assert made["shown"] == made["trajectories"] > 0
 
 
-def test_a_run_in_it_is_refused_in_a_line(old: RunPaths, tmp_path: Path) -> None:
+def test_resume_in_an_older_ledger_is_refused(old: RunPaths, tmp_path: Path) -> None:
     copy = tmp_path / "copy.sqlite"
     shutil.copy(old.ledger, copy)
     with pytest.raises(UserError, match="was begun with schema=3, now it is 4") as error:

@@ -313,13 +313,13 @@ def shown(ledger: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def test_a_run_nobody_touched_is_right(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untouched_run_passes_the_audit(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = shown(ledger, capsys)
     assert (code, text.splitlines()[-1]) == (0, "balanced: nothing lost, nothing repeated")
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_is_named(name: str, ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edit_is_reported(name: str, ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit, line = EDITS[name]
     with closing(sqlite3.connect(ledger)) as db, db:
         edit(db)
@@ -330,7 +330,7 @@ def test_an_edit_is_named(name: str, ledger: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.97, 0.999])
-def test_a_truncated_file_is_named(
+def test_truncated_file_is_reported(
     share: float, ledger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ledger.read_bytes()
@@ -347,7 +347,7 @@ def pages(ledger: Path) -> Iterator[tuple[int, str]]:
         yield from db.execute("SELECT pageno, name FROM dbstat WHERE pageno > 1")
 
 
-def test_every_page_zeroed_in_turn_is_named(intact: Path, tmp_path: Path) -> None:
+def test_each_zeroed_page_is_reported(intact: Path, tmp_path: Path) -> None:
     """Not one zeroed page that holds a record passes, or ends in something else than a line."""
     for folder in (tmp_path / "run",):
         shutil.copytree(intact.parent, folder)
@@ -361,7 +361,7 @@ def test_every_page_zeroed_in_turn_is_named(intact: Path, tmp_path: Path) -> Non
         assert cli.main(["audit", str(ledger.parent)]) in (1, 2), f"page {page} of {name}"
 
 
-def test_a_ledger_older_than_a_checkpoint_is_named(
+def test_ledger_older_than_a_checkpoint_is_reported(
     ledger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As when its log was deleted: what is there fits together, and is not the end."""
@@ -371,7 +371,7 @@ def test_a_ledger_older_than_a_checkpoint_is_named(
     assert "a checkpoint has 9 steps, the ledger 6 (was ledger.sqlite-wal deleted?)" in text
 
 
-def test_a_log_that_was_deleted_is_named_where_pages_are_of_two_times(
+def test_deleted_log_is_reported_if_pages_are_inconsistent(
     intact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = make_run(tmp_path / "live", Shape(steps=6), leave_log=True)
@@ -384,7 +384,7 @@ def test_a_log_that_was_deleted_is_named_where_pages_are_of_two_times(
     assert code in (1, 2), text
 
 
-def test_an_audit_writes_nothing(ledger: Path) -> None:
+def test_audit_writes_nothing(ledger: Path) -> None:
     with closing(connect(ledger, read_only=True)) as db:
         before = [*db.iterdump()]
     audit(ledger)

@@ -23,7 +23,7 @@ def address(proxy: Proxy) -> str:
     return f"tcp://127.0.0.1:{proxy.port}"
 
 
-async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> None:
+async def test_half_open_connection_is_replaced(tmp_path: Path) -> None:
     """Worker and trainer go on over new connections; nothing is lost and nothing runs twice."""
     config = experiment(tmp_path, pipe={"lease_ttl_s": 30.0})
     async with piped(config, rows=20) as pipe:

@@ -40,9 +40,7 @@ def connected(*answers: ToTrainer) -> TrainerLink:
 
 
 @pytest.mark.parametrize("held_s", [3.0, 100.0])
-def test_an_answer_is_taken_however_late_it_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, held_s: float
-) -> None:
+def test_late_read_still_returns_the_answer(monkeypatch: pytest.MonkeyPatch, held_s: float) -> None:
     """It was dropped with its connection; the datapipe of a run that is over gives no other."""
     held = chain([0.0], repeat(held_s))  # from the first look at the clock on
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(held), sleep=time.sleep)
@@ -51,7 +49,7 @@ def test_an_answer_is_taken_however_late_it_is_looked_for(
     link.report(Finish("over"))
 
 
-def test_an_evaluations_second_answer_is_not_the_next_ones() -> None:
+def test_duplicate_evaluation_answer_is_not_taken_for_the_next() -> None:
     """Asked again while the answer was on its way, the datapipe answers twice."""
     first, second = EvalResult(0, {"eval/reward": 0.5}), EvalResult(1, {"eval/reward": 1.0})
     link = connected(first, first, second)

@@ -47,7 +47,7 @@ def test_both_directions_work_with_one_secret(secret: Secret | None) -> None:
 
 
 @pytest.mark.parametrize("secret", [OURS, None])
-def test_largest_frame_arrives_also_if_it_is_encrypted(secret: Secret | None) -> None:
+def test_largest_frame_arrives_with_and_without_encryption(secret: Secret | None) -> None:
     """CURVE makes it longer; a worker would send it again and again."""
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, secret, max_mb=1)
@@ -74,7 +74,7 @@ def test_another_secret_or_none_is_refused_and_counted(
     end(context, [router, dealer])
 
 
-def test_trainer_with_another_secret_is_told_and_ends() -> None:
+def test_trainer_with_another_secret_logs_it_and_exits() -> None:
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, OURS)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -93,7 +93,7 @@ def test_trainer_with_another_secret_is_told_and_ends() -> None:
     end(context, [router])
 
 
-async def test_worker_with_another_secret_is_told() -> None:
+async def test_worker_with_another_secret_logs_it() -> None:
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, OURS)
     port = router.bind_to_random_port("tcp://127.0.0.1")
