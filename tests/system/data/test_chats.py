@@ -1,4 +1,4 @@
-"""Rows become the tokens that an agent would have sent and sampled; others are refused by row."""
+"""Rows have the tokens that an agent would send and sample; errors name the row."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def encode(row: dict[str, Any], *, tokenizer: Any = None, **config: Any) -> list
 
 
 def make_tokenizer_with_chat() -> Any:
-    """Contents in a row, the assistant's closed by EOS: it extends its own prefix."""
+    """A template that concatenates contents and closes the assistant's with EOS."""
     return make_tokenizer("0123456789+?=")
 
 
 def shown(example: chats.Example, tokenizer: Any) -> str:
-    """Show tokens as text, each with its kind."""
+    """Return each token as text with its kind."""
     texts = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
     return " ".join(text + KINDS[kind] for text, kind in zip(texts, example.kinds, strict=True))
 
@@ -179,7 +179,7 @@ def test_collected_columns_are_read(tmp_path: Path, write: Any) -> None:
 
 
 def collected(folder: Path) -> Path:
-    """Write a run folder whose ledger holds two trajectories, the second of two segments."""
+    """Write a run folder whose ledger has two trajectories, the second with two segments."""
     paths = RunPaths(folder)
     ledger = Ledger(paths.ledger, fingerprint={})
     for member, reward, lengths in ((0, 1.0, [4]), (1, 0.0, [3, 5])):

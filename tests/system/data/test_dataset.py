@@ -1,4 +1,4 @@
-"""Rows become tasks; whatever cannot is refused with file, row and remedy."""
+"""Rows become tasks; an error names file, row and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples are there once they are added, once each, and are of one evaluation."""
+"""Samples are durable once added, stored once each, and of one evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of a run: made, read or mixed; the same list in every process, shared out by weight."""
+"""The tasks of a run are generated, read or mixed by weight; each process builds the same list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.system.data.test_dataset import jsonl
 
 @envs.register("sums")
 class Sums(Env):
-    """Makes rows that tell which they are."""
+    """Generates rows that contain their number."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int):
@@ -36,14 +36,14 @@ class Sums(Env):
 
 @envs.register("mute")
 class Mute(Env):
-    """Makes no rows."""
+    """Generates no rows."""
 
     async def run(self, task: Task, **agents: Agent) -> None: ...
 
 
 @envs.register("torn")
 class Torn(Mute):
-    """Makes a row that cannot be used."""
+    """Generates an invalid row."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int):

@@ -1,4 +1,4 @@
-"""Which class comes next follows from success, its rows from their order, all from the ledger."""
+"""The next class follows from success rates, its rows from their order, both from the ledger."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., GroupStore]]:
 
 
 def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:
-    """Run groups to their end; member m of n succeeds where m < n·chance."""
+    """Finish groups; member m of n succeeds if m < n·chance."""
     drawn = Counter[str]()
     for _ in range(groups):
         group = store.next_group()

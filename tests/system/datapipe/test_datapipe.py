@@ -1,4 +1,4 @@
-"""Datapipe, worker links and trainer links together, in one loop and one thread for the trainer."""
+"""Datapipe, worker links and trainer links in one event loop, and the trainer in a thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(
     finish: bool = True,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> list[list[str]]:
-    """A trainer of one rank; returns the trajectory ids of each step."""
+    """Train with one rank; return the trajectory ids of each step."""
     seen: list[list[str]] = []
     assert link.start(begin).step == begin
     link.report(Published(begin))
@@ -69,20 +69,20 @@ def train(
 
 
 def stored(index: int) -> bytes:
-    """A turn of one token, as a worker tells it."""
+    """Return a turn of one token, as a worker sends it."""
     return encode_turn(Turn([1, 2], LLMResponse([index], [-1.0], [0], "stop", 0), 1.0, index=index))
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A datapipe that stops tells its trainer why until this is called."""
+    """Return a function that ends the time in which a failed datapipe refuses requests."""
     monkeypatch.setattr(datapipe, "REFUSAL_S", 600.0)
     return lambda: monkeypatch.setattr(datapipe, "REFUSAL_S", 0.0)
 
 
 @asynccontextmanager
 async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
-    """A dead worker's time to live is over, also after a word of it that was still on its way."""
+    """Expire a dead worker, even if one of its messages arrives late."""
 
     async def turn_clock() -> None:
         while True:
@@ -99,7 +99,7 @@ async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
 
 
 async def all_durable(pipe: Datapipe) -> None:
-    """Wait until the ledger's file has all that the store knows now."""
+    """Wait until the ledger's file has the current state of the store."""
     done = asyncio.Event()
     pipe.writer.after_commit(done.set, hurry=True)
     await done.wait()
@@ -114,7 +114,9 @@ async def test_run_over_inproc_trains_all_steps(tmp_path: Path) -> None:
             for n in range(2)
         ]
         running = [asyncio.create_task(worker.run()) for worker in workers]
-        await eventually(lambda: len(pipe.workers.by_id) == 2)  # who comes later is not let go
+        await eventually(
+            lambda: len(pipe.workers.by_id) == 2
+        )  # a worker that joins later gets no Drain
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
         seen = await in_thread(lambda: train(link, config, steps=6))
         await asyncio.gather(*running)
@@ -210,7 +212,7 @@ async def test_stop_ends_the_wait_for_an_evaluation(tmp_path: Path) -> None:
 
 
 async def test_leases_lost_by_a_restarted_worker_count_as_attempts(tmp_path: Path) -> None:
-    """The same worker id comes back with nothing in hand: each time is an attempt."""
+    """Each restart of a worker id without its leases counts as one attempt."""
     config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0, max_attempts=2)
     async with piped(config, eval_rows=1) as pipe:
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
@@ -223,7 +225,7 @@ async def test_leases_lost_by_a_restarted_worker_count_as_attempts(tmp_path: Pat
             return episode(lease, member, version=0)
 
         async def die_often() -> None:
-            """Each worker lives until it gets a deadly lease, the last one until it is let go."""
+            """Each worker runs until a lease kills it; the last worker runs until the drain."""
             while True:
                 struck.clear()
                 worker = FakeWorker(lambda: pipe.address, script=deadly)
@@ -308,7 +310,7 @@ async def test_report_of_other_trajectories_is_refused(
 
 
 async def test_leases_expire_when_the_worker_is_silent(tmp_path: Path) -> None:
-    """It has all that may be run, so that nothing is trained until it is given to another."""
+    """The silent worker has all leases, so no step is trained until another worker gets them."""
     async with piped(experiment(tmp_path, max_staleness=0)) as pipe:
         mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
         muted = asyncio.create_task(mute.run())
@@ -396,7 +398,7 @@ async def test_another_dataset_is_refused(tmp_path: Path) -> None:
 
 
 async def test_tokens_older_than_their_lease_are_failures(tmp_path: Path) -> None:
-    """A token older than its lease that would break the bound is not trained on."""
+    """A token that is older than its lease and breaks the staleness bound is not trained."""
     config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0)
     async with piped(config) as pipe:
         worker = FakeWorker(
@@ -462,7 +464,7 @@ async def test_checkpoint_newer_than_the_ledger_is_refused(
 async def test_slow_episodes_that_hold_a_batch_back_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch 1 must hold g0 of version 0, whose second episode does not end until it is named."""
+    """Batch 1 needs g0 of version 0; its second episode ends only after it was reported."""
     monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
     config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"pace_report_share": 0.01})
     loop, named = asyncio.get_running_loop(), asyncio.Event()
@@ -525,7 +527,7 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(
 
 
 async def test_turns_survive_restarts_of_worker_and_datapipe(tmp_path: Path) -> None:
-    """Told once, told again to the datapipe's successor, and sent with the next lease."""
+    """Turns are sent once, resent to the restarted datapipe, and sent with the next lease."""
     config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
     address, starts = "", 1
     dying = FakeWorker(lambda: address, worker_id="a", script=lambda lease, m: None)
@@ -581,7 +583,7 @@ async def test_turns_survive_restarts_of_worker_and_datapipe(tmp_path: Path) -> 
 async def test_unfinished_members_of_a_lease_survive_a_restart_of_all(
     tmp_path: Path,
 ) -> None:
-    """As when a whole run is killed: its episodes go on, the finished ones are not run again."""
+    """After a kill of the run, unfinished episodes resume and finished ones do not rerun."""
     config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
     dying = FakeWorker(
         lambda: pipe.address,

@@ -1,4 +1,4 @@
-"""Samples of an evaluation are run until they are in or given up, however results arrive."""
+"""Samples of an evaluation run until they finish or fail for good, in any order of results."""
 
 from __future__ import annotations
 

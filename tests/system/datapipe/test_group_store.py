@@ -1,4 +1,4 @@
-"""What becomes of groups whose episodes fail, and of results that come late."""
+"""Groups with failed episodes, late results, roll-backs and resumed turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     def build(
         *, group_size: int = 3, again: GroupStore | None = None, max_attempts: int = 2, **ppo: Any
     ) -> GroupStore:
-        """A store of its own; or, as after kill -9, of what `again` has written."""
+        """Open a new store; or, as after kill -9, the committed state of `again`."""
         file = tmp_path / f"{len(ledgers)}.sqlite"
         if again is not None:
             again.ledger.commit()
@@ -56,7 +56,7 @@ def turn(index: int, *, member: int = 0, version: int = 0, seat: str = "agent"):
 
 
 def tell(store: GroupStore, lease: Lease, *turns: TurnHeader) -> None:
-    """Progress of an episode under way, its payloads naming lease and turn."""
+    """Store turns of a running episode; each payload is the lease id and the turn's index."""
     payloads = [f"{lease.lease_id} {t.seat} {t.index}".encode() for t in turns]
     store.add_turns(Progress("w", lease.lease_id, lease.group_id, list(turns)), payloads)
 
@@ -72,7 +72,7 @@ def replace_headers(made: Episode, headers: list[TrajectoryHeader]) -> Episode:
 
 
 def stored(store: GroupStore, lease: Lease) -> list[bytes]:
-    """Payloads with which a lease is sent."""
+    """Return the payloads that are sent with a lease."""
     store.ledger.commit()
     headers, payloads = read_turns(store.ledger.path, lease)
     assert headers == lease.turns
@@ -85,7 +85,7 @@ def turns_in(store: GroupStore) -> int:
 
 
 def run(store: GroupStore, outcome: Callable[[int], bool], *, version: int | None = None) -> Any:
-    """Lease the next group whole, and end each member as `outcome` says."""
+    """Lease the next group, and finish or fail each member by `outcome`."""
     group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=8)
@@ -134,7 +134,7 @@ def test_group_with_equal_rewards_is_filtered_and_replaced(make: Make) -> None:
 
 @pytest.mark.parametrize("won", [1.0, 0.5])
 def test_zero_variance_is_decided_per_seat(make: Make, won: float) -> None:
-    """A game that x wins every time teaches nobody anything, though the seats' rewards differ."""
+    """If x wins every game, the group has no variance, although the rewards of the seats differ."""
     store = make(filter_zero_variance=True, max_staleness=0)
     lease = lease_next(store)
     for member in lease.members:
@@ -213,7 +213,7 @@ def test_admission_stops_at_eta_plus_one_batches(make: Make) -> None:
     assert store.next_group() is not None
 
 
-# ---------------------------------------------------------------- turns of episodes under way
+# ---------------------------------------------------------------- turns of running episodes
 
 
 def test_turns_of_a_lost_lease_are_sent_with_the_next_lease(make: Make) -> None:
@@ -271,7 +271,7 @@ def test_progress_that_is_late_too_old_or_unleased_is_ignored(make: Make) -> Non
     store.lose_lease(lost)
     publish(store, 1)
     again = lease_next(store)
-    tell(store, lost, turn(1), turn(0), turn(0, member=1))  # its worker lives after all
+    tell(store, lost, turn(1), turn(0), turn(0, member=1))  # its worker is alive after all
     assert stored(store, again) == [b"g0.1.1 agent 0"]
     store.add_episode(episode(again, 1), [b""])
     tell(store, again, turn(0, member=1))  # of an episode that has ended
@@ -284,7 +284,7 @@ def test_progress_that_is_late_too_old_or_unleased_is_ignored(make: Make) -> Non
 
 
 def test_turn_replaces_the_stored_turns_from_its_index_on(make: Make) -> None:
-    """An episode that went another way than its record may not be mixed with it."""
+    """Turns of a new attempt are not mixed with stored turns of an earlier attempt."""
     store = make(group_size=1, max_attempts=9)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(1), turn(2), turn(2, seat="judge"))
@@ -329,7 +329,7 @@ def train_step(store: GroupStore) -> list[int] | None:
 
 
 def test_resumed_episode_holds_batches_back(make: Make) -> None:
-    """Between a worker's death and the next lease, too: else its oldest token would outlive eta."""
+    """Stored turns count between a worker's death and the next lease; else a token gets too old."""
     store = make(group_size=1, max_staleness=1)
     store.ppo = replace(store.ppo, batch_size=1)
     lost = lease_next(store)
@@ -348,7 +348,7 @@ def test_resumed_episode_holds_batches_back(make: Make) -> None:
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_turns_too_old_for_a_smaller_eta_are_deleted(make: Make, policy: str) -> None:
-    """The only way to get there under pace: the run is begun again with less staleness."""
+    """Under `wait` this occurs only if the run is restarted with a smaller eta."""
     about = {"group_size": 1, "staleness_policy": policy, "num_groups": 1}
     store = make(max_staleness=2, **about)
     slow = lease_next(store)
@@ -367,7 +367,7 @@ def test_turns_too_old_for_a_smaller_eta_are_deleted(make: Make, policy: str) ->
 
 
 def test_groups_too_old_for_a_smaller_eta_hold_no_batch_back(make: Make) -> None:
-    """Three groups of version 0 had a place under η = 1; under 0, batch 0 takes two of them."""
+    """Three groups of version 0 fit under η = 1; under η = 0, batch 0 takes two of them."""
     about = {"group_size": 1, "num_groups": 2, "max_attempts": 9}
     store = make(max_staleness=1, **about)
     leases = [lease_next(store) for _ in range(4)]
@@ -393,7 +393,7 @@ def test_masked_tokens_may_have_any_age(make: Make) -> None:
     assert lease_next(store).turns == [turn(0)]
 
 
-# ---------------------------------------------------------------- roll-back and rest
+# ---------------------------------------------------------------- roll-back and back-off
 
 
 def test_after_a_roll_back_no_lease_before_the_next_publish(make: Make) -> None:
@@ -423,7 +423,7 @@ def test_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
 
 
 def test_leases_lost_over_a_roll_back_do_not_block_batches(make: Make) -> None:
-    """Were all of them given at the old version, all would be due in the one batch it leaves."""
+    """If all were leased at the old version, one batch would have to contain all of them."""
     store = make(group_size=1, num_groups=1, max_staleness=2, max_attempts=9)
     for _ in range(5):
         run(store, lambda m: True)
@@ -446,7 +446,7 @@ def test_leases_lost_over_a_roll_back_do_not_block_batches(make: Make) -> None:
 
 
 def test_rolled_back_batches_too_old_for_a_smaller_eta_are_not_repeated(make: Make) -> None:
-    """The trainer would refuse their tokens at every start: the run could never go on."""
+    """Otherwise the trainer would refuse their tokens at every start."""
     about = {"group_size": 1, "num_groups": 1}
     store = make(max_staleness=2, **about)
     for _ in range(3):
@@ -463,7 +463,7 @@ def test_rolled_back_batches_too_old_for_a_smaller_eta_are_not_repeated(make: Ma
 
 
 def test_lost_episode_is_leased_even_if_no_group_fits_a_smaller_batch(make: Make) -> None:
-    """What does not fit is dropped once all are in; so they have to come in."""
+    """Groups that do not fit are dropped only once complete, so their episodes must run."""
     store = make(group_size=2, num_groups=2, max_staleness=1, max_attempts=9)
     for _ in range(4):
         run(store, lambda m: True)
@@ -482,7 +482,7 @@ def test_lost_episode_is_leased_even_if_no_group_fits_a_smaller_batch(make: Make
 
 
 def test_lease_after_a_roll_back_makes_no_group_too_old(make: Make) -> None:
-    """Groups begun at later versions were all leased again at the old one, due in one batch."""
+    """Groups of later versions are not all leased at the old version, due in one batch."""
     store = make(group_size=2, num_groups=1, max_staleness=2, max_attempts=9)
     for _ in range(2):
         run(store, lambda m: True)
@@ -537,7 +537,7 @@ def test_failed_episode_backs_off_longer_each_time(
 
 
 def test_batch_order_is_the_same_after_a_restart(make: Make):
-    """Else one rank's shard of it, asked for again, would not fit the others'."""
+    """Otherwise the shard of a rank that requests the batch again would not match the others."""
     store = make(group_size=2, num_groups=1)
     lease = lease_next(store)
     for member in (1, 0):

@@ -1,4 +1,4 @@
-"""What workers send is checked before it counts: a wrong message ends no process and no run."""
+"""Messages of workers are validated; an invalid message stops no process and no run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ HEADER = header("g0", 0, version=1, newest=2, tokens=8)
 
 
 def changed(**fields: Any) -> bytes:
-    """The payload of HEADER with another segment."""
+    """Return the payload of HEADER with changed fields of its segment."""
     (segment,) = decode_segments(payload(HEADER))
     return encode_segments([replace(segment, **fields)])
 
@@ -148,7 +148,7 @@ def test_episode_needs_trajectories_or_a_failure() -> None:
 
 
 class Peer:
-    """A socket of its own at the datapipe, which says what it wants."""
+    """A raw socket that sends any message to the datapipe."""
 
     def __init__(self, pipe: Datapipe) -> None:
         self.pipe, self.got = pipe, list[Any]()
@@ -168,11 +168,11 @@ class Peer:
         return [message for message in found if isinstance(message, kind)]
 
     def acknowledged(self) -> int:
-        """How many results were."""
+        """Return the number of acknowledged results."""
         return sum(ack.checksum > 0 for ack in self.messages(Ack))
 
     async def leased(self, name: str, capacity: int = 4) -> list[Lease]:
-        """Hold leases as a worker that never finishes them."""
+        """Accept leases like a worker that never finishes them."""
         self.say(WorkerState(name, capacity, [], {}, "1"))
         leases: Callable[[], list[Lease]] = lambda: self.messages(Lease)  # noqa: E731
         await eventually(lambda: sum(len(lease.members) for lease in leases()) >= capacity)
@@ -181,7 +181,7 @@ class Peer:
 
 @pytest.fixture
 async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Peer, None]:
-    """At a datapipe whose trainer has published version 0; the run must still end well."""
+    """A peer of a datapipe whose trainer has published version 0; the run must still complete."""
     monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
     config = experiment(tmp_path, max_staleness=0)
     async with piped(config) as pipe:
@@ -252,7 +252,7 @@ async def test_result_for_a_lease_of_another_worker_is_ignored(peer: Peer) -> No
 
 
 async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Peer) -> None:
-    """Else no worker would have the lease, and its group would never be complete."""
+    """Otherwise no worker would have the lease, and its group would never complete."""
     lease, other = (await peer.leased("bad"))[:2]
     good = episode(other, 0)
     mixed = Episode(lease.lease_id, other.group_id, 0, [], Failure("boom", ""))
@@ -297,7 +297,7 @@ async def test_invalid_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer
 async def test_unreadable_result_is_acknowledged_and_leased_again(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the worker would send it for ever, and its group would never be complete."""
+    """Otherwise the worker would resend it forever, and its group would never complete."""
     encode, cut = wire.encode, list[str]()
 
     def cutting(message: Any) -> bytes:
@@ -338,7 +338,7 @@ async def test_invalid_turns_are_not_stored(peer: Peer) -> None:
 
 
 async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
-    """Of a worker that is broken for good, the run says so."""
+    """A worker that sends only invalid results stops the run with an error."""
     config = experiment(tmp_path, max_attempts=9, pipe={"max_failed_share": 0.01})
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
@@ -357,7 +357,7 @@ async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
 
 
 async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> None:
-    """And a trajectory above it is a failed episode at its worker, not a connection lost."""
+    """A trajectory above the limit is a failed episode at its worker, and no disconnect."""
     config = experiment(tmp_path, pipe={"max_frame_mb": 1})
     async with piped(config) as pipe:
         peer = Peer(pipe)

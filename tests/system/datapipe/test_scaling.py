@@ -1,4 +1,4 @@
-"""The datapipe's side of autoscaling: what workers may run, how many of them there are to be."""
+"""Autoscaling in the datapipe: the limit of each worker and the desired number of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 10
 
 
 class Site:
-    """Workers with leases, servers that tell loads, and the one that scales."""
+    """Workers with leases, servers with loads, and a `Scaling`."""
 
     def __init__(self, root: Path, *, fewest: int = 1, highest: int = 3, eta: int = 2) -> None:
         config = experiment(root, num_groups=2, group_size=4, max_staleness=eta)
@@ -44,21 +44,21 @@ class Site:
         self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
 
     def hear(self, *indices: int) -> None:
-        """Workers tell their state: all that they were given, they have."""
+        """Send the state of each worker; each lists all its leases."""
         for index in indices:
             name = f"rollout-{index}@host"
             held = list(self.workers.by_id[name].leases) if name in self.workers.by_id else []
             self.workers.update(b"route", WorkerState(name, 64, held, {}, "p"))
 
     def fill(self) -> None:
-        """Give every worker what it wants."""
+        """Lease episodes until no worker has credit."""
         while worker := self.workers.most_idle():
             group = self.store._create_group()
             lease = self.store.lease(group, worker_id=worker.worker_id, credit=worker.credit)
             self.workers.give(worker.worker_id, lease, lease.members)
 
     def pass_period(self, *, running: int, waiting: int = 0, capacity: int = 1000) -> None:
-        """Let servers tell a load, and a decision be made."""
+        """Add a load of the servers, and make a decision."""
         load = {"running": running, "waiting": waiting, "capacity": capacity}
         for _ in range(3):
             self.scaling._sample([load])

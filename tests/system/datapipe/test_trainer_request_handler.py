@@ -1,4 +1,4 @@
-"""Messages of a trainer that come late: of one that is no more, or twice, by a slow connection."""
+"""Late, resent and stale requests of trainers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUTE = b"route"
 
 
 class AtOnce:
-    """A writer whose commits take no time."""
+    """A writer that commits at once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -51,7 +51,7 @@ class AtOnce:
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[TrainerRequestHandler]:
-    """At step 2: batches 0 and 1 are trained, version 2 is published."""
+    """A handler at step 2: batches 0 and 1 are trained, version 2 is published."""
     config = experiment(tmp_path, num_groups=1, group_size=1)
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
     store = GroupStore(ledger, tasks(4), ppo=config.trainer.ppo, seed=1, shuffle=True)
@@ -79,18 +79,18 @@ def sent(handler: TrainerRequestHandler) -> list[Any]:
 
 
 def tell(handler: TrainerRequestHandler, request: FromTrainer) -> bool:
-    """A request of the trainer that runs."""
+    """Take a request of the current trainer."""
     return handler.take(ROUTE, msgspec.structs.replace(request, ticket=handler._ticket))
 
 
 def begin(handler: TrainerRequestHandler, step: int, *, ticket: int) -> None:
-    """A start once the trainer before is dead."""
+    """Take a start after the previous trainer died."""
     handler.last_request = min(handler.last_request, 0.0)
     handler.take(ROUTE, TrainerStart(step, 1, ticket))
 
 
 def collect(handler: TrainerRequestHandler, *, reward: float = 1.0) -> None:
-    """One more complete group."""
+    """Complete one more group."""
     group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)
@@ -120,7 +120,7 @@ def test_resent_start_rolls_nothing_back(handler: TrainerRequestHandler) -> None
 
 
 def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> None:
-    """Also those of the datapipe's next start are larger than all before."""
+    """Tickets after a restart of the datapipe are larger than all earlier tickets."""
     for _ in range(2):
         handler.take(ROUTE, TrainerStart(0, 1))
     first, second = sent(handler)[-2:]
@@ -129,7 +129,7 @@ def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> Non
 
 
 def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
-    """A dead trainer's report of a later step made the ledger forget the one between."""
+    """A report of a later step must not skip the step between."""
     begin(handler, 0, ticket=2)
     batches = [handler.store.compose() or [] for _ in range(2)]
     ids = [[h.trajectory_id for group in groups for h in group.headers] for groups in batches]
@@ -146,7 +146,7 @@ def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_late_version_is_ignored(handler: TrainerRequestHandler, late: int) -> None:
-    """An older one would stop the leases for ever at η = 0; a later one is of steps rolled back."""
+    """An older version would block all leases at η = 0; a later version was rolled back."""
     tell(handler, Published(late))
     assert handler.store.version == 2
     held = "SELECT value FROM meta WHERE key = 'version'"
@@ -166,7 +166,7 @@ def test_request_of_a_dead_trainer_after_a_roll_back_stops_only_its_sender(
     assert handler.store.version == 1
 
 
-# ---------------------------------------------------------------- who is served
+# ---------------------------------------------------------------- tickets and starts
 
 
 def test_requests_of_other_tickets_change_nothing(handler: TrainerRequestHandler) -> None:
@@ -206,7 +206,7 @@ def test_ticket_of_the_current_trainer_survives_a_restart(
 def test_tickets_grow_after_a_restart_however_many_were_given(
     handler: TrainerRequestHandler,
 ) -> None:
-    """Else the datapipe would serve no trainer any more."""
+    """Otherwise the datapipe would serve no further trainer."""
     handler.store.ledger.set_meta("ticket", str(1 << 30))
     handler.store.ledger.commit()
     again = TrainerRequestHandler(
@@ -235,7 +235,7 @@ def test_start_waits_while_the_previous_trainer_is_alive(handler: TrainerRequest
 
 
 def test_start_that_is_not_resent_is_dropped(handler: TrainerRequestHandler) -> None:
-    """A stray one would begin the next time that the trainer computes for long."""
+    """Otherwise a stray start would begin during the next long computation of the trainer."""
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
     handler._start_received -= trainer_request_handler.TRAINER_GONE_S
@@ -320,7 +320,7 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(
 def test_resent_unusable_keeps_the_recomposed_batch(
     handler: TrainerRequestHandler,
 ) -> None:
-    """Some ranks may have that batch already."""
+    """Some ranks may have the recomposed batch already."""
     collect(handler)
     collect(handler, reward=0.0)
     (bad,) = handler.store.compose() or ()
@@ -340,7 +340,7 @@ def test_group_of_an_older_batch_is_not_set_aside(handler: TrainerRequestHandler
 def test_group_with_a_garbled_payload_can_be_set_aside_and_audited(
     handler: TrainerRequestHandler,
 ) -> None:
-    """As of a ledger that an older version wrote, which stored what no one had decoded."""
+    """Older versions stored payloads without decoding them."""
     group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)

@@ -1,4 +1,4 @@
-"""After a checkpoint the ledger is audited as far as it is new, and old payloads are dropped."""
+"""After a checkpoint the new records are audited, and old payloads are dropped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mark(ledger: Path) -> dict[str, object]:
 
 
 async def keep_house(run: SmallRun, kept: str = "all", over: asyncio.Event | None = None) -> None:
-    """What a datapipe does after a checkpoint, to its end."""
+    """Run the upkeep after a checkpoint until it has finished."""
     writer = LedgerWriter(run.ledger, interval_s=0.0)
     async with asyncio.TaskGroup() as group:
         group.create_task(writer.run())
@@ -195,7 +195,7 @@ async def test_audit_stops_when_the_run_ends(tmp_path: Path) -> None:
     run.ledger.close()
 
 
-# ---------------------------------------------------------------- payloads that go
+# ---------------------------------------------------------------- dropped payloads
 
 
 def steps_with_payloads(ledger: Path) -> list[int]:
@@ -282,7 +282,7 @@ print(next(count))
 
 @pytest.mark.processes
 async def test_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: Path) -> None:
-    """Killed before each of the statements in turn; the next one goes on and ends as ever."""
+    """Kill it before each statement in turn; the next process resumes and ends normally."""
     run = grown(tmp_path / "run", 7)
     run.ledger.close()
     dropped, died = set[int](), 0

@@ -1,4 +1,4 @@
-"""The audit sees what is wrong, and says nothing of what is right."""
+"""The audit reports damage, and no problem of an intact ledger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.system.scenes import episode, experiment, failed, payload, tasks
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A ledger with two trained steps, a filtered group, a complete one and one in flight."""
+    """A ledger with two trained steps, and one filtered, one complete and one leased group."""
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={"group_size": "2"})
     ppo = experiment(tmp_path, max_attempts=1).trainer.ppo
     store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)

@@ -1,4 +1,4 @@
-"""A member that failed once and is not there has not failed for good: it is lost."""
+"""A missing member that has not failed for good is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger file: reopened at any point it holds what was committed, and tells what is wrong."""
+"""A ledger reopened at any point has exactly its commits; errors name the problem."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_store(folder: Path, ppo: PPOConfig) -> GroupStore:
 
 
 def picture(store: GroupStore) -> dict[str, object]:
-    """What must be the same after reopening."""
+    """Return the state that must be equal after reopening."""
     return {
         "offered": store.offered,
         "step": store.next_step,
@@ -59,7 +59,7 @@ def picture(store: GroupStore) -> dict[str, object]:
 
 
 class Random:
-    """Random histories of a store, committed and reopened anywhere."""
+    """A random history of a store, committed and reopened at any point."""
 
     def __init__(self, folder: Path, ppo: PPOConfig, data: st.DataObject) -> None:
         self.folder, self.ppo, self.data = folder, ppo, data
@@ -87,7 +87,7 @@ class Random:
         return self.data.draw(st.integers(low, high))
 
     def begin(self, lease: Lease) -> None:
-        """What a lease goes on from is in the file, with its payload, and no older than it says."""
+        """The turns of a lease are in the file, with payloads, not older than its version."""
         self.store.ledger.commit()
         headers, payloads = read_turns(self.store.ledger.path, lease)
         assert headers == lease.turns
@@ -160,7 +160,7 @@ class Random:
         self.version = min(step, self.version)
 
     def go_on(self) -> None:
-        """Whatever happened, the next batches come: nothing is waited for that cannot come."""
+        """The next batches are composed: the store waits for no impossible event."""
         begin = self.store.next_step
         for _ in range(12):
             self.lease()
@@ -174,7 +174,7 @@ class Random:
         assert self.store.next_step >= begin + 3
 
     def reopen(self) -> None:
-        """As after kill -9 just after a commit; what was queued later never happened."""
+        """Reopen as after kill -9 just after a commit; later queued writes are lost."""
         self.store.ledger.commit()
         before = picture(self.store)
         boot = self.store.ledger.boot
@@ -205,7 +205,7 @@ def test_random_histories_survive_reopening(
 
 
 def test_copy_taken_at_any_commit_is_consistent(tmp_path: Path) -> None:
-    """kill -9 leaves the files as they are: database and write-ahead log, with no farewell."""
+    """kill -9 leaves database and write-ahead log unchanged."""
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path / "live", ppo)
     store.version = 0
@@ -295,7 +295,7 @@ def test_payloads_are_read_in_order(tmp_path: Path) -> None:
 def test_overlapping_readers_do_not_let_the_log_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
 ) -> None:
-    """SQLite alone begins its log anew only in a moment without readers, which never comes."""
+    """SQLite itself resets its log only while there is no reader, which never happens here."""
     monkeypatch.setattr(ledger_module, "LOG_BYTES", (1 << 20) if is_bounded else 1 << 40)
     monkeypatch.setattr(ledger_module, "READERS_MS", 60_000)  # a loaded machine's readers are slow
     monkeypatch.setattr(ledger_module, "MAX_READERS_MS", 60_000)
@@ -330,7 +330,7 @@ def test_ledger_in_an_unwritable_folder_is_read(
 
 
 def overlap(path: Path) -> Generator[None, None, None]:
-    """Keep some snapshot open at every moment: each turn opens one and closes the one before."""
+    """Always have a snapshot open: each iteration opens one and closes the previous one."""
     with ExitStack() as stack:
         while True:
             reader = connect(path, read_only=True)

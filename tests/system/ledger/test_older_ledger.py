@@ -1,4 +1,4 @@
-"""A ledger that 0.1.0 wrote, before there were checksums: it is read, and no run goes on in it."""
+"""A ledger of version 0.1.0, without checksums, can be read but not resumed."""
 
 from __future__ import annotations
 

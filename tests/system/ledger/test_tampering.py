@@ -1,4 +1,4 @@
-"""Each edit of a run's ledger file is named by the audit, which never crashes."""
+"""The audit reports each edit of a run's ledger file, and never crashes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.system.ledger.small_run import Shape, make_run
 
 Edit = Callable[[sqlite3.Connection], None]
 ID = "g4/0/agent"
-"""Of step 1, place 0."""
+"""A trajectory of step 1, place 0."""
 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps of 3 groups of 2; some filtered, some buffered, one in flight."""
+    """A run of 6 steps of 3 groups of 2; some groups are filtered or buffered, one is in flight."""
     return make_run(tmp_path_factory.mktemp("intact"), Shape(steps=6))
 
 
@@ -87,7 +87,7 @@ def header(**changes: object) -> Edit:
 
 
 def newest_everywhere(db: sqlite3.Connection) -> None:
-    """Hide all staleness, in columns and headers."""
+    """Set the oldest to the newest version, in columns and headers."""
     for key, blob in db.execute("SELECT trajectory_id, header FROM trajectories").fetchall():
         old = decode_header(blob)
         new = msgspec.structs.replace(old, oldest_version=old.newest_version)
@@ -102,7 +102,7 @@ def twice_in_a_step(db: sqlite3.Connection) -> None:
 
 
 def without_the_unique_rule(db: sqlite3.Connection) -> None:
-    """A second row with the very id of another."""
+    """Add a second row with the id of another row."""
     db.execute("CREATE TABLE other AS SELECT * FROM trajectories")
     db.execute("INSERT INTO other SELECT (SELECT MAX(n) FROM other) + 1, trajectory_id, "
                "group_id, member, seat, reward, tokens, trained_tokens, oldest, newest, "
@@ -113,7 +113,7 @@ def without_the_unique_rule(db: sqlite3.Connection) -> None:
 
 
 def without_its_index(db: sqlite3.Connection) -> None:
-    """An index that has lost the rows of one group, as after a page of it was lost."""
+    """Remove the rows of one group from an index, as a lost page does."""
     db.execute("PRAGMA writable_schema = ON")
     db.execute("UPDATE sqlite_schema SET sql = sql || ' WHERE group_id != ''g4'' ' "
                "WHERE name = 'trajectories_by_group'")  # fmt: skip
@@ -348,7 +348,7 @@ def pages(ledger: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_each_zeroed_page_is_reported(intact: Path, tmp_path: Path) -> None:
-    """Not one zeroed page that holds a record passes, or ends in something else than a line."""
+    """Each zeroed page with a record is reported in one line."""
     for folder in (tmp_path / "run",):
         shutil.copytree(intact.parent, folder)
     ledger = tmp_path / "run" / "ledger.sqlite"
@@ -364,7 +364,7 @@ def test_each_zeroed_page_is_reported(intact: Path, tmp_path: Path) -> None:
 def test_ledger_older_than_a_checkpoint_is_reported(
     ledger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As when its log was deleted: what is there fits together, and is not the end."""
+    """After its log is deleted, a ledger is consistent, but its newest part is missing."""
     (RunPaths(ledger.parent).checkpoints / "step-000009").mkdir(parents=True)
     code, text = shown(ledger, capsys)
     assert code == 1

@@ -1,4 +1,4 @@
-"""Token stats come back as they were written, and whatever is wrong with a file is nothing."""
+"""Token statistics are read as written; damaged files are skipped."""
 
 from __future__ import annotations
 

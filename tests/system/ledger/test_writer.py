@@ -1,4 +1,4 @@
-"""When the ledger is written: at once after a quiet time, else all of an interval together."""
+"""The writer commits at once after an idle interval, otherwise once per interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 0.05
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    """It notes of how many statements each transaction was."""
+    """Records the number of statements of each transaction."""
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
     execute, ledger.written = ledger.execute, []  # type: ignore[attr-defined]
 
@@ -37,7 +37,7 @@ def kept(ledger: Ledger, key: str) -> bool:
 
 
 async def durable(writer: LedgerWriter, *, hurry: bool = False) -> None:
-    """Return once all that is queued is."""
+    """Wait until all queued writes are committed."""
     done = asyncio.Event()
     writer.after_commit(done.set, hurry=hurry)
     async with asyncio.timeout(60):

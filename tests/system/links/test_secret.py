@@ -1,4 +1,4 @@
-"""Links with CURVE: a process with the trial's secret connects, others are refused and told."""
+"""With CURVE, only processes with the trial's secret connect; refused processes log the reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_both_directions_work_with_one_secret(secret: Secret | None) -> None:
 
 @pytest.mark.parametrize("secret", [OURS, None])
 def test_largest_frame_arrives_with_and_without_encryption(secret: Secret | None) -> None:
-    """CURVE makes it longer; a worker would send it again and again."""
+    """CURVE adds bytes to a frame; a refused frame would be resent forever."""
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, secret, max_mb=1)
     dealer = wire.open_socket(context, zmq.DEALER, secret)

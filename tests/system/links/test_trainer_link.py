@@ -1,4 +1,4 @@
-"""What a rank shows while it waits for the datapipe."""
+"""The wait that a rank shows in its vitals while it waits for the datapipe."""
 
 from __future__ import annotations
 

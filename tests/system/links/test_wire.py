@@ -1,4 +1,4 @@
-"""Every message survives the wire, and names its request."""
+"""Every message survives a round trip; answers name their request."""
 
 from __future__ import annotations
 

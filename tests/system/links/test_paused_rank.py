@@ -1,4 +1,4 @@
-"""A rank that stood still for a while: what came meanwhile is there, and is what counts."""
+"""A rank that was paused uses the messages that arrived meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arealite.system.links.trainer_link import TrainerLink
 
 
 class Answers:
-    """A socket in which these answers wait."""
+    """A socket with queued answers."""
 
     def __init__(self, *answers: ToTrainer) -> None:
         self.left = list(answers)
@@ -41,8 +41,8 @@ def connected(*answers: ToTrainer) -> TrainerLink:
 
 @pytest.mark.parametrize("held_s", [3.0, 100.0])
 def test_late_read_still_returns_the_answer(monkeypatch: pytest.MonkeyPatch, held_s: float) -> None:
-    """It was dropped with its connection; the datapipe of a run that is over gives no other."""
-    held = chain([0.0], repeat(held_s))  # from the first look at the clock on
+    """The answer must not be dropped with the connection: an ended datapipe sends no other."""
+    held = chain([0.0], repeat(held_s))  # from the first clock read on
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(held), sleep=time.sleep)
     link = connected(Done("Finish"))
     monkeypatch.setattr(trainer_link, "time", clock)
@@ -50,7 +50,7 @@ def test_late_read_still_returns_the_answer(monkeypatch: pytest.MonkeyPatch, hel
 
 
 def test_duplicate_evaluation_answer_is_not_taken_for_the_next() -> None:
-    """Asked again while the answer was on its way, the datapipe answers twice."""
+    """The datapipe answers twice if a request is resent while its answer is in transit."""
     first, second = EvalResult(0, {"eval/reward": 0.5}), EvalResult(1, {"eval/reward": 1.0})
     link = connected(first, first, second)
     link.evaluate(0)

@@ -1,4 +1,4 @@
-"""The trainer's idle time goes to what it waited for; the share of pacing forgets what is past."""
+"""The trainer's idle time is counted by cause; the share of pacing is a moving average."""
 
 from __future__ import annotations
 
