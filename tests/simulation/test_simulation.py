@@ -1,4 +1,4 @@
-"""A hundred runs of the simulation, and what makes it worth believing."""
+"""A hundred runs of the simulation, and checks that it is strict and repeatable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_no_invariant_breaks(outcomes: list[Outcome]) -> None:
 
 
 def test_every_kind_of_fault_occurs(outcomes: list[Outcome]) -> None:
-    """A simulation in which nothing goes wrong would pass every test."""
+    """A simulation without faults would pass every test."""
     sums: Counter[str] = Counter()
     for outcome in outcomes:
         sums.update(outcome.counts)
