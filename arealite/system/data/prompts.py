@@ -84,7 +84,7 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
             )
 
 
-def _text_length(prompt: Any) -> int:
+def _text_length(prompt: str | list[dict[str, str]]) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode())
     return sum(len(str(message["content"]).encode()) + 32 for message in prompt)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle, islice, product
-from typing import Any
 
 from msgspec import structs
 
@@ -111,5 +110,5 @@ def _own(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[Tas
 
 
 def _named(task: Task, name: str) -> Task:
-    extra: dict[str, Any] = {**task.extra_info, "env": name}
+    extra: dict[str, object] = {**task.extra_info, "env": name}
     return structs.replace(task, extra_info=extra)

@@ -178,8 +178,8 @@ class Datapipe:
         """Assign leases from before a restart to their workers, which may still run them."""
         for group in self.store.groups.values():
             for lease in list(group.leases.values()):
-                if due := group.due(lease):
-                    active = self.workers.give(group.owners[lease.lease_id], lease, due)
+                if due := group.unfinished(lease):
+                    active = self.workers.assign(group.owners[lease.lease_id], lease, due)
                     active.sent_at = -math.inf  # an earlier process sent it: it arrived or is lost
                 else:
                     self.store.end_lease(lease)
@@ -301,12 +301,12 @@ class Datapipe:
                 if group is None:
                     return
                 lease = self.store.lease(group, worker_id=worker.worker_id, credit=credit)
-            active = self.workers.give(worker.worker_id, lease, lease.members)
+            active = self.workers.assign(worker.worker_id, lease, lease.members)
             self.writer.after_commit(partial(self._send_lease, worker, active))
 
     def _send_lease(self, worker: Worker, active: ActiveLease) -> None:
         group = self.store.groups.get(active.lease.group_id)
-        if group is not None and any(member in group.turns for member in active.due):
+        if group is not None and any(member in group.turns for member in active.unfinished):
             self._tasks.create_task(self._stop_on_error(lambda: self._send_turns(worker, active)))
         else:
             self._send_lease_frames(worker, active, active.remaining(), [])

@@ -57,12 +57,12 @@ class EvalScheduler:
         """
         now = time.monotonic()
         for group_id, group in [*self._leasable.items()]:
-            if members := group.missing(self.max_attempts, now)[:credit]:
+            if members := group.leasable(self.max_attempts, now)[:credit]:
                 lease_id = f"{group_id}.{boot}.{next(self._numbers)}"
-                about = (group_id, f"eval-{group.seq}", group.task)
-                lease = group.leases[lease_id] = Lease(lease_id, *about, members, version)
+                ids_and_task = (group_id, f"eval-{group.seq}", group.task)
+                lease = group.leases[lease_id] = Lease(lease_id, *ids_and_task, members, version)
                 return lease
-            if not group.missing(self.max_attempts):
+            if not group.leasable(self.max_attempts):
                 del self._leasable[group_id]
         return None
 
@@ -75,7 +75,9 @@ class EvalScheduler:
         """
         if group := self.groups.get(lease.group_id):
             if (live := group.leases.pop(lease.lease_id, None)) and is_lost:
-                group.failures += [(member, lease.lease_id, LOST) for member in group.due(live)]
+                group.failures += [
+                    (member, lease.lease_id, LOST) for member in group.unfinished(live)
+                ]
             self._close_if_finished(group)
 
     def is_running(self, group_id: str, lease_id: str, member: int) -> bool:
@@ -85,7 +87,7 @@ class EvalScheduler:
         """
         group = self.groups.get(group_id)
         lease = group and group.leases.get(lease_id)
-        return group is not None and lease is not None and member in group.due(lease)
+        return group is not None and lease is not None and member in group.unfinished(lease)
 
     def add_episode(self, episode: Episode) -> bool:
         """Store a sample; return False, and ignore it, if it is not running."""
@@ -98,7 +100,7 @@ class EvalScheduler:
         else:
             group.failures.append((member, lease_id, episode.failure.failure_class))
             group.back_off(member)
-        if not group.due(group.leases[lease_id]):
+        if not group.unfinished(group.leases[lease_id]):
             del group.leases[lease_id]
         self._close_if_finished(group)
         return True

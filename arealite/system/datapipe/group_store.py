@@ -64,9 +64,9 @@ class GroupStore:
         attempts, now = self.ppo.max_attempts, time.monotonic()
         for seq in sorted(self._leasable):
             group = self._leasable[seq]
-            if group.state not in ("offered", "leased") or not group.missing(attempts):
+            if group.state not in ("offered", "leased") or not group.leasable(attempts):
                 del self._leasable[seq]
-            elif group.missing(attempts, now) and not self._makes_stale(group, self.version):
+            elif group.leasable(attempts, now) and not self._makes_stale(group, self.version):
                 return group
         eta, size = self.ppo.max_staleness, self.ppo.num_groups
         outstanding = self.next_step * size
@@ -79,11 +79,11 @@ class GroupStore:
         assert self.version is not None
         self.leases_given += 1
         lease_id = f"{group.group_id}.{self.ledger.boot}.{self.leases_given}"
-        members = group.missing(self.ppo.max_attempts, time.monotonic())[:credit]
+        members = group.leasable(self.ppo.max_attempts, time.monotonic())[:credit]
         turns = self._resumable_turns(group, members)
         version = min([self.version, *(turn.oldest_version for turn in turns)])
-        about = (group.group_id, "train", group.task)
-        lease = Lease(lease_id, *about, members, version, turns)
+        ids_and_task = (group.group_id, "train", group.task)
+        lease = Lease(lease_id, *ids_and_task, members, version, turns)
         group.leases[lease.lease_id] = lease
         group.owners[lease.lease_id] = worker_id
         self._set_state(group, "leased")
@@ -119,7 +119,7 @@ class GroupStore:
         if group is None or lease.lease_id not in group.leases:
             return
         failure = Failure(LOST, "the worker exited, was silent, or does not list the lease")
-        for member in group.due(group.leases[lease.lease_id]):
+        for member in group.unfinished(group.leases[lease.lease_id]):
             self._add_failure(group, member, lease.lease_id, failure)
         self.end_lease(lease)
         self._close_if_finished(group)
@@ -157,7 +157,7 @@ class GroupStore:
         lease = None if group is None else group.leases.get(progress.lease_id)
         if group is None or lease is None:
             return
-        due = set(group.due(lease))
+        due = set(group.unfinished(lease))
         for turn, payload in zip(progress.turns, payloads, strict=True):
             if turn.member not in due or turn.oldest_version < lease.version:
                 continue
@@ -196,7 +196,7 @@ class GroupStore:
             self.first_failure = self.first_failure or failure
             self._delete_turns(group, episode.member)
             group.back_off(episode.member)
-        for lease in [lease for lease in group.leases.values() if not group.due(lease)]:
+        for lease in [lease for lease in group.leases.values() if not group.unfinished(lease)]:
             self.end_lease(lease)
         self._close_if_finished(group)
 
@@ -297,11 +297,11 @@ class GroupStore:
         return min(batched, default=self.next_step)
 
     @property
-    def newest(self) -> int:
+    def newest_version(self) -> int:
         """Newest version that can have sampled a token, including versions before a roll-back."""
         return max(self._newest, self.num_trained_steps())
 
-    def set_aside(self, step: int, reasons: Mapping[str, str]) -> None:
+    def filter_unusable(self, step: int, reasons: Mapping[str, str]) -> None:
         """Filter groups of an untrained batch (`reasons` by group id), and compose it again."""
         batch = [g for g in self.batches.get(step, ()) if g.state == "batched"]
         if reasons.keys().isdisjoint(g.group_id for g in batch):
@@ -316,7 +316,7 @@ class GroupStore:
     def roll_back(self, step: int) -> int:
         """Undo the batches from `step` on; return the number of groups that are complete again."""
         # If versions after `step` were published, no group is leased until the next publish.
-        self.ledger.set_meta("newest", str(self.newest))
+        self.ledger.set_meta("newest", str(self.newest_version))
         self.ledger.roll_back(step)
         self.ledger.commit()
         rolled = self.next_step > step

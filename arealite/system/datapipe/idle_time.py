@@ -63,9 +63,9 @@ def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
     names: list[str] = []
     for late in blocks(list(store.candidates()), store.next_step, eta=eta, num_groups=size):
         group = store.groups[f"g{late.seq}"]
-        states = dict.fromkeys(group.missing(store.ppo.max_attempts), "waits for a worker")
+        states = dict.fromkeys(group.leasable(store.ppo.max_attempts), "waits for a worker")
         for lease_id, lease in group.leases.items():
-            states |= dict.fromkeys(group.due(lease), runs.get(lease_id, "on a lost worker"))
-        about = f"({group.task.task_id}) of version {late.start}"
-        names += [f"{group.group_id}/{m} {about} {state}" for m, state in states.items()]
+            states |= dict.fromkeys(group.unfinished(lease), runs.get(lease_id, "on a lost worker"))
+        source = f"({group.task.task_id}) of version {late.start}"
+        names += [f"{group.group_id}/{m} {source} {state}" for m, state in states.items()]
     return names[:MAX_NAMED] + [f"and {len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -102,7 +101,7 @@ class Intake:
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
         wrong = wrong or _tried(
-            check_episode, episode, payloads, self.store.newest, self.vocab_size
+            check_episode, episode, payloads, self.store.newest_version, self.vocab_size
         )
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
@@ -133,7 +132,7 @@ class Intake:
             progress: Headers of the turns.
             payloads: One encoded turn for each header.
         """
-        wrong = _tried(check_progress, progress, payloads, self.store.newest)
+        wrong = _tried(check_progress, progress, payloads, self.store.newest_version)
         group = self.store.groups.get(progress.group_id)
         if group and group.owners.get(progress.lease_id) not in (None, progress.worker_id):
             wrong = f"{progress.lease_id} is not leased to this worker"
@@ -143,7 +142,7 @@ class Intake:
             self.store.add_turns(progress, payloads)
 
 
-def _tried(check: Callable[..., str], *args: Any) -> str:
+def _tried(check: Callable[..., str], *args: object) -> str:
     try:
         return check(*args)
     except Exception as error:  # noqa: BLE001  (an invalid message can raise anything)

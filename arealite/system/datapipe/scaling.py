@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 from arealite.algo.autoscale import Autoscaler, Reading
 from arealite.api.config import ExperimentConfig
@@ -59,7 +60,7 @@ class Scaling:
         """Consecutive periods without a load of any server."""
         self._leaving = ""
         """Id of a worker that gets no leases and is removed when it is idle; "" for none."""
-        workers.scale(self.min_concurrency)
+        workers.set_limit(self.min_concurrency)
         workers.extra_metrics = self.metrics
 
     def desired_workers(self) -> dict[str, int]:
@@ -94,7 +95,7 @@ class Scaling:
             "rollout/damping": self._scaler.damping,
         }
 
-    def _sample(self, loads: list[Any]) -> None:
+    def _sample(self, loads: Sequence[object]) -> None:
         loads_now = cast(list[dict[str, int]], [load for load in loads if isinstance(load, dict)])
         if not loads_now:
             return
@@ -127,7 +128,7 @@ class Scaling:
         )
         self._adapt_workers(target, names)
         each = min(max(math.ceil(target / workers), self.min_concurrency), self.max_concurrency)
-        self._workers.scale(each, leaving=self._leaving)
+        self._workers.set_limit(each, leaving=self._leaving)
         if target != before:
             logger.info("concurrency", episodes=target, before=before, workers=workers, each=each)
 

@@ -117,9 +117,7 @@ class TrainerRequestHandler:
         if 0 < request.ticket < self._ticket:
             raise OutOfStep("this trainer was replaced by a trainer that began later")
         if not 0 < request.ticket == self._ticket:
-            self.rejections.record(
-                route.hex(), f"{request_name(request)} without a trainer's ticket"
-            )
+            self.rejections.record(route.hex(), f"{request_name(request)} without a valid ticket")
             return False
         self.last_request = time.monotonic()
         self.changed = True
@@ -129,7 +127,7 @@ class TrainerRequestHandler:
             case EvalRequest():
                 self._take_eval_request(route, request)
             case messages.Unusable():
-                self._writer.after_commit(partial(self._set_aside, route, request), hurry=True)
+                self._writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
             case _:
                 self._record(request)
                 done = messages.Done(request_name(request))
@@ -341,11 +339,11 @@ class TrainerRequestHandler:
             f"resume=step-{step:06d} to go back, or resume=never to begin anew"
         )
 
-    def _set_aside(self, route: bytes, request: messages.Unusable) -> None:
+    def _filter_groups(self, route: bytes, request: messages.Unusable) -> None:
         """Filter unusable groups and answer; called between two commits of the ledger."""
         reasons = {group: f"unusable:{what[:50]}" for group, what in request.groups.items()}
         logger.warning("groups set aside", step=request.step, groups=reasons)
-        self.store.set_aside(request.step, reasons)
+        self.store.filter_unusable(request.step, reasons)
         self.changed = True
         self._send(route, messages.Done(request_name(request)))
 

@@ -26,7 +26,7 @@ class ActiveLease:
     """A lease in use by a worker. Its group may be filtered before the lease ends."""
 
     lease: Lease
-    due: set[int]
+    unfinished: set[int]
     """Members that the worker has not finished."""
     given_at: float
     """Monotonic time at which the worker was chosen."""
@@ -35,7 +35,7 @@ class ActiveLease:
 
     def remaining(self) -> Lease:
         """Return the lease with only its unfinished members."""
-        return msgspec.structs.replace(self.lease, members=sorted(self.due))
+        return msgspec.structs.replace(self.lease, members=sorted(self.unfinished))
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Worker:
     @property
     def in_flight(self) -> int:
         """Number of episodes that the worker runs."""
-        return sum(len(active.due) for active in self.leases.values())
+        return sum(len(active.unfinished) for active in self.leases.values())
 
     @property
     def credit(self) -> int:
@@ -77,7 +77,7 @@ class Workers:
         self.extra_metrics: Callable[[], dict[str, float]] = dict[str, float]
         """Further metrics, from `Scaling`."""
 
-    def scale(self, limit: int, *, leaving: str = "") -> None:
+    def set_limit(self, limit: int, *, leaving: str = "") -> None:
         """Limit the number of episodes of each worker.
 
         Args:
@@ -91,7 +91,7 @@ class Workers:
     def _known(self, worker_id: str) -> Worker:
         return self.by_id.setdefault(worker_id, Worker(worker_id, limit=self._limit))
 
-    def give(self, worker_id: str, lease: Lease, due: Sequence[int]) -> ActiveLease:
+    def assign(self, worker_id: str, lease: Lease, due: Sequence[int]) -> ActiveLease:
         """Assign a lease to a worker. The caller sends the lease and sets `sent_at`.
 
         Args:
@@ -140,8 +140,8 @@ class Workers:
         worker.last_seen = time.monotonic()
         active = worker.leases.get(lease_id)
         if active is not None:
-            active.due.discard(member)
-            if not active.due:
+            active.unfinished.discard(member)
+            if not active.unfinished:
                 del worker.leases[lease_id]
 
     def expire(self) -> Iterator[tuple[Worker, list[Lease]]]:

@@ -72,7 +72,7 @@ class Group(msgspec.Struct, eq=False):
         versions += [h.oldest_version for headers in self.finished.values() for h in headers]
         return min(versions, default=None)
 
-    def due(self, lease: Lease) -> list[int]:
+    def unfinished(self, lease: Lease) -> list[int]:
         """List the members of a lease that have neither finished nor failed."""
         failed = {m for m, lease_id, _ in self.failures if lease_id == lease.lease_id}
         return [m for m in lease.members if m not in self.finished and m not in failed]
@@ -118,14 +118,14 @@ class Group(msgspec.Struct, eq=False):
         failures = sum(m == member and name != LOST for m, _, name in self.failures)
         self.retry_at[member] = time.monotonic() + back_off_s(failures)
 
-    def missing(self, max_attempts: int, now: float = math.inf) -> list[int]:
+    def leasable(self, max_attempts: int, now: float = math.inf) -> list[int]:
         """List the unfinished, unleased members that may be leased.
 
         Args:
             max_attempts: Members with this many failures are left out.
             now: Monotonic time; members with a later `retry_at` are left out. Default: none are.
         """
-        busy = {m for lease in self.leases.values() for m in self.due(lease)}
+        busy = {m for lease in self.leases.values() for m in self.unfinished(lease)}
         busy |= self.exhausted(max_attempts)
         busy |= {m for m, until in self.retry_at.items() if until > now}
         return [m for m in range(self.size) if m not in self.finished and m not in busy]

@@ -120,9 +120,9 @@ class Ledger:
         ).fetchall():
             group = make(seq, epoch, row)
             group.state, group.step, group.place = rest
-            key, about = (group.group_id,), (group.group_id, "train", group.task)
+            key, ids_and_task = (group.group_id,), (group.group_id, "train", group.task)
             for lease_id, worker_id, members, version in json.loads(leases):
-                group.leases[lease_id] = Lease(lease_id, *about, members, version)
+                group.leases[lease_id] = Lease(lease_id, *ids_and_task, members, version)
                 group.owners[lease_id] = worker_id
             sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
             for (blob,) in db.execute(sql, key):
@@ -302,14 +302,14 @@ def columns(header: TrajectoryHeader) -> tuple[Any, ...]:
     """Return the columns of the table `trajectories` that repeat fields of a header."""
     h = header
     reward = h.reward + 0.0  # as SQLite stores it: a float, and never -0.0
-    about = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
-    return (*about, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
+    first = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
+    return (*first, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
 
 
 def _row(group: Group) -> tuple[Any, ...]:
     leases = [(key, group.owners[key], x.members, x.version) for key, x in group.leases.items()]
-    about = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
-    covered = (*about, group.state, group.reason, group.step, group.place)
+    fixed = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
+    covered = (*fixed, group.state, group.reason, group.step, group.place)
     return (*covered, json.dumps(leases), schema.checksum(*covered))
 
 

@@ -74,7 +74,7 @@ UPDATE trajectories SET payload = NULL WHERE group_id IN (
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def checksum(*values: Any, payload: Any = b"") -> int:
+def checksum(*values: object, payload: Any = b"") -> int:
     """Return 62 bits of the SHA-256 of a row's values followed by a payload.
 
     It detects corruption and careless edits. It does not detect forgery: without a key, anyone can
@@ -85,7 +85,7 @@ def checksum(*values: Any, payload: Any = b"") -> int:
     return int.from_bytes(digest.digest()[:8], "little") & CHECKSUM_MASK
 
 
-def with_checksum(*row: Any) -> tuple[Any, ...]:
+def with_checksum(*row: object) -> tuple[object, ...]:
     """Return a row of COVERED columns with its checksum."""
     return (*row, checksum(*row))
 

@@ -102,7 +102,7 @@ def test_retry_leases_only_failed_members_and_then_filters(make: Make) -> None:
     store = make(partial_group="retry")
     group = run(store, lambda m: m != 1)
     assert group.state == "leased"
-    assert group.missing(2) == [1]
+    assert group.leasable(2) == [1]
     assert run(store, lambda m: False) is group
     assert group.state == "filtered"
     assert store.counts["filtered:failed:episode_timeout"] == 1
@@ -166,9 +166,9 @@ def test_episode_that_always_kills_its_worker_fails_for_good(make: Make, policy:
     lease = store.lease(group, worker_id="w", credit=2)
     store.add_episode(episode(lease, 0), [b""])
     store.lose_lease(lease)
-    assert group.missing(2) == [1], "only what was not in is an attempt, and one is not enough"
+    assert group.leasable(2) == [1], "only what was not in is an attempt, and one is not enough"
     store.end_lease(store.lease(group, worker_id="w", credit=2))
-    assert group.missing(2) == [1], "a lease that was given up is no attempt"
+    assert group.leasable(2) == [1], "a lease that was given up is no attempt"
     store.lose_lease(store.lease(group, worker_id="w", credit=2))
     assert group.state == "filtered"
     assert store.counts["filtered:failed:worker_lost"] == 1
@@ -310,7 +310,7 @@ def test_restart_restores_turns_attempts_and_failures(make: Make) -> None:
     after = store.groups["g0"]
     assert (after.turns, sorted(after.failures)) == (before.turns, sorted(before.failures))
     assert sorted(after.turns) == [0, 2]
-    assert (after.start, after.missing(3)) == (0, [1, 2])
+    assert (after.start, after.leasable(3)) == (0, [1, 2])
     assert (after.exhausted(1), after.exhausted(2)) == ({0, 1, 2}, set())
     (held,) = after.leases.values()
     assert (held.lease_id, held.members, held.version) == (running.lease_id, [0], 0)

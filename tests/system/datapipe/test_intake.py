@@ -258,7 +258,7 @@ async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Pee
     mixed = Episode(lease.lease_id, other.group_id, 0, [], Failure("boom", ""))
     peer.say(Result("bad", [good, mixed]), payload(good.headers[0]))
     await peer.rejected(1)
-    assert 0 in peer.pipe.workers.by_id["bad"].leases[lease.lease_id].due
+    assert 0 in peer.pipe.workers.by_id["bad"].leases[lease.lease_id].unfinished
 
 
 def test_rejections_of_many_senders_take_bounded_memory() -> None:

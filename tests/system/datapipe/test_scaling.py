@@ -55,7 +55,7 @@ class Site:
         while worker := self.workers.most_idle():
             group = self.store._create_group()
             lease = self.store.lease(group, worker_id=worker.worker_id, credit=worker.credit)
-            self.workers.give(worker.worker_id, lease, lease.members)
+            self.workers.assign(worker.worker_id, lease, lease.members)
 
     def pass_period(self, *, running: int, waiting: int = 0, capacity: int = 1000) -> None:
         """Add a load of the servers, and make a decision."""
@@ -106,7 +106,7 @@ def test_reduction_cancels_no_episode(site: Any) -> None:
     it.hear(0)
     assert it.in_flight(0) == MOST, "what it says it holds is not taken away"
     for lease_id, held in list(worker.leases.items()):
-        for member in list(held.due):
+        for member in list(held.unfinished):
             it.workers.finish(worker.worker_id, lease_id, member)
     it.fill()
     assert 2 <= it.in_flight(0) < MOST

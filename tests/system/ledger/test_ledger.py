@@ -45,7 +45,7 @@ def picture(store: GroupStore) -> dict[str, object]:
             key: (g.task.task_id, g.epoch, g.row, g.state, g.step, g.place, g.start,
                   [h.trajectory_id for h in g.headers], sorted(g.failures),
                   [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
-                  g.missing(store.ppo.max_attempts),
+                  g.leasable(store.ppo.max_attempts),
                   {member: turns for member, turns in g.turns.items() if turns})
             for key, g in store.groups.items()
         },
@@ -223,9 +223,9 @@ def test_copy_taken_at_any_commit_is_consistent(tmp_path: Path) -> None:
         seen = open_store(copy, ppo)
         assert seen.offered == number + 1
         assert seen.groups[group.group_id].state == "leased"
-        assert seen.groups[group.group_id].missing(3) == []
+        assert seen.groups[group.group_id].leasable(3) == []
         seen.lose_lease(lease)
-        assert seen.groups[group.group_id].missing(3) == [1]
+        assert seen.groups[group.group_id].leasable(3) == [1]
         assert audit(copy / "ledger.sqlite").ok
         seen.ledger.close()
     store.ledger.close()
