@@ -152,11 +152,11 @@ def through_datapipe(
             link = connect_trainer(names)
             link.start(0)
             ready = time.perf_counter() - begin
-            link.tell(Published(0))
+            link.report(Published(0))
             before = cpu_seconds(process)
             seconds = asyncio.run(collect(names, count, size))
             used = cpu_seconds(process) - before
-            link.tell(Finish("bench over"))
+            link.report(Finish("bench over"))
             link.close()
             process.wait(20)
         return count / seconds, ready, used / count

@@ -117,7 +117,7 @@ class Trial:
 
     def pump(self) -> None:
         """What the datapipe does after every event: give leases, compose the next batch."""
-        while self.free > 0 and (group := self.store.next_offer()) is not None:
+        while self.free > 0 and (group := self.store.next_group()) is not None:
             self.begin(self.store.lease(group, worker_id="w", credit=self.free))
         if self.store.next_step <= self.step + 1:  # asked for a step ahead
             self.store.compose()
@@ -141,7 +141,9 @@ class Trial:
             lease.task.task_id, 1.0, {}, [tokens], tokens, lease.version,
             len(self.published) - 1, 1, False, 0, 1.0, {},
         )  # fmt: skip
-        self.store.add(Episode(lease.lease_id, lease.group_id, member, [header], None), [b""])
+        self.store.add_episode(
+            Episode(lease.lease_id, lease.group_id, member, [header], None), [b""]
+        )
 
     def trained(self) -> None:
         headers = [h for group in self.store.batches[self.step] for h in group.headers]

@@ -25,7 +25,7 @@ from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.options import run_parser
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.system.ledger.ledger import number, reading
+from arealite.system.ledger.ledger import meta_number, open_read_only
 
 PROGRESS_S = 5.0
 MEANING = """\
@@ -74,9 +74,9 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     Raises:
         UserError: there is nothing to replay, or the model is gone.
     """
-    with reading(paths.ledger) as db:
+    with open_read_only(paths.ledger) as db:
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
-        dropped = number(db, "dropped")
+        dropped = meta_number(db, "dropped")
     rows = rows[:to]
     if not rows or (to is not None and to < 1):
         raise UserError(f"{paths.root} has no trained step to replay.")

@@ -19,8 +19,8 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
-from arealite.system.ledger.ledger import connect, reading
-from arealite.system.ledger.schema import POSSIBLE, SCHEMA_VERSION
+from arealite.system.ledger.ledger import connect, open_read_only
+from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT
 
 
 def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
@@ -81,11 +81,11 @@ def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
     """Return (what the trial was begun with, step of its newest checkpoint); ({}, 0): no trial."""
     if not ledger.exists():
         return {}, 0
-    with reading(ledger) as db:
+    with open_read_only(ledger) as db:
         if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             return {}, 0  # killed before its first transaction
         held = dict(db.execute("SELECT key, value FROM meta").fetchall())
-        newest = f"SELECT MAX(step) FROM checkpoints WHERE {POSSIBLE}"
+        newest = f"SELECT MAX(step) FROM checkpoints WHERE {VALID_CHECKPOINT}"
         return held, db.execute(newest).fetchone()[0] or 0
 
 

@@ -14,7 +14,7 @@ from msgspec import inspect
 
 from arealite.api.rollout_messages import FromWorker, Result, WorkerState
 from arealite.api.trainer_messages import FromTrainer
-from arealite.system.datapipe.intake import NO_MESSAGE
+from arealite.system.datapipe.intake import DECODE_ERRORS
 from arealite.system.links import wire
 from tests.attacks.conftest import Live
 from tests.attacks.peers import Insider, forged, insider
@@ -115,7 +115,7 @@ def test_no_message_of_a_type_harms_the_run(live: Live, kind: type) -> None:
 
 def give_back(peer: Insider, frame: bytes) -> None:
     """Have a worker that a message made up leave: it would keep the leases that it gets."""
-    with suppress(*NO_MESSAGE):
+    with suppress(*DECODE_ERRORS):
         message = wire.decode_to_datapipe(frame)
         if isinstance(message, WorkerState) and message.capacity:
             peer.tell(msgspec.structs.replace(message, capacity=0, held=[]))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from arealite.api import trainer_messages as trainer
-from arealite.system.ledger.ledger import connect, number
+from arealite.system.ledger.ledger import connect, meta_number
 from arealite.system.links import wire
 from tests.attacks.conftest import Live
 from tests.attacks.peers import Insider, insider
@@ -29,7 +29,7 @@ def rank(live: Live) -> Iterator[Insider]:
 def current_ticket(live: Live) -> int:
     """Return the ticket of the trainer that runs, as the ledger tells."""
     with closing(connect(live.paths.ledger, read_only=True)) as db:
-        return number(db, "ticket")
+        return meta_number(db, "ticket")
 
 
 def mine(live: Live, step: int) -> str:
@@ -111,7 +111,7 @@ def test_version_of_the_future_is_not_taken(live: Live, rank: Insider, version: 
     rank.hear(trainer.Done)
     live.goes_on()
     with closing(connect(live.paths.ledger, read_only=True)) as db:
-        assert number(db, "version") <= live.step() + 5
+        assert meta_number(db, "version") <= live.step() + 5
 
 
 @pytest.mark.parametrize("step", [0, 1, 10**6, 1 << 40])

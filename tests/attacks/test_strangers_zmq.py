@@ -84,7 +84,7 @@ def test_no_other_kind_of_socket_reads_anything(live: Live, kind: int) -> None:
 
 def test_datapipe_says_in_one_line_that_strangers_were_refused(live: Live) -> None:
     log = (live.paths.logs / "datapipe-0.log").read_text()
-    assert log.count(wire.REFUSED) == 1
+    assert log.count(wire.SECRET_MISMATCH) == 1
 
 
 GARBAGE = {

@@ -55,11 +55,11 @@ def audit(folder: Path) -> list[str]:
     ppo = experiment(folder, max_attempts=1).trainer.ppo
     store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id=HOSTILE, credit=2)
     for member in range(2):
-        store.add(failed(lease, member, HOSTILE), [])
+        store.add_episode(failed(lease, member, HOSTILE), [])
     ledger.commit()
     ledger.close()
     return ["audit", str(folder / "ledger.sqlite")]

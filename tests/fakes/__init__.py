@@ -1,1 +1,1 @@
-"""Stand-ins for servers, for tests of the parts that talk to them."""
+"""Fake servers and clients for tests."""

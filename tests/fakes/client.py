@@ -1,4 +1,4 @@
-"""An LLM client that answers from a script, for tests of what stands above the client."""
+"""An LLM client that answers from a script, for tests of agents, collectors and workers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def response(
 
 
 class ScriptedClient(LLMClient):
-    """Answers with what `script` makes of a request: a response, or an error that is raised."""
+    """Answers each request with `script(request)`, or raises it if it is an error."""
 
     def __init__(self, script: Callable[[LLMRequest], LLMResponse | Exception] = echo) -> None:
         self.script = script
         self.requests: list[LLMRequest] = []
         self.cancelled: list[str] = []
         self.gate = asyncio.Event()
-        """Generations stand still while it is clear."""
+        """Generations block while this event is not set."""
         self.gate.set()
         self.arrived = asyncio.Condition()
         self.is_open = False
@@ -48,7 +48,7 @@ class ScriptedClient(LLMClient):
         return {"requests": float(len(self.requests))}
 
     async def generate(self, request: LLMRequest) -> LLMResponse:
-        """Answer by the script."""
+        """Return or raise the result of the script."""
         self.requests.append(request)
         try:
             async with self.arrived:
@@ -63,6 +63,6 @@ class ScriptedClient(LLMClient):
         return answer
 
     async def received(self, count: int, *, seconds: float = 60.0) -> None:
-        """Wait until `count` generations were asked for."""
+        """Wait until `count` generations were requested."""
         async with asyncio.timeout(seconds), self.arrived:
             await self.arrived.wait_for(lambda: len(self.requests) >= count)

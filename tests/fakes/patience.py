@@ -1,4 +1,4 @@
-"""A test's hand on the deadlines of a module: it ends a wait that would last until one."""
+"""Lets a test end a wait of a module before its deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Patience:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
         self.ended: list[float | None] = []
-        """How long each wait that was ended would have lasted."""
+        """Full duration, in seconds, of each wait that was ended early."""
         self._waits: list[tuple[asyncio.AbstractEventLoop, Wait]] = []
         monkeypatch.setattr(module, "Wait", self._make)
 
@@ -27,7 +27,7 @@ class Patience:
         return wait
 
     def end(self, on: str, *, what: str = "") -> None:
-        """Let the deadline be now of what began last to wait for `on`; from any thread."""
+        """End the newest wait for `on` as if its deadline had passed; from any thread."""
         loop, wait = [
             (loop, wait)
             for loop, wait in self._waits
@@ -42,7 +42,7 @@ class Patience:
 
 
 class Clock:
-    """Stands for `time.monotonic` in a module."""
+    """Replaces `time.monotonic` in a module."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
         self._ahead_s = 0.0
@@ -50,5 +50,5 @@ class Clock:
         monkeypatch.setattr(module, "time", told)
 
     def turn(self, seconds: float) -> None:
-        """Let it be that much later."""
+        """Advance the clock."""
         self._ahead_s += seconds

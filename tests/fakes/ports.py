@@ -1,4 +1,4 @@
-"""Ports of loopback that are known before anybody listens on them."""
+"""Reserves loopback ports that tests know before a server listens on them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Give a port on which the test's servers may listen, one after the other, and nobody else:
-    the system gives no port away that a socket has, though it does not listen."""
+    """Reserve a port for the servers of a test.
+
+    A bound socket that does not listen holds the port, so the system gives it to no other process.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those servers' sockets
         held.bind(("127.0.0.1", 0))

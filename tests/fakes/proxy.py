@@ -1,4 +1,4 @@
-"""A TCP proxy that can turn into a black hole: both ends stay open, nothing comes through."""
+"""A TCP proxy that can stop forwarding while both connections stay open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards bytes to `target` until `swallow` is set; counts what it swallowed."""
+    """Forwards bytes to `target` until `swallow` is set; counts the dropped bytes."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
@@ -49,7 +49,7 @@ class Proxy:
 
 @asynccontextmanager
 async def proxied(target: tuple[str, int]) -> AsyncIterator[Proxy]:
-    """Run a proxy on a free port of the loopback."""
+    """Run a proxy on a free loopback port."""
     proxy = Proxy(target)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]

@@ -128,7 +128,7 @@ class Task:
         made = Batch(step, headers, [0] * count, cut, list(range(count)), waits={})
         return made, [payload for _, payload in played]
 
-    def tell(self, message: FromTrainer) -> None:
+    def report(self, message: FromTrainer) -> None:
         if isinstance(message, StepReport):
             self.report_of_step = message
 

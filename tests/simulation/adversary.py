@@ -1,4 +1,4 @@
-"""What goes wrong in a seed: kinds, times and places of faults, until it gives up."""
+"""Injects the faults of a seed: their kinds, times and places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Adversary:
-    """Injects faults for `fault_s`, then heals everything."""
+    """Injects faults for `fault_s`, then ends all lasting faults."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
@@ -21,12 +21,12 @@ class Adversary:
         self.rng = random.Random(f"adversary {sim.scenario.seed}")
         self.calm = False
         self._writes: int | None = None
-        """Kill the datapipe in that many transactions."""
+        """Number of transactions until the datapipe is killed."""
         self._messages: dict[str, int] = {}
-        """Kill a role (by the first part of its name) after that many messages."""
+        """By role: number of messages until one of its processes is killed."""
 
     def begin(self) -> asyncio.Task[None]:
-        """Start, beside everything else."""
+        """Start as a background task."""
         return asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
@@ -52,7 +52,7 @@ class Adversary:
         sim.note("calm")
 
     def inject(self, name: str) -> None:
-        """Do one fault."""
+        """Inject one fault."""
         sim, rng = self.sim, self.rng
         verb, _, rest = name.partition(" ")
         if verb in ("kill", "freeze"):
@@ -100,7 +100,7 @@ class Adversary:
         return self.rng.choice(found) if found else None
 
     def cut(self, statements: int) -> int | None:
-        """Say at which statement of this transaction the datapipe dies; None: not now."""
+        """Return the statement of a transaction at which the datapipe dies; None for never."""
         if self._writes is None:
             return None
         self._writes -= 1
@@ -111,7 +111,7 @@ class Adversary:
         return self.rng.choice((0, statements + 1, self.rng.randint(0, statements)))
 
     def dies_at_message(self, process: Process) -> bool:
-        """Say whether a process dies while it sends."""
+        """Return whether a process dies while it sends."""
         role = process.name.split("-")[0]
         if role not in self._messages or process.dead:
             return False
@@ -123,6 +123,6 @@ class Adversary:
         return True
 
     def changes_between_launches(self) -> None:
-        """A person may launch with other settings."""
+        """Change the settings of the next launch, sometimes."""
         if self.sim.counts["launches"] and not self.calm and self.rng.random() < 0.15:
             self.sim.change(self.sim.scenario.changed(self.rng))

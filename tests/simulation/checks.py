@@ -1,4 +1,4 @@
-"""The invariants of a seed, held against what was seen from outside the product."""
+"""Checks the invariants of a seed against messages and files seen from outside the package."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 MAX_KEPT = 400
-"""Episodes or statements in a queue above which it counts as unbounded."""
+"""Length from which a queue of episodes or statements counts as unbounded."""
 SIGN_OF_LIFE = wire.encode(Ack(0))
 
 
 class Checks:
-    """What was promised, and whether it was kept."""
+    """The guarantees given so far, and the checks that they hold."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.checked = 0
         self.first: str | None = None
         self.results: dict[int, list[Episode]] = {}
-        """By result id: what workers sent."""
+        """By result id: episodes that workers sent."""
         self.acknowledged: dict[str, Episode] = {}
-        """By trajectory id: what the datapipe said is durable."""
-        self.too_late: set[tuple[str, int]] = set()
-        """(lease id, member) of results that came too late to be kept."""
+        """By trajectory id: acknowledged episodes."""
+        self.late_results: set[tuple[str, int]] = set()
+        """(lease id, member) of results that arrived too late to be stored."""
         self.promised: dict[str, set[int]] = {"step": set(), "checkpoint": set()}
-        """What the trainer was told is durable."""
+        """Steps and checkpoints that were acknowledged to the trainer."""
         self.batches: dict[int, tuple[str, ...]] = {}
-        """The trajectories of every batch that a rank ever saw."""
+        """By step: trajectory ids of every batch that a rank received."""
 
     def expect(self, holds: bool, what: str, *, throw: bool = True) -> None:
-        """Count a check; a failed one ends the seed."""
+        """Count a check; end the seed if it fails."""
         self.checked += 1
         if holds:
             return
@@ -61,7 +61,7 @@ class Checks:
     # ------------------------------------------------------------ what is seen on the way
 
     def sees(self, socket: SimSocket, frames: list[bytes]) -> None:
-        """Note results and acknowledgements as they are sent."""
+        """Record sent results and acknowledgements."""
         name = socket.process.name
         if name.startswith("trainer"):
             return
@@ -80,16 +80,16 @@ class Checks:
             self.expect(link.unacknowledged <= MAX_KEPT, f"{link.worker_id} keeps too much")
 
     def promise(self, kind: str, step: int) -> None:
-        """The trainer was told that something is durable."""
+        """Record an acknowledged step or checkpoint."""
         self.promised[kind].add(step)
 
     def trainer_starts(self, step: int) -> None:
-        """The trainer is about to roll the ledger back."""
+        """Drop the guarantees that a roll-back of the trainer ends."""
         self.promised["step"] = {s for s in self.promised["step"] if s < step}
         self.promised["checkpoint"] = {s for s in self.promised["checkpoint"] if s <= step}
 
     def check_views(self, views: list[Batch]) -> None:
-        """All ranks see one batch, split among them, and the same as whoever asked before."""
+        """Check that all ranks and requests get the same batch."""
         first = views[0]
         ids = tuple(h.trajectory_id for h in first.headers)
         for view in views:
@@ -100,8 +100,8 @@ class Checks:
         before = self.batches.setdefault(first.step, ids)
         self.expect(before == ids, f"batch {first.step} was {before}, now it is {ids}")
 
-    def eats(self, batch: Batch) -> None:
-        """The model has trained a batch: nothing in it may be in the model already."""
+    def check_trained_once(self, batch: Batch) -> None:
+        """Check that the model has not trained any trajectory of the batch before."""
         model = [t for step in self.sim.launch.trainer.model for t in step]  # type: ignore[union-attr]
         twice = [t for t, n in Counter(model).items() if n > 1]
         self.expect(not twice, f"step {batch.step}: {twice[:3]} trained twice")
@@ -109,19 +109,19 @@ class Checks:
     # ------------------------------------------------------------ the file
 
     def opened(self, pipe: Datapipe) -> None:
-        """Watch a new datapipe's decisions that leave no trace in the file."""
+        """Observe decisions of a new datapipe that are not in the file."""
         store, is_too_late = pipe.store, pipe.store._is_too_late
 
         def watched(group: Any, episode: Episode) -> bool:
             late = is_too_late(group, episode)
             if late:
-                self.too_late.add((episode.lease_id, episode.member))
+                self.late_results.add((episode.lease_id, episode.member))
             return late
 
         store._is_too_late = watched  # type: ignore[method-assign]
 
     def after_crash(self) -> None:
-        """Hold the file that a kill left against the promises."""
+        """Check the file after a kill against the guarantees."""
         from tests.simulation.simulation import ledger_of
 
         path = ledger_of(self.sim)
@@ -149,15 +149,15 @@ class Checks:
         kept = {row[0] for row in db.execute("SELECT trajectory_id FROM trajectories")}
         for name in [n for n in self.acknowledged if n not in kept]:
             episode = self.acknowledged[name]
-            if name.startswith("e") or (episode.lease_id, episode.member) in self.too_late:
+            if name.startswith("e") or (episode.lease_id, episode.member) in self.late_results:
                 continue
             row = db.execute("SELECT state FROM groups WHERE group_id = ?", (episode.group_id,))
             (state,) = row.fetchone() or (None,)
-            gone = state == "filtered" or self._gave_up(db, episode)
+            gone = state == "filtered" or self._failed_for_good(db, episode)
             self.expect(gone, f"{name} was acknowledged, and a restart does not find it ({state})")
 
-    def _gave_up(self, db: sqlite3.Connection, episode: Episode) -> bool:
-        """Whether the member had failed for good before this result of it came."""
+    def _failed_for_good(self, db: sqlite3.Connection, episode: Episode) -> bool:
+        """Return whether the member had failed for good before this result arrived."""
         sql = "SELECT COUNT(*) FROM failures WHERE group_id = ? AND member = ?"
         (failures,) = db.execute(sql, (episode.group_id, episode.member)).fetchone()
         return failures >= self.sim.scenario.max_attempts or (
@@ -167,7 +167,7 @@ class Checks:
     # ------------------------------------------------------------ the end
 
     def final(self) -> None:
-        """Hold the finished run's ledger against the model that came out of it."""
+        """Check the ledger of the finished run against the trained model."""
         from tests.simulation.simulation import ledger_of
 
         sim, path = self.sim, ledger_of(self.sim)
@@ -192,7 +192,7 @@ class Checks:
                 self.expect(not link.unacknowledged, f"{name} holds results at the end")
 
     def _check_groups(self, db: sqlite3.Connection, model: list[tuple[str, ...]]) -> None:
-        """Every trained group is whole, in one step, and exactly those are trained."""
+        """Check that each trained group is complete and was trained in one step."""
         where = {t.rsplit("/", 2)[0]: step for step, ids in enumerate(model) for t in ids}
         eaten = Counter(t for ids in model for t in ids)
         self.expect(max(eaten.values(), default=1) == 1, "trained twice")
@@ -204,7 +204,7 @@ class Checks:
             self.expect(whole <= set(model[step]), f"{group} was trained in parts")
 
     def _check_order(self, db: sqlite3.Connection) -> None:
-        """Groups are the rows of the dataset's order, none left out, none twice."""
+        """Check that the groups follow the order of the dataset without gaps or repeats."""
         scenario = self.sim.scenario
         rows = db.execute("SELECT seq, row, epoch FROM groups ORDER BY seq").fetchall()
         seen = Counter[int | None]()

@@ -1,7 +1,7 @@
-"""One launch of the run, by the local launcher's rules: dead roles come back until the end.
+"""Simulates one launch by the rules of the local launcher: dead roles are restarted.
 
-A dead rank brings back the trainer as a whole; a broken invariant, a death while the run is being
-stopped and the launcher's own death end the launch, and a person launches the run again.
+If one rank dies, all ranks are restarted. A broken invariant, a death during the stop of the run,
+or the death of the launcher ends the launch; then the simulation launches the run again.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 EARLY_S = 5.0
-"""A role that left by itself has this long to be right."""
+"""Grace period after an unexpected clean exit."""
 
 
 class Launch:
-    """Which roles live, and what has come of them."""
+    """The roles of one launch and their exits."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.rng = sim, sim.rng
         self.killed = False
-        """The launcher is dead, and so is all that it had started."""
+        """The launcher was killed, and with it all its children."""
         self.stopping = False
         self.trainer_ended = self.datapipe_ended = False
         self.disk_is_full = False
         self.over = asyncio.Event()
-        """Roles may leave."""
+        """Set once roles may exit."""
         self.trainer: TrainerGroup | None = None
         self._finished = False
 
     async def run(self) -> bool:
-        """Start all roles, bring back those that die; True once all steps are trained."""
+        """Start all roles and restart those that die; return True once all steps are trained."""
         sim, scenario = self.sim, self.sim.scenario
         ranks = self.rng.choice((scenario.ranks, scenario.ranks, 1, 2, 3))
         workers = self.rng.choice((scenario.workers, scenario.workers, 1, 3))
@@ -53,7 +53,7 @@ class Launch:
         return self._finished
 
     def stop(self) -> None:
-        """Ctrl-C: every rank is asked to stop."""
+        """Send SIGTERM to every rank, as Ctrl-C does."""
         if self.trainer is not None and not self.stopping:
             self.stopping = True
             self.over.set()
@@ -62,13 +62,13 @@ class Launch:
                 self.sim.loop.call_later(delay, self.trainer.ask_to_stop, rank)
 
     def kill(self) -> None:
-        """The kernel kills the children of a dead launcher."""
+        """Kill the launcher; the kernel kills its children."""
         self.killed = True
         for process in list(self.sim.roles.values()):
             self.sim.kill(process, "its launcher died")
 
     async def _end(self, others: list[asyncio.Task[None]]) -> None:
-        """The datapipe lets the workers go and leaves; then all that is left is ended."""
+        """Wait for the exit of the datapipe, then end the remaining roles."""
         sim = self.sim
         late: set[asyncio.Task[None]] = set()
         if not self.killed:
@@ -76,20 +76,20 @@ class Launch:
         if late and not self.killed:
             # One that was started again after the last word does not know that it was the last.
             left = "datapipe" not in sim.roles or sim.pipe.requests.finish is None
-            sim.expect(left, f"the datapipe does not end after the trainer: {sim.who_waits()}")
+            sim.expect(left, f"the datapipe does not end after the trainer: {sim.describe_roles()}")
             for name in list(sim.roles):
                 sim.terminate(name)
             await asyncio.wait(late, timeout=6.0)
         for process in list(sim.roles.values()):
             sim.kill(process, "end of the launch")
 
-    async def _may_leave(self) -> bool:
+    async def _may_exit(self) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.over.wait(), EARLY_S)
         return self.over.is_set()
 
     async def _pause(self) -> bool:
-        """Wait as before a restart; False if there is none."""
+        """Wait for the restart delay; return False if the launcher was killed."""
         await asyncio.sleep(self.rng.uniform(0.1, 2.5))
         return not self.killed
 
@@ -99,7 +99,7 @@ class Launch:
             error = await self.sim.live("datapipe", self.sim.datapipe())
             if self.killed or self.trainer_ended:
                 return
-            if error is None and await self._may_leave():
+            if error is None and await self._may_exit():
                 self.datapipe_ended = True
                 return
             if isinstance(error, InvariantError) and self.disk_is_full:
@@ -116,7 +116,7 @@ class Launch:
             error = await self.sim.live(name, self.sim.worker(name))
             if self.killed or self.trainer_ended or self.datapipe_ended:
                 return
-            if error is None and await self._may_leave():
+            if error is None and await self._may_exit():
                 return
             expected = error is None or isinstance(error, (Killed, RoleError))
             self.sim.expect(expected, f"{name} stopped: {error!r}")
@@ -126,7 +126,7 @@ class Launch:
         sim, again = self.sim, True
         while again:
             group = self.trainer = TrainerGroup(sim, ranks)
-            error = await self._live_as_one(group)
+            error = await self._run_ranks(group)
             again = error is not None and not self._is_last(error)
             if again:
                 expected = isinstance(error, (Killed, RoleError))
@@ -145,12 +145,12 @@ class Launch:
             self.kill()
 
     def _is_last(self, error: BaseException) -> bool:
-        """Whether the trainer is not started again: nobody needs it, or the launch ends."""
+        """Return whether the trainer is not restarted: it has finished, or the launch ends."""
         by_rule = isinstance(error, InvariantError) and self.disk_is_full
         return self.killed or by_rule or self.stopping or self.datapipe_ended
 
-    async def _live_as_one(self, group: TrainerGroup) -> BaseException | None:
-        """Run all ranks until one dies; return why, None if all ended as planned."""
+    async def _run_ranks(self, group: TrainerGroup) -> BaseException | None:
+        """Run all ranks until one dies; return its error, or None if all exit normally."""
         self.sim.note("trainer", f"{group.ranks} ranks from step {group.step}")
         waiting = {
             asyncio.ensure_future(self.sim.live(process.name, group.main(rank), process))

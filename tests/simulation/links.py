@@ -1,7 +1,8 @@
-"""The product's TrainerLink as coroutines, so that many ranks share one simulated loop.
+"""Converts the package's TrainerLink to coroutines, so that many ranks share one event loop.
 
-The class blocks; here its source is rewritten: a method that (through others) polls or sleeps
-becomes a coroutine and is awaited. What runs is the product's code, whatever it becomes.
+The methods of TrainerLink block. This module rewrites its source: each method that polls or sleeps,
+directly or through other methods, becomes a coroutine and is awaited. So the simulation always runs
+the current code of the package.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BLOCKING = {"poll", "sleep"}
 
 
 class _Awaiting(ast.NodeTransformer):
-    """Awaits calls of blocking methods of `self`, and of poll and sleep."""
+    """Adds `await` to calls of blocking methods of `self`, and of poll and sleep."""
 
     def __init__(self, blocking: set[str]) -> None:
         self.blocking = blocking

@@ -1,8 +1,8 @@
-"""An event loop in virtual time, for many simulated processes at once, in an order told by a seed.
+"""An event loop in virtual time for many simulated processes; a seed determines the order.
 
-Time stands still while anything can run and jumps to the next timer when nothing can. A handle
-belongs to the process in whose context it was made; handles of one process run in order, those of
-different processes in any. A process that is frozen or dead keeps its handles and runs none.
+The time is constant while a handle can run, and jumps to the next timer otherwise. A handle belongs
+to the process in whose context it was created. Handles of one process run in order; the order
+between processes is random. A stopped or dead process keeps its handles but runs none.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 from tests.waiting import settle
 
 STEP_S = 2e-6
-"""What running one handle takes."""
+"""Virtual seconds for one handle."""
 MAX_HANDLES = 3_000_000
-"""A seed that runs more of them runs in circles."""
+"""Maximum number of handles of a seed; more means an endless loop."""
 
 
 current: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
 
 
 class Process:
-    """One simulated process: its handles, and whether they run."""
+    """One simulated process and its queue of handles."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: deque[asyncio.Handle] = deque()
         self.runs = True
-        """False while it is stopped, and once it is dead."""
+        """False while the process is stopped, and after it died."""
         self.dead = False
         self.in_runnable = False
         self.context = contextvars.Context()
-        """In which messages reach it."""
+        """Context in which messages are delivered."""
         self.context.run(current.set, self)
         self.on_term: Callable[[], Any] | None = None
         """Its handler of SIGTERM."""
@@ -52,11 +52,11 @@ ROOT = Process("root")
 
 
 class Killed(BaseException):
-    """Ends a handle of a process that was killed while the handle ran."""
+    """Ends the running handle of a killed process."""
 
 
 class Stuck(Exception):
-    """Nothing will ever happen again."""
+    """No handle can run and no timer is due: a deadlock."""
 
 
 class SimTask(asyncio.Task):  # type: ignore[type-arg]
@@ -71,7 +71,7 @@ class SimTask(asyncio.Task):  # type: ignore[type-arg]
 
 
 class SimFuture(asyncio.Future):  # type: ignore[type-arg]
-    """As SimTask."""
+    """A future with a hash that does not depend on addresses."""
 
     def __init__(self, *, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
@@ -82,7 +82,7 @@ class SimFuture(asyncio.Future):  # type: ignore[type-arg]
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module."""
+    """An event loop in virtual time."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.handles = 0
         self.executor_delay: Callable[[], float] = lambda: 0.0
         self.kept: list[SimTask] = []
-        """All tasks, so that none of a dead process is collected while the seed runs."""
+        """All tasks, so that no task of a dead process is garbage-collected while the seed runs."""
         self.closing = False
         self._runnable: list[Process] = []
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
@@ -119,7 +119,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers stay in the heap until they are due."""
+        """Do nothing: a cancelled timer stays in the heap until it is due."""
 
     def create_future(self) -> SimFuture:
         return SimFuture(number=next(self._numbers), loop=self)
@@ -130,7 +130,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        """Run the function in one piece, after one delay and before another."""
+        """Run a function atomically, between two random delays."""
         future = self.create_future()
         self.call_later(
             self.executor_delay(), self._execute, future, functools.partial(func, *args)
@@ -152,16 +152,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return True
 
     def _process_events(self, event_list: Any) -> None:
-        """There is no selector."""
+        """Do nothing: there is no selector."""
 
     # ------------------------------------------------------------ processes
 
     def spawn(self, process: Process, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine as (part of) a process."""
+        """Run a coroutine in a process."""
         return self.create_task(coro, context=context_of(process))
 
     def wake(self, process: Process) -> None:
-        """Let a process run (again)."""
+        """Start or resume a process."""
         process.runs = True
         self._note(process)
 
@@ -193,7 +193,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Stuck(f"more than {MAX_HANDLES} handles were run")
 
     def _jump(self) -> None:
-        """Nothing can run: it is later."""
+        """Advance the time to the next timer."""
         timers = self._timers
         while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
             heapq.heappop(timers)
@@ -202,7 +202,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now = timers[0][0]
 
     def _run_any(self) -> None:
-        """Run the next handle of any process."""
+        """Run the next handle of a random process."""
         runnable = self._runnable
         place = int(self.rng.random() * len(runnable))
         process = runnable[place]
@@ -218,7 +218,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def context_of(process: Process) -> contextvars.Context:
-    """Return a fresh context in which everything belongs to `process`."""
+    """Return a new context in which all handles belong to `process`."""
     context = contextvars.Context()
     context.run(current.set, process)
     return context

@@ -1,8 +1,8 @@
-"""A network of ROUTER and DEALER sockets as ZeroMQ over TCP behaves, and as badly as it can.
+"""Simulates a network of ROUTER and DEALER sockets (ZeroMQ over TCP) with faults.
 
-A connection keeps the order of its messages; different ones do not. What was sent before a death
-or a close may still arrive, also late. A reset connection loses what is on its way and comes back
-under a new route. Sends never block and never fail.
+A connection preserves the order of its messages; there is no order between connections. Messages
+sent before a death or a close may still arrive, possibly late. A reset connection loses messages in
+transit and reconnects with a new route. Sends never block and never fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Frames = list[bytes]
 
 @dataclass
 class Faults:
-    """How bad it is just now."""
+    """Current latency and fault rates."""
 
     latency_s: float = 0.0005
     jitter: float = 1.0
@@ -35,19 +35,19 @@ class Faults:
 
 @dataclass(eq=False)
 class Connection:
-    """One DEALER's way to an address."""
+    """The connection of one DEALER to an address."""
 
     dealer: SimSocket
     address: str
     number: int
     route: bytes | None = None
-    """By which the ROUTER knows it; None until a message has reached it."""
+    """Route at the ROUTER; None until it received a message."""
     blocked_until: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
-    """Nothing arrives before: packets are lost and sent again by TCP."""
+    """By direction: time before which no message arrives, because TCP retransmits."""
     last: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
     on_way: list[Any] = field(default_factory=list)
     waiting: list[Frames] = field(default_factory=list)
-    """For somebody to bind the address."""
+    """Messages sent before a socket binds the address."""
 
 
 class Network:
@@ -63,7 +63,7 @@ class Network:
         self.connections: list[Connection] = []
         self.counts: Counter[str] = Counter()
         self.down = False
-        """Once the seed is over nothing is carried."""
+        """Set at the end of the seed: no further message is delivered."""
         self.on_send: Callable[[SimSocket, Frames], None] = lambda socket, frames: None
         self.trace: Callable[[str, SimSocket, Frames], None] = lambda what, socket, frames: None
         self._routes = 0
@@ -74,13 +74,13 @@ class Network:
     def open_socket(
         self, context: Any, kind: int, secret: None = None, *, max_mb: int = 0
     ) -> SimSocket:
-        """Stand in for `wire.open_socket`."""
+        """Replace `wire.open_socket`."""
         socket = SimSocket(self, kind, current.get(ROOT))
         self.sockets.append(socket)
         return socket
 
     def new_address(self) -> str:
-        """Return a fresh address, or now and then the one of the last ROUTER, if it is free."""
+        """Return a new address, or sometimes that of the last ROUTER if it is free."""
         reused = self._last_address and self._last_address not in self.routers
         if not reused or self.rng.random() < 0.7:
             self._addresses += 1
@@ -157,7 +157,7 @@ class Network:
                     self._carry(connection, "up", frames)
 
     def close(self, socket: SimSocket, *, flushes: bool) -> None:
-        """Forget a socket; what it sent goes on arriving, or only a part of it."""
+        """Remove a socket; its sent messages, or only a part of them, still arrive."""
         self.sockets.remove(socket)
         if socket.kind == zmq.ROUTER:
             if self.routers.get(socket.address) is socket:
@@ -173,20 +173,20 @@ class Network:
             self.connections.remove(connection)
 
     def kill(self, process: Process) -> None:
-        """Close the sockets of a dead process, which flushes only a part."""
+        """Close the sockets of a dead process; only a part of their messages is flushed."""
         for socket in [s for s in self.sockets if s.process is process]:
             socket.closed = True
             self.close(socket, flushes=False)
 
     def reset(self, connection: Connection) -> None:
-        """Break a connection: both ends lose what is on its way; the DEALER connects anew."""
+        """Reset a connection: messages in transit are lost, and the DEALER reconnects."""
         self.counts["resets"] += 1
         self._cut(connection, "up", keep=0.0)
         self._cut(connection, "down", keep=0.0)
         connection.route = None
 
     def block(self, connection: Connection, seconds: float, ways: Sequence[str]) -> None:
-        """Hold back what is sent, and what is on its way, without anybody noticing."""
+        """Delay all messages of a connection without an error at either end."""
         self.counts["partitions"] += 1
         until = self.loop.now + seconds
         connection.blocked_until.update(dict.fromkeys(ways, until))
@@ -205,7 +205,7 @@ class Network:
 
 
 class SimSocket:
-    """What a zmq.Socket is to `wire.Channel` and to TrainerLink."""
+    """Replaces zmq.Socket for `wire.Channel` and TrainerLink."""
 
     def __init__(self, network: Network, kind: int, process: Process) -> None:
         self.network = network
@@ -246,7 +246,7 @@ class SimSocket:
             self.network.down_to(self, kept)
 
     def deliver(self, frames: Frames) -> None:
-        """Put a message into the owner's hands once that runs."""
+        """Deliver a message to the owner once its process runs."""
         if self.closed or self.process.dead:
             return
         self.network.loop.call_soon(self._take, frames, context=self.process.context)
@@ -262,7 +262,7 @@ class SimSocket:
             _set(self._arrived)
 
     async def poll(self, ms: float) -> bool:
-        """Wait for a message as zmq's poll does, but leaving the loop to others."""
+        """Wait for a message as zmq's poll does, without blocking the event loop."""
         if not self.inbox and ms > 0:
             loop = self.network.loop
             self._arrived = arrived = loop.create_future()
@@ -284,7 +284,7 @@ class SimSocket:
 
 
 class SimChannel:
-    """Stands in for `wire.Channel`."""
+    """Replaces `wire.Channel`."""
 
     def __init__(self, socket: SimSocket, on_frames: Callable[[Frames], None]) -> None:
         self.socket = socket
@@ -303,7 +303,7 @@ def _set(future: asyncio.Future[None] | None) -> None:
 
 
 def checksum(frames: Sequence[bytes], start: int) -> int:
-    """Fold frames into a running checksum."""
+    """Add frames to a running checksum."""
     for frame in frames:
         start = zlib.crc32(frame, start)
     return start

@@ -1,4 +1,4 @@
-"""Puts the product into virtual time and onto the simulated network, for the time of one seed."""
+"""Patches the package to use virtual time and the simulated network for one seed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLOCKS = ("monotonic", "time", "perf_counter")
 
 
 class VirtualTime:
-    """What the product's modules see as `time`."""
+    """Replaces the module `time` in the package's modules."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
@@ -41,7 +41,7 @@ class VirtualTime:
     time = perf_counter = process_time = thread_time = monotonic
 
     async def sleep(self, seconds: float) -> None:
-        """Only in the rewritten TrainerLink."""
+        """Sleep in virtual time; only the rewritten TrainerLink calls it."""
         import asyncio
 
         await asyncio.sleep(seconds)
@@ -51,7 +51,7 @@ class VirtualTime:
 
 
 class _Undo:
-    """Sets attributes and puts them back."""
+    """Sets attributes and restores them."""
 
     def __init__(self) -> None:
         self._undo: list[Any] = []
@@ -90,7 +90,7 @@ def _clocks_of(cls: Any) -> list[Any]:
 
 @contextmanager
 def patched(sim: Simulation) -> Generator[None, None, None]:
-    """See the module."""
+    """Patch the package while the body runs."""
     undo, clock = _Undo(), VirtualTime(sim)
     log_config = structlog.get_config()
     link = sys.modules[async_link().__module__]

@@ -1,7 +1,7 @@
-"""Servers, client, agent and environment of a simulation: they take virtual time and can fail.
+"""Simulated servers, client, agent and environment, with virtual latencies and failures.
 
-Tokens say whose they are: a prompt begins with the group's number and the member, and each sampled
-token is the number of the generation that sampled it.
+Tokens identify their source: a prompt begins with the number of the group and the member, and each
+sampled token is the number of the generation that sampled it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 MARK = 1_000_000
 """Tokens from here on were sampled; those below are prompts and observations."""
 REQUEST_S = 120.0
-"""How long a generation may wait for a server."""
+"""Maximum time for which a generation waits for a server."""
 
 
 class Servers:
-    """The inference servers: which version each holds; None while it is down."""
+    """The inference servers and the version of each; None while it is down."""
 
     def __init__(self, sim: Simulation, count: int) -> None:
         self.sim = sim
         self.versions: list[int | None] = [None] * count
         self.newest: int | None = None
-        """Last version that a push was begun for."""
+        """Newest version whose push has begun."""
         self._changed = asyncio.Event()
 
     def set(self, index: int, version: int | None) -> None:
-        """Let a server hold a version."""
+        """Set the version of a server."""
         self.versions[index] = version
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def pick(self, min_version: int) -> int:
-        """Wait for a server that holds at least `min_version`."""
+        """Wait for a server with at least `min_version`."""
         async with asyncio.timeout(REQUEST_S):
             while True:
                 able = [
@@ -55,7 +55,7 @@ class Servers:
 
 
 class SimClient(LLMClient):
-    """Finishes a generation piece by piece, each under the version its server holds at the end."""
+    """Samples a generation in pieces, each with the version of its server at the end."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
@@ -80,7 +80,7 @@ class SimClient(LLMClient):
         return _response(ids, versions, "stop", interruptions)
 
     async def _sample(self, request: LLMRequest) -> tuple[int, int]:
-        """Sample a piece; return its version and how often it was cut."""
+        """Sample a piece; return its version and its number of interruptions."""
         for cuts in itertools.count():
             try:
                 server = await self.sim.servers.pick(request.min_version)
@@ -104,7 +104,7 @@ def logprob(token: int) -> float:
 
 @agents.register("simulated")
 class SimAgent(Agent):
-    """Its prompt is everything so far."""
+    """An agent with all earlier tokens as its prompt."""
 
     async def act(self, observation: Any) -> Action:
         seq, member = int(self.seat.group_id[1:].split("-")[0]), self.seat.episode_id
@@ -117,7 +117,7 @@ class SimAgent(Agent):
 
 @envs.register("simulated")
 class SimEnv(Env):
-    """As many turns as the scenario says; what it does follows from task and generations."""
+    """An environment with turns, rewards and failures that follow from task and generations."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)

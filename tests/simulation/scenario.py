@@ -1,4 +1,4 @@
-"""What a seed plays: the run's settings, how episodes behave, and how bad the world is."""
+"""The scenario of a seed: settings of the run, behaviour of episodes, and fault rates."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ FAULTS = {
     "full disk": 0.4,
     "terminate worker": 0.5,
 }
-"""Kinds of fault and how often each comes, before a seed chooses its own."""
+"""Kinds of fault and their default weights; a seed draws its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Drawn from a seed; everything else follows from it and the same seed."""
+    """All settings of a simulation, drawn from its seed."""
 
     seed: int
     policy: str
@@ -70,7 +70,7 @@ class Scenario:
     lease_ttl_s: float
     episode_timeout_s: float
     fault_s: float
-    """How long there are faults."""
+    """Virtual seconds with faults."""
     faults_per_s: float
     weights: dict[str, float]
     loss: float
@@ -128,7 +128,7 @@ class Scenario:
         )
 
     def experiment(self, root: Path) -> ExperimentConfig:
-        """Return the product's config of it."""
+        """Return the package's config of the scenario."""
         config = ExperimentConfig(seed=self.seed)
         ppo = config.trainer.ppo
         collector = replace(
@@ -166,7 +166,7 @@ class Scenario:
         )
 
     def changed(self, rng: random.Random) -> Scenario:
-        """Return what a person launches instead, after a stop or a crash."""
+        """Return a changed scenario, for a launch after a stop or a crash."""
         return replace(
             self,
             policy=rng.choice((self.policy, "wait", "mask", "drop")),
@@ -176,7 +176,7 @@ class Scenario:
 
     @property
     def oldest(self) -> float:
-        """How old a trained token may be in the ledger."""
+        """Maximum age of a trained token in the ledger."""
         return float("inf") if self.policy == "mask" else self.eta
 
     def tasks(self, count: int, split: str) -> list[Task]:
@@ -188,5 +188,5 @@ class Scenario:
 
 
 def level_of(row: int) -> int:
-    """Return the class of a row: few are of the second."""
+    """Return the class of a row; few rows are of the second class."""
     return int(row % 3 == 1)

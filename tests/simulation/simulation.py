@@ -1,8 +1,8 @@
-"""One seed: a whole run with its launcher, an adversary, and the checks that nothing may break.
+"""Simulates one seed: a whole run with its launcher, injected faults, and checks of invariants.
 
 The datapipe, its ledger on a real SQLite file, the rollout workers with their collector, and all
-links are the product's. The language model, the environment, the trainer's maths, the launcher and
-the network are simulated.
+links are real code of the package. The language model, the environment, the trainer's computation,
+the launcher and the network are simulated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.trainer import Disk
 
 TTL_S = 5.0
-"""How long the name of a dead datapipe is still read."""
+"""Time for which the registry still returns the name of a dead datapipe."""
 BOUND_S = 500.0
 """Virtual seconds in which a run must have ended once there are no more faults."""
 _active: list[Simulation] = []
@@ -51,7 +51,7 @@ class Violation(Exception):
 
 @dataclass
 class Outcome:
-    """What a seed came to."""
+    """The result of a seed."""
 
     seed: int
     violation: str | None
@@ -64,12 +64,12 @@ class Outcome:
 
 
 def active() -> Simulation:
-    """Return the simulation that runs."""
+    """Return the running simulation."""
     return _active[-1]
 
 
 class Simulation:
-    """See the module."""
+    """The simulation of one seed."""
 
     def __init__(self, scenario: Scenario, root: Path, *, keep_trace: bool = False) -> None:
         self.scenario = scenario
@@ -88,7 +88,7 @@ class Simulation:
         self.dead_servers: set[int] = set()
         self.disk = Disk()
         self.changed = False
-        """A person changed what a launch may change."""
+        """Whether a launch has changed settings."""
         self.loosest_eta = scenario.oldest
         self.generations = 0
         self.outputs: dict[int, tuple[Any, ...]] = {}
@@ -96,7 +96,8 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.checks = Checks(self)
         self.expect, self.promise = self.checks.expect, self.checks.promise
-        self.eats, self.check_views = self.checks.eats, self.checks.check_views
+        self.check_trained_once = self.checks.check_trained_once
+        self.check_views = self.checks.check_views
         self.trainer_starts = self.checks.trainer_starts
         self.adversary = Adversary(self)
         self.processes: list[Process] = []
@@ -116,7 +117,7 @@ class Simulation:
     # ------------------------------------------------------------ running a seed
 
     def run(self) -> Outcome:
-        """Play the seed to its end; return what came of it."""
+        """Simulate the seed to its end; return the result."""
         _active.append(self)
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._on_loop_error)
@@ -145,7 +146,7 @@ class Simulation:
         )  # fmt: skip
 
     async def _until_failed(self) -> None:
-        """Play, but end at the first violation wherever it was seen."""
+        """Simulate until the end or the first violation."""
         self.failed = asyncio.Event()
         playing = asyncio.ensure_future(self._play())
         failing = asyncio.ensure_future(self.failed.wait())
@@ -154,7 +155,7 @@ class Simulation:
             await playing
 
     async def _play(self) -> None:
-        """Launch as often as it takes until the run has trained all its steps."""
+        """Launch repeatedly until the run has trained all steps."""
         adversary = self.adversary.begin()
         try:
             async with asyncio.timeout(self.scenario.fault_s + BOUND_S):
@@ -163,7 +164,7 @@ class Simulation:
                     await asyncio.sleep(self.rng.uniform(0.5, 3.0))
                     self.adversary.changes_between_launches()
         except TimeoutError as error:
-            raise Violation(f"it hangs: {self.who_waits()}") from error
+            raise Violation(f"it hangs: {self.describe_roles()}") from error
         finally:
             adversary.cancel()
         self.checks.final()
@@ -175,7 +176,7 @@ class Simulation:
     # ------------------------------------------------------------ processes
 
     async def live(self, name: str, body: Any, process: Process | None = None) -> Any:
-        """Run one process to its end; return its error, Killed for a kill, None if it ended."""
+        """Run one process to its end; return its error, Killed after a kill, or None."""
         process = process or Process(name)
         self.processes.append(process)
         self.roles[name] = process
@@ -194,7 +195,7 @@ class Simulation:
         return await end
 
     def _forget(self, process: Process) -> None:
-        """A process has exited by itself."""
+        """Clean up after the exit of a process."""
         process.dead, process.runs = True, False
         self.network.kill(process)
         self._died[process] = self.loop.now
@@ -204,7 +205,7 @@ class Simulation:
     # ------------------------------------------------------------ the roles
 
     async def datapipe(self) -> None:
-        """Be the datapipe."""
+        """Run the datapipe process."""
         scenario = self.scenario
         pipe = self.pipe = Datapipe(
             scenario.experiment(self.root),
@@ -226,7 +227,7 @@ class Simulation:
         self._name = (pipe.address, current.get(ROOT))
 
     def resolve(self) -> str | None:
-        """Read the name registry: the name of a dead datapipe stays for a while."""
+        """Read the datapipe's address; that of a dead datapipe remains for a while."""
         if self._name is None:
             return None
         address, process = self._name
@@ -234,7 +235,7 @@ class Simulation:
         return None if died is not None and self.loop.now - died > TTL_S else address
 
     async def worker(self, name: str) -> None:
-        """Be a rollout worker."""
+        """Run a rollout worker process."""
         await asyncio.sleep(self.rng.uniform(0.1, 0.6))  # imports
         link = WorkerLink(
             self.resolve,
@@ -249,7 +250,7 @@ class Simulation:
         await RolloutWorker(config, link=link, client=client, tokenizer=tokenizer).run()
 
     def latency(self) -> float:
-        """Draw how long a piece of a generation takes."""
+        """Draw the duration of a piece of a generation."""
         s = self.scenario
         if not self.adversary.calm and self.rng.random() < s.tail_share:
             return min(s.tail_s * self.rng.paretovariate(1.5) / 3.0, 45.0)
@@ -259,7 +260,7 @@ class Simulation:
     # ------------------------------------------------------------ deaths
 
     def kill(self, process: Process, why: str) -> None:
-        """SIGKILL: from now on nothing of the process runs."""
+        """Kill a process (SIGKILL): none of its handles runs any more."""
         if process.dead or self.over:
             return
         self.note("kill", f"{process.name} ({why})")
@@ -269,14 +270,14 @@ class Simulation:
             del self.roles[process.name]
         self.network.kill(process)
         if process.name == "datapipe" and self.pipe is not None:
-            self._keep_file_as_it_is(self.pipe.ledger)
+            self._freeze_ledger_file(self.pipe.ledger)
             self.checks.after_crash()
         end = self._ends.get(process)
         if end is not None and not end.done():
             end.set_result(Killed(why))
 
-    def _keep_file_as_it_is(self, ledger: Ledger) -> None:
-        """Leave the ledger's files as they are now, without what closing would write to them."""
+    def _freeze_ledger_file(self, ledger: Ledger) -> None:
+        """Keep the ledger's files as they are now, without the writes of a close."""
         files = [Path(f"{ledger.path}{suffix}") for suffix in ("", "-wal")]
         copies = [(f, Path(f"{f}.kept")) for f in files if f.exists()]
         for file, copy in copies:
@@ -287,7 +288,7 @@ class Simulation:
             os.replace(copy, file)
 
     def kill_server(self, index: int) -> None:
-        """A server dies, and comes back with old weights; its publisher heals it if it lives."""
+        """Kill a server; it returns with old weights, and a live publisher updates it."""
         self.servers.set(index, None)
         self.dead_servers.add(index)
 
@@ -299,7 +300,7 @@ class Simulation:
         self.loop.call_later(self.rng.uniform(0.5, 6.0), back)
 
     def freeze(self, process: Process, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT after a while."""
+        """Stop a process (SIGSTOP), and resume it (SIGCONT) later."""
         self.note("freeze", f"{process.name} {seconds:.1f} s")
         process.runs = False
         self.loop.call_later(seconds, self._thaw, process)
@@ -310,7 +311,7 @@ class Simulation:
             self.loop.wake(process)
 
     def change(self, scenario: Scenario) -> None:
-        """The next launch is of another batch size, η or policy; plans may be forgotten."""
+        """Change batch size, η or policy for the next launch."""
         old, self.scenario = self.scenario, scenario
         if scenario != old:
             told = (scenario.policy, scenario.eta, scenario.num_groups)
@@ -322,7 +323,7 @@ class Simulation:
             self.checks.batches = kept
 
     def terminate(self, name: str) -> None:
-        """SIGTERM to a role."""
+        """Send SIGTERM to a role."""
         process = self.roles.get(name)
         if process is None:
             return
@@ -386,7 +387,7 @@ class Simulation:
             self.trace.append(line)
 
     def log_config(self) -> dict[str, Any]:
-        """Return structlog's settings: into the trace, or nowhere."""
+        """Return structlog's settings: write to the trace, or discard."""
         level = logging.DEBUG if self.trace is not None else logging.CRITICAL
 
         def into_trace(logger: Any, method: str, event: dict[str, Any]) -> Any:
@@ -410,12 +411,12 @@ class Simulation:
         self.checks.expect(False, f"{context.get('message')}: {error!r}", throw=False)
 
     def uuid4(self) -> Any:
-        """Return an id that a seed repeats."""
+        """Return a random id that is the same for each run of the seed."""
         self._uuids += 1
         return type("Id", (), {"hex": f"{self._uuids:032x}"[::-1]})
 
-    def who_waits(self) -> str:
-        """Say for a hang what is known of each role."""
+    def describe_roles(self) -> str:
+        """Describe the state of each role, for the report of a hang."""
         parts = [f"{name}{'' if p.runs else ' (frozen)'}" for name, p in self.roles.items()]
         text = "live: " + ", ".join(parts)
         if self.pipe is not None and "datapipe" in self.roles:
@@ -439,7 +440,7 @@ def _in(process: Process) -> Any:
 
 
 def simulate(seed: int, *, keep_trace: bool = False, **changes: Any) -> Outcome:
-    """Play one seed in a folder of its own."""
+    """Simulate one seed in its own temporary folder."""
     from dataclasses import replace
 
     scenario = replace(Scenario.draw(seed), **changes)
@@ -452,5 +453,5 @@ def simulate(seed: int, *, keep_trace: bool = False, **changes: Any) -> Outcome:
 
 
 def ledger_of(sim: Simulation) -> Path:
-    """Return where a simulation keeps its ledger."""
+    """Return the path of a simulation's ledger."""
     return run_paths(sim.scenario.experiment(sim.root)).ledger

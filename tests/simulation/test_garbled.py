@@ -1,5 +1,6 @@
-"""A worker of ours with a planted bug: some of its results are garbled. Whole runs end well, and
-ranks check every token that they train against what the generation returned."""
+"""Runs with a faulty worker, which garbles some of its results, complete.
+
+Ranks compare every token that they train with the output of its generation."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def flipped(frame: bytes, at: int) -> bytes:
 
 
 class Garbler:
-    """Stands before a worker's link."""
+    """Wraps a worker's link and garbles some results."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.random, self.garbled, self.rejected = random.Random(7), 0, 0
@@ -33,7 +34,7 @@ class Garbler:
                 episode, payloads = self.garble(episode, payloads)
                 self.garbled += 1
                 # Acknowledged, and not to be found in the ledger.
-                active().checks.too_late.add((episode.lease_id, episode.member))
+                active().checks.late_results.add((episode.lease_id, episode.member))
             submit(link, episode, payloads)
 
         def noting(sim: Simulation, what: str, text: str = "") -> None:

@@ -1,5 +1,4 @@
-"""Bugs planted into the product, each of a kind that has cost others their runs: the simulation
-finds every one, and finds nothing where nothing is planted."""
+"""The simulation detects each bug planted into the package, and no bug without one."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from arealite.system.ledger.writer import LedgerWriter
 from tests.simulation.simulation import simulate
 
 SEEDS = 200
-"""Within which a planted bug must be found."""
+"""Number of seeds within which a planted bug must be found."""
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -35,7 +34,7 @@ def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_restored(name: str, empty: Callable[[], Any]) -> Plant:
-    """A start forgets one thing that the ledger knows."""
+    """Return a bug: one attribute is not restored from the ledger."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         load = GroupStore._load
@@ -88,11 +87,11 @@ PLANTS: dict[str, tuple[Plant, dict[str, Any]]] = {
         {**KILLS, "weights": {"kill launcher": 1.0}, "workers": 3, "policy": "wait"},
     ),
 }  # fmt: skip
-"""By name: what is planted, and into which scenarios, to find it sooner."""
+"""By name: the bug, and settings of the scenario that expose it sooner."""
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, changes = PLANTS[name]
     with monkeypatch.context() as patch:
         plant(patch)

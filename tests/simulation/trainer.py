@@ -1,7 +1,7 @@
-"""A simulated trainer: the loop of `impl/trainer` with the model replaced by a list of what it ate.
+"""Simulates the trainer: the loop of `impl/trainer`, with a list of trained ids as its model.
 
-Every rank speaks through the product's TrainerLink. What the model contains is kept per step, per
-checkpoint and across roll-backs, apart from everything that the ledger says.
+Every rank uses the package's TrainerLink. The list is stored per step and per checkpoint and is
+rolled back with them, independently of the ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEEP = 2
 
 @dataclass
 class Disk:
-    """The checkpoints that survive everything."""
+    """The checkpoints, which survive every crash."""
 
     saved: dict[int, Model] = field(default_factory=dict[int, Model])
 
@@ -39,7 +39,7 @@ class Disk:
         return step, list(self.saved.get(step, []))
 
     def save(self, step: int, model: Model) -> None:
-        """Keep a checkpoint, whole or not at all."""
+        """Store a checkpoint atomically."""
         self.saved[step] = list(model)
 
     def prune(self) -> None:
@@ -49,7 +49,7 @@ class Disk:
 
 
 class Collectives:
-    """Where the ranks meet; a rank that is gone keeps the others waiting, as in real life."""
+    """A barrier of all ranks; a dead rank blocks the others, as in a process group."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -57,7 +57,7 @@ class Collectives:
         self._open: dict[int, tuple[str, dict[int, Any], asyncio.Future[None]]] = {}
 
     async def gather(self, name: str, rank: int, value: Any = None) -> list[Any]:
-        """Return every rank's value once all have come."""
+        """Return the values of all ranks once all have arrived."""
         number = self._calls[rank]
         self._calls[rank] += 1
         made = (name, {}, asyncio.get_running_loop().create_future())
@@ -84,16 +84,16 @@ class TrainerGroup:
         self.processes = [Process(f"trainer-{rank}") for rank in range(ranks)]
 
     def ask_to_stop(self, rank: int) -> None:
-        """SIGTERM to a rank."""
+        """Send SIGTERM to a rank."""
         self.stop[rank] = True
 
     def main(self, rank: int) -> Coroutine[Any, Any, None]:
-        """Return the body of a rank's process."""
+        """Return the coroutine function of a rank's process."""
         return Rank(self, rank).train()
 
 
 class Rank:
-    """One rank of AsyncPPOTrainer (with η = 0 the datapipe makes it a synchronous one)."""
+    """One rank of AsyncPPOTrainer; with η = 0 the datapipe makes it synchronous."""
 
     def __init__(self, group: TrainerGroup, rank: int) -> None:
         self.group, self.rank, self.sim = group, rank, group.sim
@@ -116,7 +116,7 @@ class Rank:
         return await self.world.gather(name, self.rank, value)
 
     async def train(self) -> None:
-        """Train to the end or until asked to stop."""
+        """Train until the last step or a stop request."""
         await asyncio.sleep(self.sim.rng.uniform(0.1, 1.0))  # imports, loading
         step = await self.begin()
         while (batch := await self.next_batch(step)) is not None:
@@ -124,7 +124,7 @@ class Rank:
             if self.lead:
                 trained = [header.trajectory_id for header in batch.headers]
                 report = StepReport(step, trained, {}, self.group.ranks, f"{step:016x}")
-                await self.link.tell(report)
+                await self.link.report(report)
                 self.sim.promise("step", step)
             step += 1
             await self.publish(step)
@@ -178,7 +178,7 @@ class Rank:
         await self._meet("update")
         if self.lead:
             self.group.model.append(tuple(header.trajectory_id for header in batch.headers))
-            self.sim.eats(batch)
+            self.sim.check_trained_once(batch)
 
     async def publish(self, version: int) -> None:
         await self.settle()
@@ -187,14 +187,14 @@ class Rank:
             self.pushed = asyncio.create_task(self.push(version))
 
     async def push(self, version: int) -> None:
-        """Bring every live server to a version, then say so."""
+        """Update every live server to a version, then report it as published."""
         servers = self.sim.servers
         servers.newest = version
         for index in range(len(servers.versions)):
             await asyncio.sleep(self.sim.rng.uniform(0.005, 0.2))
             if index not in self.sim.dead_servers:
                 servers.set(index, version)
-        await self.push_link.tell(Published(version))
+        await self.push_link.report(Published(version))
 
     async def settle(self) -> None:
         if self.pushed is not None:
@@ -218,7 +218,7 @@ class Rank:
         await self._meet("saved")
         self.saved = step
         if self.lead:
-            await self.link.tell(
+            await self.link.report(
                 Checkpointed(*saved(self.scenario.experiment(self.sim.root), step))
             )
             self.sim.promise("checkpoint", step)
@@ -234,7 +234,7 @@ class Rank:
             self.evaluate(step)
             await self.collect(wait=True)
         if self.lead:
-            await self.link.tell(Finish("all steps are trained" if finished else "asked to stop"))
+            await self.link.report(Finish("all steps are trained" if finished else "asked to stop"))
 
     # ------------------------------------------------------------ evaluations
 
@@ -267,7 +267,7 @@ class Rank:
     # ------------------------------------------------------------ what a rank sees
 
     def check(self, batch: Batch, payloads: list[bytes]) -> None:
-        """Hold a shard against what every batch promises."""
+        """Check a shard against the guarantees of every batch."""
         expect = self.sim.expect
         owned = [i for i, owner in enumerate(batch.ranks) if owner == self.rank]
         expect(
@@ -278,7 +278,7 @@ class Rank:
             self.check_payload(batch.step, batch.headers[index], payload)
 
     def check_payload(self, step: int, header: TrajectoryHeader, payload: bytes) -> None:
-        """A payload is its header's, whole, not mixed from several attempts, and young enough."""
+        """Check that a payload matches its header, is of one attempt, and young enough."""
         expect, name = self.sim.expect, header.trajectory_id
         segments = decode_segments(payload)
         expect(len(segments) == 1, f"{name}: {len(segments)} segments: turns of several attempts")
@@ -299,7 +299,7 @@ class Rank:
             )
 
     def check_turns(self, name: str, tokens: Any, versions: Any, segment: Segment) -> None:
-        """Every sampled span is one generation, whole and as it was sampled, after its prompt."""
+        """Check that each sampled span equals one whole generation and follows its prompt."""
         mask, logprobs = segment.loss_mask, array("f", segment.logprobs)
         end, turns = 0, 0
         while (begin := mask.find(1, end)) >= 0:

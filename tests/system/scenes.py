@@ -88,7 +88,7 @@ def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
 
 
 def payload(header: TrajectoryHeader) -> bytes:
-    """A payload as its header describes it; its tokens tell whose it is."""
+    """Return a payload that matches its header; its tokens identify the trajectory."""
     segments = list[Segment]()
     left, versions = header.trained_tokens, (header.oldest_version, header.newest_version)
     for length in header.segment_lengths:
@@ -110,12 +110,12 @@ def payload(header: TrajectoryHeader) -> bytes:
 
 
 def saved(config: ExperimentConfig, step: int) -> tuple[int, str]:
-    """A checkpoint, as a trainer tells of it."""
+    """Return step and path of a checkpoint, as a trainer reports them."""
     return step, str(run_paths(config).checkpoints / f"step-{step:06d}")
 
 
 class FakeWorker:
-    """A link and a loop that answers every lease; `script` may make an episode something else."""
+    """Answers every lease; `script` may replace an episode."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class FakeWorker:
 async def piped(
     config: ExperimentConfig, *, rows: int = 5, eval_rows: int = 0, **kwargs: Any
 ) -> AsyncGenerator[Datapipe, None]:
-    """A datapipe in this loop."""
+    """Run a datapipe in the current event loop."""
     pipe = Datapipe(
         config, train=tasks(rows), eval=tasks(eval_rows, "eval"), registry=None, **kwargs
     )
@@ -168,7 +168,7 @@ async def piped(
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Run a blocking trainer beside the loop in a thread that does not outlive the test."""
+    """Run a blocking trainer in a daemon thread; return its result."""
     result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from arealite.api.llm import LLMResponse
 from arealite.base import log
-from arealite.system.data.chats import encode, render, shared_length
+from arealite.system.data.chats import common_prefix_length, encode, render
 
 logger = log.get(__name__)
 
@@ -119,7 +119,7 @@ class History:
         if template in _warned:
             return
         _warned.add(template)
-        at = shared_length(past, text)
+        at = common_prefix_length(past, text)
         logger.warning(
             "chat template rewrites earlier turns",
             hint="a turn whose prompt does not extend the last one starts a new training segment",

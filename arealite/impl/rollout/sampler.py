@@ -17,7 +17,7 @@ from arealite.impl.rollout.collector import Collector
 from arealite.system.data.samples import Samples
 from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
-from arealite.system.ledger.group import back_off_s, too_many
+from arealite.system.ledger.group import back_off_s, too_many_failures
 
 Job = tuple[int, Task, int]
 """Number of the task, the task, which of its samples."""
@@ -95,6 +95,6 @@ class Sampler:
             return True
         self._first = self._first or episode.failure
         await self.samples.fail(episode.failure)
-        if why := too_many(self._window, self._first, share=self._share):
+        if why := too_many_failures(self._window, self._first, share=self._share):
             raise RoleError(why)
         return False

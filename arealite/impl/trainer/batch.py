@@ -23,7 +23,7 @@ from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.world import World
-from arealite.system.ledger.payloads import unlike
+from arealite.system.ledger.payloads import find_mismatch
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -181,7 +181,7 @@ def make_rows(
     if not world.any(made is None):
         return made
     if groups:
-        link.tell(messages.Unusable(batch.step, groups))
+        link.report(messages.Unusable(batch.step, groups))
     world.barrier()  # no rank requests the batch again before all ranks have told the datapipe
     return None
 
@@ -204,7 +204,7 @@ def make_train_batch(
     wrong = {
         header.group_id: what
         for index, payload in zip(batch.mine, payloads, strict=True)
-        if (what := unlike(header := batch.headers[index], payload))
+        if (what := find_mismatch(header := batch.headers[index], payload))
     }
     if wrong:
         raise Unusable(f"batch {batch.step}: groups unlike their headers: {wrong}", wrong)

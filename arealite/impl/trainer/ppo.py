@@ -186,7 +186,7 @@ class PPOTrainer(BaseTrainer):
             }
             trained = [header.trajectory_id for header in batch.headers]
             ranks, found = self.world.size, dict(self.metrics)
-            self.link.tell(StepReport(batch.step, trained, found, ranks, fingerprint))
+            self.link.report(StepReport(batch.step, trained, found, ranks, fingerprint))
 
     def publish(self, version: int) -> None:
         """Update every server to `version`."""
@@ -229,7 +229,7 @@ class PPOTrainer(BaseTrainer):
             self.evaluations.run(step)
         if self.world.is_rank0:
             reason = "all steps are trained" if finished else "asked to stop"
-            self.link.tell(messages.Finish(reason))
+            self.link.report(messages.Finish(reason))
         logger.info("training ends", step=step, finished=finished)
 
     # ------------------------------------------------------------ batches
@@ -298,7 +298,7 @@ class PPOTrainer(BaseTrainer):
         """Send the staged weights to the servers; report it over this thread's `link`."""
         assert self.publisher is not None, "only rank 0 publishes"
         report = self.publisher.push(version)
-        link.tell(messages.Published(version))
+        link.report(messages.Published(version))
         return report
 
     def join_publish(self) -> None:
@@ -324,7 +324,7 @@ class PPOTrainer(BaseTrainer):
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Report the checkpoint to the datapipe."""
-        self.link.tell(messages.Checkpointed(step, str(path)))
+        self.link.report(messages.Checkpointed(step, str(path)))
 
     def write_token_stats(self, batch: TrainBatch) -> None:
         """Write what reports show of each token; a failing disk ends this, not the run."""

@@ -22,7 +22,7 @@ from arealite.base.errors import ArealiteError, InvariantError
 from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
 from arealite.impl.trainer.world import World
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
-from arealite.system.ledger.payloads import unlike
+from arealite.system.ledger.payloads import find_mismatch
 
 
 class Differs(ArealiteError):
@@ -68,12 +68,12 @@ class LedgerLink:
         keys = [headers[index].trajectory_id for index in batch.mine]
         payloads = read_payloads(self._ledger, keys)
         for index, payload in zip(batch.mine, payloads, strict=True):
-            if what := unlike(headers[index], payload):
+            if what := find_mismatch(headers[index], payload):
                 name = headers[index].trajectory_id
                 raise Differs(f"step {step + 1}: payload and header of {name} differ: {what}")
         return batch, payloads
 
-    def tell(self, report: object) -> None:
+    def report(self, report: object) -> None:
         """Compare a step's mean reward and fingerprint with the run's; ignore other messages.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Rows, tasks, tokens of chats, and samples."""
+"""Datasets: rows, tasks, tokenized chats, and samples."""

@@ -1,7 +1,7 @@
-"""Texts and chats as tokens: the prompts of agents, and the rows of offline trainers.
+"""Tokenizes texts and chats: the prompts of agents, and the rows of offline trainers.
 
-Here for both, so that a supervised row has the very tokens that an agent would send and sample.
-Shape letter: T = tokens of one row.
+Both use the same functions, so a supervised row has exactly the tokens that an agent would send and
+sample. Shape letter: T = tokens of one row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import check_prompt, identity, read_rows
-from arealite.system.ledger.ledger import reading
+from arealite.system.ledger.ledger import open_read_only
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,20 +32,20 @@ COLUMNS = (
     *("tokens", "loss_mask", "reward"),
 )
 CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
-"""Kinds of tokens: before the first trained answer; of an answer; of anyone else after it."""
+"""Kinds of tokens: before the first trained answer; in an answer; between and after answers."""
 Row = tuple[str, dict[str, Any]]
-"""Where it stands, and its columns."""
+"""The place of a row, such as "data.jsonl, line 3", and its columns."""
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row as a model sees it."""
+    """The tokens of one row."""
 
     tokens: np.ndarray
-    """int32 [T]"""
+    """int32 [T]: token ids"""
     kinds: np.ndarray
-    """uint8 [T]"""
+    """uint8 [T]: CONTEXT, ASSISTANT or NEXT_STATE"""
 
 
 # ------------------------------------------------------------ tokens
@@ -54,13 +54,13 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Turn a prompt into token ids; chat messages go through the chat template.
+    """Tokenize a prompt: a text, or chat messages through the chat template.
 
-    The episodes of a group share one prompt, so the ids are cached by the prompt's content. The
-    list is shared: nobody may change it.
+    The result is cached, because the episodes of a group have the same prompt. The caller must not
+    change the list.
 
     Raises:
-        UserError: chat messages, and the tokenizer has no chat template.
+        UserError: the prompt is a list of messages, and the tokenizer has no chat template.
     """
     encoded = _encode(prompt)
     cached = _short if len(encoded) <= SHORT else _long
@@ -75,7 +75,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
 
 
 SHORT = 1024
-"""Bytes of a prompt of which many are kept: a game has thousands of positions."""
+"""Prompts up to this many bytes have a larger cache: a game has thousands of positions."""
 _short, _long = lru_cache(maxsize=16384)(_tokenize), lru_cache(maxsize=2048)(_tokenize)
 
 
@@ -86,10 +86,16 @@ def render(
     tools: Sequence[Any] = (),
     add_generation_prompt: bool = True,
 ) -> str:
-    """Return the text that the chat template makes of messages and of the tools' schemas.
+    """Render chat messages as text with the tokenizer's chat template.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        messages: Messages with `role` and `content`.
+        tools: JSON schemas of the tools.
+        add_generation_prompt: End with the header of the assistant's next message.
 
     Raises:
-        UserError: the tokenizer has no chat template, or it refuses the messages.
+        UserError: the tokenizer has no chat template, or the template raises an error.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
@@ -103,15 +109,15 @@ def render(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
-    except Exception as error:  # a template is a program of other people
+    except Exception as error:  # a template can raise anything
         raise UserError(
-            f"the model's chat template refuses the messages: {error}. Leave out what it does not "
-            "know (a system prompt, tools), or give the tokenizer another template."
+            f"the model's chat template refuses the messages: {error}. Remove what it does not "
+            "support (a system prompt, tools), or give the tokenizer another template."
         ) from error
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise what a chat template wrote: its special tokens are in the text."""
+    """Tokenize the output of `render`, which contains the special tokens already."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -126,7 +132,11 @@ def _render(
 
 
 def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
-    """Return (training rows, held-out rows), [] where a run has none of these."""
+    """Read the rows of an offline trainer.
+
+    Returns:
+        Training rows and held-out rows; the latter are [] without `dataset.eval`.
+    """
     data = config.dataset
     least = config.trainer.sft.min_reward if config.trainer.type == "sft" else None
     held_out = load_rows(data.eval, "eval", min_reward=least) if data.eval else []
@@ -134,10 +144,15 @@ def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
 
 
 def load_rows(path: str, split: str, *, min_reward: float | None = None) -> list[Row]:
-    """Read a JSONL or Parquet file, or what a run collected (its folder, or its ledger.sqlite).
+    """Read rows from a JSONL or Parquet file, or from the ledger of a run.
+
+    Args:
+        path: The file, a ledger.sqlite, or a run folder.
+        split: train or eval, for errors.
+        min_reward: Leave out rows with a smaller reward; rows without a reward are kept.
 
     Raises:
-        UserError: there are none, or none with at least `min_reward`.
+        UserError: there are no rows, or none has at least `min_reward`.
     """
     place = Path(path).expanduser()
     ledger = RunPaths(place).ledger if path and place.is_dir() else place
@@ -163,8 +178,8 @@ def _reward(row: Row, *, unknown: float) -> float:
 
 
 def _collected(ledger: Path) -> list[Row]:
-    """Return a row a segment of the trajectories in a ledger, as they came."""
-    with reading(ledger) as db:
+    """Return one row for each segment of the trajectories in a ledger."""
+    with open_read_only(ledger) as db:
         sql = "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
         sql += "ORDER BY rowid"
         return [
@@ -175,7 +190,7 @@ def _collected(ledger: Path) -> list[Row]:
 
 
 def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str]:
-    """Return what must not change within a trial, by name; rows count without their places."""
+    """Return the names and values that must not change within a trial of an offline trainer."""
     return identity(config, [columns for _, columns in rows])
 
 
@@ -184,12 +199,16 @@ def check_examples(
 ) -> tuple[dict[str, str], list[str]]:
     """Check that the rows of an offline trainer can be used.
 
+    Args:
+        config: The experiment.
+        model: The model's config.json.
+
     Returns:
-        What must not change within the trial, by name; and the places of rows whose context leaves
-        no room within `max_tokens` for an answer.
+        The names and values that must not change within the trial; and the places of rows that are
+        not trained, because their context fills `max_tokens`.
 
     Raises:
-        UserError: a row cannot be used, or no row has a token to learn.
+        UserError: a row cannot be used, or no row has a token to train.
     """
     train, held_out = read_dataset(config)
     encode_row = make_encoder(config, load_tokenizer(config.model.path))
@@ -202,7 +221,7 @@ def check_examples(
             if bottom < 0 or (vocabulary and top >= vocabulary):
                 raise UserError(
                     f"{row[0]}: token {top if bottom >= 0 else bottom} is not among the model's "
-                    f"{vocabulary}. Were the rows made with another model's tokenizer?"
+                    f"{vocabulary}. Create the rows with the tokenizer of model.path."
                 )
         if not all(example.kinds[1:].any() for example in examples):
             unused.append(row[0])
@@ -219,10 +238,10 @@ def check_examples(
 def make_encoder(
     config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[Row], list[Example]]:
-    """Return what makes a row one example (sft) or two (dpo, reward: chosen, rejected).
+    """Return a function that tokenizes a row.
 
-    A row longer than `max_tokens` is cut at its end. It raises UserError, with the row's place and
-    what to do, for a row that cannot be used.
+    The function returns one example (sft) or two (dpo and reward: chosen, rejected). It truncates
+    an example to `max_tokens`, and raises UserError for a row that cannot be used.
     """
     limit, only_last = config.trainer.offline.max_tokens, config.trainer.sft.turns == "last"
 
@@ -243,7 +262,7 @@ def make_encoder(
     def pair(row: Row) -> list[Example]:
         where, columns = row
         if columns.get("chosen") is None or columns.get("rejected") is None:
-            raise _unknown(row, "`chosen` and `rejected`, and mostly `prompt`")
+            raise _unknown(row, "`chosen` and `rejected`, and usually `prompt`")
         if columns["chosen"] == columns["rejected"]:
             raise UserError(f"{where}: `chosen` and `rejected` are equal. Remove the row.")
         return [_answer(tokenizer, columns, where, name, limit) for name in ("chosen", "rejected")]
@@ -274,13 +293,13 @@ def _collected_example(columns: dict[str, Any], where: str, limit: int) -> Examp
 def _answer(
     tokenizer: PreTrainedTokenizerBase, columns: dict[str, Any], where: str, name: str, limit: int
 ) -> Example:
-    """Encode an answer to the row's prompt: both texts, or messages after messages.
+    """Tokenize the row's prompt and one answer: two texts, or two lists of messages.
 
-    Answers without a prompt begin with the conversation that they share.
+    If the row has no prompt, the prompt is the beginning that both answers have in common.
     """
     answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
     if prompt is None and isinstance(answer, list):
-        shared = shared_length(columns["chosen"], columns["rejected"])
+        shared = common_prefix_length(columns["chosen"], columns["rejected"])
         prompt, answer = answer[:shared], answer[shared:]
     elif prompt is not None:
         prompt = check_prompt(prompt, where)
@@ -304,10 +323,10 @@ def _chat(
     first: int = 0,
     only_last: bool = False,
 ) -> Example:
-    """Encode a conversation whose assistant messages from `first` on are learned.
+    """Tokenize a conversation; the assistant messages from index `first` on are trained.
 
-    Each is what would have been sampled after the prompt that the template makes of the messages
-    before it, closed by EOS: so each prompt has to begin with all that was said before.
+    Each answer is tokenized as an agent would sample it: after the rendered prompt of all earlier
+    messages, and closed by EOS. So each rendered prompt has to begin with all earlier tokens.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -317,7 +336,7 @@ def _chat(
     ids, kinds = list[int](), list[int]()
     for turn in [*turns, len(messages)]:
         if turn == turns[-1] + 1 == len(messages):
-            break  # nothing is said after the last answer
+            break  # no message follows the last answer
         try:
             answered = turn < len(messages)
             prompt = _render(tokenizer, messages[:turn], add_generation_prompt=answered)
@@ -325,10 +344,10 @@ def _chat(
             raise UserError(f"{where}: {error}") from error
         if prompt[: len(ids)] != ids:
             raise UserError(
-                f"{where}: from token {shared_length(prompt, ids)} on, the chat template tells the "
-                f"conversation before message {turn + 1} differently than it went, so no agent "
-                "would have sampled it so. Set trainer.sft.turns=last, give each answer a row of "
-                "its own, or change the template."
+                f"{where}: from token {common_prefix_length(prompt, ids)} on, the chat template "
+                f"renders the messages before message {turn + 1} differently than for earlier "
+                "answers, so no agent would have sampled these tokens. Set trainer.sft.turns=last, "
+                "give each answer a row of its own, or change the template."
             )
         kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
         sampled = _sampled(tokenizer, messages[turn]["content"]) if answered else []
@@ -337,9 +356,9 @@ def _chat(
 
 
 def _sampled(tokenizer: Any, text: str) -> list[int]:
-    """Return what an agent would have sampled to say `text`."""
+    """Return the tokens of an answer, as an agent would sample them."""
     if tokenizer.eos_token_id is None:
-        raise UserError("the model's tokenizer has no EOS token, with which an answer ends.")
+        raise UserError("the model's tokenizer has no EOS token to end an answer. Set eos_token.")
     return [*encode(tokenizer, text), tokenizer.eos_token_id]
 
 
@@ -347,7 +366,7 @@ def _example(tokens: Any, kinds: Any, limit: int) -> Example:
     return Example(np.asarray(tokens[:limit], np.int32), np.asarray(kinds[:limit], np.uint8))
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of what two sequences begin with alike."""
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,7 +1,6 @@
-"""Read the rows of a dataset, JSONL or Parquet, as tasks.
+"""Reads the rows of a dataset (JSONL or Parquet) as tasks.
 
-Every row is checked before a run starts, so that a bad one is a line with its number and not a
-failure in hour three.
+Rows are checked before a run starts, and an error names the file and line of the row.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from arealite.base.registry import unknown
 
 _encode = msgspec.msgpack.Encoder().encode
 ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
-"""Exceptions of decoding and encoding: for a line that is no JSON object, is nested too deep or has
-a number above 64 bits."""
+"""Exceptions for a line that is not a JSON object, is nested too deep, or has a number above 64
+bits."""
 DEPTH = 100
-"""Most levels of nesting in a row: every process that reads the row needs stack for all of them."""
+"""Maximum nesting of a row: each process that decodes the row needs stack for every level."""
 ROW = '{"prompt": …, "ground_truth": …}'
 """Example of a JSONL line, for errors."""
 COLUMNS = ("prompt", "ground_truth", "extra_info")
-"""Of a task; `prompt` is required, others in the file are ignored."""
+"""Columns of a task. `prompt` is required; other columns of the file are ignored."""
 
 
 def load_tasks(path: str, split: str) -> list[Task]:
-    """Return one task a row, in the file's order; row n (from 0) gets the id `<split>-<n>`.
+    """Read one task per row, in the order of the file; row n (from 0) has the id `<split>-<n>`.
 
     Raises:
-        UserError: the file is missing, empty or of another kind, or a row of it cannot be used.
+        UserError: the file is missing, empty or of another type, or one of its rows is invalid.
     """
     rows = enumerate(read_rows(path, split, COLUMNS))
     tasks = [make_task(row, f"{split}-{index}", where) for index, (where, row) in rows]
@@ -51,11 +50,18 @@ def load_tasks(path: str, split: str) -> list[Task]:
 def read_rows(
     path: str, split: str, columns: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) of a JSONL or Parquet file; a Parquet file with some of `columns` gives
-    only these.
+    """Yield the rows of a JSONL or Parquet file.
+
+    Args:
+        path: The file.
+        split: train or eval, for errors.
+        columns: Columns to read from a Parquet file; all are read if it has none of them.
+
+    Yields:
+        The place of the row, for errors, and its columns.
 
     Raises:
-        UserError: the file is missing or of another kind, or not readable.
+        UserError: the file is missing, of another type, or not readable.
     """
     if not path:
         hint = f"Set dataset.{split}=<file.jsonl or .parquet>."
@@ -71,8 +77,10 @@ def read_rows(
 
 
 def identity(config: ExperimentConfig, rows: Sequence[Any]) -> dict[str, str]:
-    """Return what must not change within a trial, by name: it decides which group is which, and of
-    an offline trainer, which step sees which row."""
+    """Return the names and values that must not change within a trial.
+
+    They determine the task of each group, or for an offline trainer the rows of each step.
+    """
     digest, trainer = hashlib.blake2b(digest_size=4), config.trainer
     for row in rows:
         digest.update(_encode(row))
@@ -80,7 +88,7 @@ def identity(config: ExperimentConfig, rows: Sequence[Any]) -> dict[str, str]:
     if trainer.is_offline:
         kind, size = {"trainer.type": trainer.type}, {"batch_size": str(trainer.offline.batch_size)}
     return {
-        **kind,  # first: it is what a trial of another kind is told
+        **kind,  # first, so that an error names it first
         "dataset_rows": str(len(rows)),
         "dataset_digest": digest.hexdigest(),
         "seed": str(config.seed),
@@ -90,7 +98,7 @@ def identity(config: ExperimentConfig, rows: Sequence[Any]) -> dict[str, str]:
 
 
 def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row); blank lines are skipped.
+    """Yield the place and columns of each row; skip blank lines.
 
     Raises:
         UserError: a line is not a JSON object.
@@ -102,7 +110,7 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{file}, line {number}"
             try:
-                _encode(row := decode(line))  # as every process will
+                _encode(row := decode(line))  # other processes encode it later
                 if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
                     raise RecursionError(f"nested deeper than {DEPTH} levels")
             except ROW_ERRORS as error:
@@ -117,8 +125,8 @@ def _depth(value: Any) -> int:
 
 
 def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row), rows counted from 0."""
-    # Untyped on purpose: pyarrow ships no types, and it is loaded only for Parquet.
+    """Yield the place and columns of each row; rows are counted from 0."""
+    # Any, because pyarrow has no types. It is imported only for Parquet files.
     pyarrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
@@ -141,7 +149,12 @@ def _require_prompt(names: Sequence[str], where: str) -> None:
 
 
 def make_task(row: dict[str, Any], task_id: str, where: str) -> Task:
-    """Return a row as a task.
+    """Build a task from a row.
+
+    Args:
+        row: Columns by name.
+        task_id: The task's id.
+        where: The row's place, for errors.
 
     Raises:
         UserError: a column is missing or of another type.
@@ -159,7 +172,11 @@ def make_task(row: dict[str, Any], task_id: str, where: str) -> Task:
 
 
 def check_prompt(prompt: Any, where: str, column: str = "prompt") -> str | list[dict[str, str]]:
-    """Return what a column holds, if it is a text or a list of messages, and refuse it else."""
+    """Return the value of a column if it is a text or a list of messages.
+
+    Raises:
+        UserError: it is neither, or empty.
+    """
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[Any], prompt))):
@@ -178,7 +195,7 @@ def _is_message(message: Any) -> bool:
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, size: int) -> tuple[int, ...]:
-    """Return the order of the dataset's rows in an epoch: a pure function of its arguments."""
+    """Return the order of the dataset's rows in an epoch; equal arguments give the same order."""
     rows = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(rows)
     return tuple(rows)

@@ -1,4 +1,4 @@
-"""Checks tasks against the model's tokenizer and the servers' contexts, without torch."""
+"""Checks that prompts fit the model's tokenizer and the servers' context. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ from arealite.system.data.chats import tokenize
 from arealite.system.data.tasks import FIRST_ROWS
 
 SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
-"""Environments that show a row's prompt to the agent; others may use it as a name of a task."""
+"""Environments that send a row's prompt to the agent; others may use it to name a task."""
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
 def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Sequence[int]) -> None:
-    """Check that every prompt and its answer fit the shortest context of a server."""
+    """Check that every prompt and its answer fit the context of all servers.
+
+    Args:
+        config: The experiment.
+        tasks: Training and held-out tasks.
+        contexts: Context length of each known server, in tokens; [] skips the check.
+
+    Raises:
+        UserError: a prompt is too long or has invalid tokens, or the model has no tokenizer.
+    """
     budget = config.trainer.ppo.collector.sampling.max_new_tokens
     if not contexts:
         return
@@ -36,7 +45,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     parts = config.trainer.ppo.collector.parts.values()
     if {envs.base_of(part.env.type) for part in parts} <= SHOWN:
         check_tokens(config.model.path, tasks)
-    # No tokenizer makes more than a couple of tokens of one byte, and to load one takes seconds.
+    # Loading a tokenizer takes seconds, so short prompts are skipped: at most 2 tokens per byte.
     long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
     tokenizer: Any = load_tokenizer(config.model.path) if long else None
     for task in long:
@@ -50,7 +59,11 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
 
 
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:
-    """Check that text prompts of the first rows have tokens, all of them in the vocabulary."""
+    """Check that the text prompts of the first rows have only tokens of the model's vocabulary.
+
+    Raises:
+        UserError: a prompt has no token or an unknown token, or the tokenizer is not readable.
+    """
     from tokenizers import Tokenizer
 
     file = Path(path).expanduser() / "tokenizer.json"
@@ -71,7 +84,7 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
             )
 
 
-def _text_length(prompt: Any) -> int:
+def _text_length(prompt: str | list[dict[str, str]]) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode())
     return sum(len(str(message["content"]).encode()) + 32 for message in prompt)

@@ -1,4 +1,4 @@
-"""Writes collected trajectories as rows that `dataset.train` of sft reads: Parquet or JSONL."""
+"""Writes collected trajectories to a Parquet or JSONL file, which `dataset.train` of sft reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUFFIXES = (".parquet", ".jsonl")
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> int:
-    """Write all rows, then put the file in its place; return how many there are."""
+    """Write rows to a temporary file, then rename it; return the number of rows."""
     temporary = file.with_name(f".{file.name}.tmp")
     write = _parquet if file.suffix == ".parquet" else _jsonl
     try:
@@ -41,7 +41,7 @@ def _jsonl(file: Path, rows: Iterator[Row]) -> int:
 
 
 def _parquet(file: Path, rows: Iterator[Row]) -> int:
-    # Untyped on purpose, as in dataset.py.
+    # Any, because pyarrow has no types.
     pa: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
     text, message = pa.string(), pa.struct([("role", pa.string()), ("content", pa.string())])

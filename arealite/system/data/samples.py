@@ -1,6 +1,6 @@
-"""The samples of an evaluation or a collection, durable as they come in: one SQLite file.
+"""Stores the samples of `eval` or `collect` in an SQLite file, each as soon as it is finished.
 
-So that an interrupted command goes on where it was, and no sample is made twice.
+An interrupted command resumes from this file and generates no sample twice.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ CREATE TABLE IF NOT EXISTS samples (
 CREATE TABLE IF NOT EXISTS failures (kind TEXT PRIMARY KEY, count INTEGER, detail TEXT);
 """
 SHOWN = 80
-"""Longer values are not told."""
+"""Maximum length of a value in an error, in characters."""
 encode = msgspec.msgpack.encode
 headers_of = msgspec.msgpack.Decoder(list[TrajectoryHeader]).decode
 payloads_of = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Samples:
-    """Finished episodes by (task, member), and how many attempts failed why."""
+    """Finished episodes by (task, member), and the number of failed attempts by failure class."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._db = connect(file)
         self._db.executescript(SCHEMA)
         self._lock = threading.Lock()
-        """Held by the thread that writes: a write goes on when its caller is cancelled."""
+        """Held by the writing thread: a write continues after its caller is cancelled."""
 
     def begin(self, identity: Mapping[str, str]) -> None:
-        """Note what all samples have in common, or see that it is what they have.
+        """Store the names and values that all samples share, or compare them with the stored ones.
 
         Raises:
-            UserError: the samples that are here are of something else.
+            UserError: the file has samples of another model, config or dataset.
         """
         held = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
         for key, now in identity.items():
@@ -53,7 +53,7 @@ class Samples:
                 short = max(len(before), len(now)) <= SHOWN
                 what = f"with {key}={before}, now it is {now}" if short else f"with another {key}"
                 raise UserError(
-                    f"{self.file.parent} was begun {what}. Put it back, or choose another name=…"
+                    f"{self.file.parent} was begun {what}. Restore it, or choose another name=…"
                 )
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", identity.items())
 
@@ -62,13 +62,13 @@ class Samples:
         return {*self._db.execute("SELECT task, member FROM samples")}
 
     async def add(self, task: int, episode: Episode, payloads: list[bytes]) -> None:
-        """Keep a finished episode; return when it is durable."""
+        """Store a finished episode; return when it is durable."""
         row = task, episode.member, encode(episode.headers), encode(payloads)
         sql = "INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)"
         await asyncio.to_thread(self._write, sql, row)
 
     async def fail(self, failure: Failure) -> None:
-        """Count a failed attempt; return when that is durable."""
+        """Count a failed attempt; return when the count is durable."""
         sql = "INSERT INTO failures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
         await asyncio.to_thread(self._write, sql, (failure.failure_class, failure.detail))
 
@@ -77,18 +77,18 @@ class Samples:
             self._db.execute(sql, row)  # one statement is one transaction
 
     def failures(self) -> dict[str, tuple[int, str]]:
-        """Return how many attempts failed and what the first one said, by class."""
+        """Return, by failure class, the number of failed attempts and the first one's detail."""
         rows = self._db.execute("SELECT kind, count, detail FROM failures ORDER BY count DESC")
         return {kind: (count, detail) for kind, count, detail in rows}
 
     def headers(self) -> Iterator[tuple[int, int, list[TrajectoryHeader]]]:
-        """Yield (task, member, headers), in this order."""
+        """Yield (task, member, headers) of each sample, ordered by task and member."""
         sql = "SELECT task, member, headers FROM samples ORDER BY task, member"
         for task, member, headers in self._db.execute(sql):
             yield task, member, headers_of(headers)
 
     def payloads(self, task: int, member: int) -> list[bytes]:
-        """Return a payload for each header of a sample."""
+        """Return the payloads of a sample, one for each header."""
         sql = "SELECT payloads FROM samples WHERE task = ? AND member = ?"
         return payloads_of(self._db.execute(sql, (task, member)).fetchone()[0])
 

@@ -1,13 +1,12 @@
-"""The tasks of a run: rows of a file, rows that an environment makes, or both, mixed by weight.
+"""Builds the tasks of a run: rows of files, rows that an environment generates, or a mixture.
 
-Every process that needs them makes the same list: it depends on the config and the files alone.
+The list depends only on the config and the files, so every process builds the same list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle, islice, product
-from typing import Any
 
 from msgspec import structs
 
@@ -20,20 +19,20 @@ from arealite.base.errors import UserError
 from arealite.system.data.dataset import COLUMNS, load_tasks, make_task, read_rows
 
 FIRST_ROWS = 1000
-"""How many rows at the beginning of a file are checked before a run starts."""
+"""Number of rows at the beginning of a file that are checked before a run starts."""
 GENERATED = "generated"
-"""The name of a file that is none: the environment makes the rows."""
+"""Value of `dataset.train` or `dataset.eval`: the environment generates the rows."""
 
 
 def load_split(config: ExperimentConfig, split: str) -> list[Task]:
-    """Return the tasks of `train` or `eval`, [] where a run has no held-out ones.
+    """Return the tasks of `train` or `eval`; [] if a run has no held-out tasks.
 
-    With several environments (`collector.envs`) each task has the name of its own in
-    `extra_info.env`. Training tasks are then `dataset.rows` in all, shared out by the weights;
-    fewer rows of a file come again, more are left out.
+    With several environments (`collector.envs`), `extra_info.env` of each task is the name of its
+    environment. There are then `dataset.rows` training tasks in total, divided by weight. A file
+    with fewer rows is repeated, and further rows of a longer file are left out.
 
     Raises:
-        UserError: as load_tasks; or an environment makes no tasks of its own.
+        UserError: as `load_tasks`; or an environment generates no tasks.
     """
     data, envs = config.dataset, config.trainer.ppo.collector.envs
     is_train = split == "train"
@@ -49,7 +48,7 @@ def check_first_rows(config: ExperimentConfig) -> None:
     """Check that each environment can read the first FIRST_ROWS rows of its files.
 
     Raises:
-        UserError: names the file and line that it cannot read.
+        UserError: a row cannot be read; the error names its file and line.
     """
     collector = config.trainer.ppo.collector
     for part, split in product(collector.parts.values(), ("train", "eval")):
@@ -66,10 +65,10 @@ def check_first_rows(config: ExperimentConfig) -> None:
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
-    """Yield the tasks that an environment makes, without end.
+    """Yield the tasks that an environment generates; the iterator may be infinite.
 
     Raises:
-        UserError: it makes none, or one that cannot be used.
+        UserError: the environment generates no tasks, or an invalid task.
     """
     rows = envs.get(config.type).rows(envs.options(config), split=split, seed=seed)
     for index, row in enumerate(rows):
@@ -77,7 +76,7 @@ def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
 
 
 def shares(weights: dict[str, float], count: int) -> dict[str, int]:
-    """Share `count` out by weight: whole numbers that add up to it, none off by one or more."""
+    """Divide `count` by weight into whole numbers with that sum, each off by less than one."""
     total, ends, passed = sum(weights.values()), dict[str, int](), 0.0
     for name, weight in weights.items():
         passed += weight
@@ -111,5 +110,5 @@ def _own(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[Tas
 
 
 def _named(task: Task, name: str) -> Task:
-    extra: dict[str, Any] = {**task.extra_info, "env": name}
+    extra: dict[str, object] = {**task.extra_info, "env": name}
     return structs.replace(task, extra_info=extra)

@@ -1,1 +1,1 @@
-"""The process between workers and trainer: what is leased, kept and batched."""
+"""The datapipe: the process that leases tasks to workers and serves batches to the trainer."""

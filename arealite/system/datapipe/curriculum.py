@@ -1,6 +1,7 @@
-"""Chooses the class of the next task by success: what is learned or out of reach comes less often.
+"""Draws the class of the next task by its success rate.
 
-Its state is read from the ledger, so that a run that goes on draws what it would have drawn.
+A class that is solved always or never is drawn less often. The state is read from the ledger, so a
+resumed run draws the same tasks as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from arealite.system.ledger.group import Group
 SHARES = """
 SELECT seq, row, (SELECT AVG(reward >= ?) FROM trajectories t WHERE t.group_id = g.group_id) share
 FROM groups g WHERE state NOT IN ('offered', 'leased') AND share NOTNULL ORDER BY seq DESC"""
-"""Of successes in each group that has ended, the latest offered first."""
+"""Selects the share of successes of each closed group, newest group first."""
 
 
 class Curriculum:
-    """Classes of rows, how often each was offered, and what came of its latest groups."""
+    """The classes of the dataset's rows, and the success rate of each class."""
 
     def __init__(self, config: ExperimentConfig, train: Sequence[Task]) -> None:
-        """Sort rows into classes.
+        """Group the rows by the value of `extra_info[datapipe.curriculum.by]`.
 
         Raises:
-            UserError: they are all of one class.
+            UserError: all rows are of one class.
         """
         self.options = options = config.datapipe.curriculum
         self.seed, self.shuffle = config.seed, config.dataset.shuffle
@@ -41,16 +42,17 @@ class Curriculum:
         if len(self.rows) < 2:
             raise UserError(
                 f"datapipe.curriculum.by={options.by}: all rows are of one class, "
-                f"'{self.class_of[0]}'. Name a key of extra_info that tells them apart."
+                f"'{self.class_of[0]}'. Set it to a key of extra_info with at least two values."
             )
         self.offered = Counter[str]()
+        """By class: number of groups created."""
         self.recent: dict[str, dict[int, float]] = {}
-        """By class and seq: the share of successes in each of its latest groups."""
+        """By class and seq: share of successes in each of the newest `window` groups."""
         self._orders: dict[str, tuple[int, Sequence[int]]] = {}
-        """By class: an epoch, and the order of its rows in that."""
+        """By class: an epoch, and the order of the rows in that epoch."""
 
     def load(self, db: sqlite3.Connection) -> None:
-        """Read back what the ledger knows."""
+        """Load the state from the ledger."""
         self.offered.clear()
         for row, count in db.execute("SELECT row, COUNT(*) FROM groups GROUP BY row"):
             self.offered[self.class_of[row]] += count
@@ -60,16 +62,17 @@ class Curriculum:
             if all(len(known) == self.options.window for known in self.recent.values()):
                 break
 
-    def note(self, group: Group) -> None:
-        """Take in a group that has ended; one that has no trajectory tells nothing."""
+    def record(self, group: Group) -> None:
+        """Update the success rate from a closed group; ignore a group without trajectories."""
         if headers := group.headers:
             share = sum(h.reward >= self.options.threshold for h in headers) / len(headers)
             self._keep(self.class_of[group.row], group.seq, share)
 
     def draw(self, seq: int) -> tuple[int, int]:
-        """Return (epoch, row) of the next group: a class by chance, its rows in their order.
+        """Draw a class by weight; return the epoch of the class and its next row.
 
-        An epoch is the class's own.
+        Args:
+            seq: Number of the new group; together with the run's seed, it seeds the draw.
         """
         weights = {name: self.weight(name) for name in self.rows}
         rng = random.Random(f"{self.seed}/curriculum/{seq}")
@@ -79,12 +82,12 @@ class Curriculum:
         return epoch, self.rows[name][self._order(name, epoch)[place]]
 
     def weight(self, name: str) -> float:
-        """Return how often a class is drawn, relative to others: by its rows and learnability."""
+        """Return the unnormalised probability of a class: its number of rows × learnability."""
         rate = success_rate(self.recent[name].values())
         return len(self.rows[name]) * learnability(rate, floor=self.options.floor)
 
     def metrics(self) -> dict[str, float]:
-        """Return each class's success rate and share of the draws."""
+        """Return the success rate of each class and its probability of being drawn."""
         weights = {name: self.weight(name) for name in self.rows}
         total = sum(weights.values())
         rates = {name: success_rate(known.values()) for name, known in self.recent.items()}

@@ -1,7 +1,7 @@
-"""The process between rollout workers and trainer: leases tasks, keeps results, composes batches.
+"""The datapipe process: leases tasks to rollout workers, stores results, serves batches to ranks.
 
-One event loop that only reacts: to messages, to commits, and to a clock four times a second. What
-it knows is in `group_store`; here is who is told what, and when.
+One event loop reacts to messages, to commits of the ledger, and to a clock (every 0.25 s). This
+module sends and receives the messages; the state is in `group_store`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from arealite.system.data.dataset import identity
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.intake import NO_MESSAGE, Intake, ResultIds, decode
+from arealite.system.datapipe.intake import DECODE_ERRORS, Intake, ResultIds, decode
 from arealite.system.datapipe.scaling import Scaling
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.upkeep import Upkeep
 from arealite.system.datapipe.workers import ActiveLease, Worker, Workers
-from arealite.system.ledger.group import too_many
+from arealite.system.ledger.group import too_many_failures
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
 from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links import wire
@@ -46,20 +46,20 @@ logger = log.get(__name__)
 
 TICK_S = 0.25
 WAITING_S = 1.0
-"""How often an unanswered request hears who is waited for."""
-REFUSE_S = 5.0
-"""How long a stopped datapipe goes on to tell the trainer why."""
+"""Interval of the Waiting messages for unanswered requests."""
+REFUSAL_S = 5.0
+"""Time for which a failed datapipe keeps running to refuse the trainer's requests."""
 DRAIN_S = 15.0
-"""How long workers have to hand in what they hold."""
+"""Time for which workers may send their remaining results after a Finish."""
 SAVE_S = 600.0
-"""How long after a stopped wait the trainer has to save and finish."""
-FAREWELL_S = 5.0
-"""After a Finish, how long the trainer is listened to while its last steps are in no checkpoint."""
+"""Time in which a trainer that was stopped while it waited has to save and send its Finish."""
+FINAL_CHECKPOINT_S = 5.0
+"""After a Finish, time to wait for the checkpoint of the last steps."""
 LINGER_MS = 1000
 
 
 class Datapipe:
-    """Owner of the dataset's cursor, the leases, the ledger and the batches of one trial."""
+    """Owns the position in the dataset, the leases, the ledger and the batches of one trial."""
 
     def __init__(
         self,
@@ -73,8 +73,17 @@ class Datapipe:
     ) -> None:
         """Open the trial's ledger.
 
+        Args:
+            config: The experiment.
+            train: Tasks to train on; at least one.
+            eval: Held-out tasks; may be empty.
+            registry: Where the datapipe registers its address; None: it does not register.
+            address: ZeroMQ endpoint to bind; port 0 chooses a free port.
+            context: ZeroMQ context; None: the process's shared context.
+
         Raises:
-            UserError: it cannot be written, or was begun with another dataset, seed or group size.
+            UserError: `train` is empty, or the ledger cannot be written or was created with another
+                dataset, seed or group size.
         """
         if not train:
             raise UserError("dataset.train has no rows: there is nothing to train on.")
@@ -82,7 +91,7 @@ class Datapipe:
         self.config = config
         self.address = address
         self.ready = asyncio.Event()
-        """Set once `address` is where to connect."""
+        """Set once `address` accepts connections."""
         self._registry = registry
         self._context = context
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
@@ -102,7 +111,7 @@ class Datapipe:
         self.scaling = None
         if registry is not None and ppo.collector.autoscale.enabled:
             self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
-        self._stopped_at = self._progress = self._told = time.monotonic()
+        self._stopped_at = self._progress = self._last_waiting = time.monotonic()
         self._fatal: InvariantError | None = None
         self._refusals = 0
         """Connections refused because of another secret."""
@@ -111,10 +120,11 @@ class Datapipe:
     # ------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Serve until the run is finished and the workers have handed in what they hold.
+        """Serve until the run is finished and the workers have sent their remaining results.
 
         Raises:
-            InvariantError: a promise broke, or the ledger cannot be written; the trainer was told.
+            InvariantError: a guarantee is broken or the ledger cannot be written; the trainer's
+                requests were refused with this error.
         """
         secret = self._registry.secret if self._registry is not None else None
         limit = self.config.datapipe.max_frame_mb
@@ -138,7 +148,7 @@ class Datapipe:
         self._channel = wire.Channel(server, self._receive)
         try:
             async with self._registered(), asyncio.TaskGroup() as self._tasks:
-                self._tasks.create_task(self._guard(self.writer.run), name="ledger writer")
+                self._tasks.create_task(self._stop_on_error(self.writer.run), name="ledger writer")
                 self._tasks.create_task(self._tick_forever(), name="clock")
                 if self.scaling:
                     self._tasks.create_task(self.scaling.run(self._done), name="scaling")
@@ -157,23 +167,25 @@ class Datapipe:
     def _registered(self) -> AbstractAsyncContextManager[None]:
         if self._registry is None:
             return nullcontext()
-        about = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
+        entry = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
         beat = self.config.cluster.heartbeat_s
-        wish = self.scaling.wish if self.scaling else dict[str, int]
-        return self._registry.registered("datapipe", "0", lambda: about | wish(), heartbeat_s=beat)
+        desired_workers = self.scaling.desired_workers if self.scaling else dict[str, int]
+        return self._registry.registered(
+            "datapipe", "0", lambda: entry | desired_workers(), heartbeat_s=beat
+        )
 
     def _restore(self) -> None:
-        """Give leases from before a restart back to their workers, which may still run them."""
+        """Assign leases from before a restart to their workers, which may still run them."""
         for group in self.store.groups.values():
             for lease in list(group.leases.values()):
-                if due := group.due(lease):
-                    active = self.workers.give(group.owners[lease.lease_id], lease, due)
-                    active.sent = -math.inf  # what an earlier boot sent is there, or lost
+                if due := group.unfinished(lease):
+                    active = self.workers.assign(group.owners[lease.lease_id], lease, due)
+                    active.sent_at = -math.inf  # an earlier process sent it: it arrived or is lost
                 else:
-                    self.store.end(lease)
+                    self.store.end_lease(lease)
 
-    async def _guard(self, body: Callable[[], Awaitable[None]]) -> None:
-        """A broken invariant does not cancel the rest at once: the trainer is told why first."""
+    async def _stop_on_error(self, body: Callable[[], Awaitable[None]]) -> None:
+        """Run `body`; on an InvariantError, refuse the trainer's requests before the exit."""
         try:
             await body()
         except InvariantError as error:
@@ -194,8 +206,8 @@ class Datapipe:
         route = frames[0]
         try:
             message, wrong = decode(frames[1])
-        except (*NO_MESSAGE, IndexError) as error:
-            self.requests.rejections.note(route.hex(), str(error))
+        except (*DECODE_ERRORS, IndexError) as error:
+            self.requests.rejections.record(route.hex(), str(error))
             if any(worker.route == route for worker in self.workers.by_id.values()):
                 self._send(route, Ack(crc32(b"".join(frames[1:2]))))
             return
@@ -210,16 +222,16 @@ class Datapipe:
                     self.writer.want_commit()
                 case _:
                     self._take_request(route, message)
-            self._pump()
+            self._lease_and_batch()
         except InvariantError as error:
             self._stop(error)
-        except Exception as error:  # noqa: BLE001  (a socket's callback: nobody above catches)
+        except Exception as error:  # noqa: BLE001  (a socket callback: no caller catches it)
             self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
-        gone, unheard = self.workers.update(route, state)
+        gone, to_resend = self.workers.update(route, state)
         self._release(gone, is_lost=state.capacity > 0)
-        for active in unheard:
+        for active in to_resend:
             logger.warning("lease sent again", worker=state.worker_id, lease=active.lease.lease_id)
             self._send_lease(self.workers.by_id[state.worker_id], active)
         if self.requests.finish is not None:
@@ -232,13 +244,15 @@ class Datapipe:
         self.intake.take(result, frames[2:], wrong)
         self._progress = time.monotonic()
         self.requests.changed = True
-        # A wrong result is acknowledged, too: its worker would send it for ever.
+        # An invalid result is acknowledged too: otherwise its worker would resend it forever.
         self.writer.after_commit(partial(self._send, frames[0], Ack(crc32(frames[1]))))
         self._check_failures()
 
     def _check_failures(self) -> None:
         share = self.config.datapipe.max_failed_share
-        if why := too_many(self.store.failed_window, self.store.first_failure, share=share):
+        if why := too_many_failures(
+            self.store.failed_window, self.store.first_failure, share=share
+        ):
             raise InvariantError(why)
 
     def _take_request(self, route: bytes, request: FromTrainer) -> None:
@@ -251,7 +265,7 @@ class Datapipe:
             self._send(route, Refused(wire.request_name(request), str(error)))
             if not isinstance(error, OutOfStep):
                 raise
-            self.requests.rejections.note(route.hex(), str(error))
+            self.requests.rejections.record(route.hex(), str(error))
             return
         if isinstance(request, Checkpointed):
             self.writer.after_commit(self._begin_upkeep)
@@ -261,15 +275,15 @@ class Datapipe:
                 if worker.route is not None:
                     self._send(worker.route, Drain(request.reason))
 
-    # ------------------------------------------------------------ what follows from them
+    # ------------------------------------------------------------ leases and batches
 
-    def _pump(self) -> None:
-        """Give leases, compose the next batch, answer who can be answered."""
+    def _lease_and_batch(self) -> None:
+        """Give leases, compose the next batch, and answer the requests that can be answered."""
         if self._fatal is not None:
             return
-        self.requests.begin_if_free()
+        self.requests.begin_pending_start()
         if self.requests.finish is None:
-            self._give_leases()
+            self._send_leases()
         self.requests.answer_evals()
         ready = self.requests.take_ready()
         if self.scaling:
@@ -277,43 +291,45 @@ class Datapipe:
         for route, request in ready:
             self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
 
-    def _give_leases(self) -> None:
+    def _send_leases(self) -> None:
         version = self.store.version
         while version is not None and (worker := self.workers.most_idle()) is not None:
             boot, credit = self.ledger.boot, worker.credit
             lease = self.evals.lease(boot=boot, version=version, credit=credit)
             if lease is None:
-                group = self.store.next_offer()
+                group = self.store.next_group()
                 if group is None:
                     return
                 lease = self.store.lease(group, worker_id=worker.worker_id, credit=credit)
-            active = self.workers.give(worker.worker_id, lease, lease.members)
+            active = self.workers.assign(worker.worker_id, lease, lease.members)
             self.writer.after_commit(partial(self._send_lease, worker, active))
 
     def _send_lease(self, worker: Worker, active: ActiveLease) -> None:
         group = self.store.groups.get(active.lease.group_id)
-        if group is not None and any(member in group.turns for member in active.due):
-            self._tasks.create_task(self._guard(lambda: self._send_turns(worker, active)))
+        if group is not None and any(member in group.turns for member in active.unfinished):
+            self._tasks.create_task(self._stop_on_error(lambda: self._send_turns(worker, active)))
         else:
-            self._hand_over(worker, active, active.remaining(), [])
+            self._send_lease_frames(worker, active, active.remaining(), [])
 
     async def _send_turns(self, worker: Worker, active: ActiveLease) -> None:
-        """Send a lease with what the ledger has of its members by now: a late result ends one."""
+        """Send a lease with the stored turns of its unfinished members, read from the ledger."""
         lease = active.remaining()
         turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, lease)
         lease = msgspec.structs.replace(lease, turns=turns)
-        self._hand_over(worker, active, lease, payloads)
+        self._send_lease_frames(worker, active, lease, payloads)
 
-    def _hand_over(self, to: Worker, active: ActiveLease, lease: Lease, turns: list[bytes]) -> None:
-        active.sent = time.monotonic()
+    def _send_lease_frames(
+        self, to: Worker, active: ActiveLease, lease: Lease, turns: list[bytes]
+    ) -> None:
+        active.sent_at = time.monotonic()
         if to.route is not None:
             self._send(to.route, lease, turns)
 
     def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
-        self._tasks.create_task(self._guard(lambda: self._send_batch(route, request)))
+        self._tasks.create_task(self._stop_on_error(lambda: self._send_batch(route, request)))
 
     def _begin_upkeep(self) -> None:
-        self._tasks.create_task(self._guard(self.upkeep.run))
+        self._tasks.create_task(self._stop_on_error(self.upkeep.run))
 
     async def _send_batch(self, route: bytes, request: BatchRequest) -> None:
         if request.step in self.store.batches:
@@ -323,10 +339,10 @@ class Datapipe:
             self._send(route, batch, payloads)
 
     def _release(self, leases: Sequence[Lease], *, is_lost: bool) -> None:
-        """Offer again what workers will not bring; what is lost counts as an attempt."""
+        """End leases that workers will not finish; if `is_lost`, count a failed attempt."""
         for lease in leases:
             self.evals.release(lease, is_lost=is_lost)
-            (self.store.lose if is_lost else self.store.end)(lease)
+            (self.store.lose_lease if is_lost else self.store.end_lease)(lease)
             self.requests.changed = True
 
     # ------------------------------------------------------------ the clock
@@ -341,30 +357,30 @@ class Datapipe:
             logger.warning("worker silent", worker=worker.worker_id, leases=len(leases))
             self._release(leases, is_lost=True)
         self._check_stall(now)
-        if (refused := wire.refusals(self._channel.socket)) and not self._refusals:
-            logger.warning("connection refused", why=wire.REFUSED)
+        if (refused := wire.count_refused(self._channel.socket)) and not self._refusals:
+            logger.warning("connection refused", why=wire.SECRET_MISMATCH)
         self._refusals += refused
-        if now - self._told >= WAITING_S and self._fatal is None:
-            self._told = now
-            self.requests.tell_waiting()
-        self._pump()
+        if now - self._last_waiting >= WAITING_S and self._fatal is None:
+            self._last_waiting = now
+            self.requests.send_waiting()
+        self._lease_and_batch()
         if self._is_over(now):
             self._done.set()
 
     def _check_stall(self, now: float) -> None:
         limit = self.config.datapipe.stall_timeout_s
-        since = max(self._progress, self.requests.asked)
+        since = max(self._progress, self.requests.waiting_since)
         if self.requests.is_waiting and now - since > limit and self._fatal is None:
             what = f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
             self._stop(InvariantError(what + self.workers.describe()))
 
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:
-            return now - self._stopped_at > REFUSE_S
+            return now - self._stopped_at > REFUSAL_S
         if self.requests.finish is None or (
             self.workers.by_id and now - self._stopped_at < DRAIN_S
         ):
             return False
         if self.requests.finish.reason == wire.STOP_WAITING:
             return now - self._stopped_at > SAVE_S
-        return not self.store.trained or now - self.requests.heard > FAREWELL_S
+        return not self.store.trained or now - self.requests.last_request > FINAL_CHECKPOINT_S

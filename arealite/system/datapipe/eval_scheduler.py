@@ -1,7 +1,6 @@
-"""Runs evaluations: leases the held-out tasks beside the training ones, and averages the scores.
+"""Schedules evaluations: leases the held-out tasks during training, and averages the scores.
 
-Kept in memory only, apart from the training groups, because an unfinished evaluation is simply
-asked for again.
+The state is in memory only: after a restart the trainer requests an unfinished evaluation again.
 """
 
 from __future__ import annotations
@@ -18,67 +17,80 @@ from arealite.api.task import Task
 from arealite.system.ledger.group import LOST, Group
 
 SOLVED = 1.0
-"""Reward from which a sample counts as solved in pass@k."""
+"""A sample with at least this reward counts as solved in pass@k."""
 
 
 class EvalScheduler:
-    """All evaluations under way; the samples of a held-out task are a group."""
+    """All running evaluations. The samples of one held-out task are a group."""
 
     def __init__(self, tasks: Sequence[Task], *, samples: int, max_attempts: int) -> None:
         self.tasks = tasks
         self.samples = samples
         self.max_attempts = max_attempts
         self.runs: dict[int, list[Group]] = {}
-        """The groups of each evaluation; a group's seq is the evaluation's id."""
+        """By evaluation id: its groups. The `seq` of a group is the evaluation id."""
         self.groups: dict[str, Group] = {}
-        """The groups of all evaluations."""
+        """By group id: the groups of all running evaluations."""
         self.results: dict[int, dict[str, float]] = {}
-        """Metrics of finished ones, as the ledger has them."""
-        self._wanting: dict[str, Group] = {}
-        """Groups that may have samples to be run."""
+        """By evaluation id: metrics of finished evaluations, as in the ledger."""
+        self._leasable: dict[str, Group] = {}
+        """By group id: groups that may have unleased samples."""
         self._numbers = count()
 
     def begin(self, eval_id: int) -> None:
-        """Begin an evaluation, unless it is under way."""
+        """Begin an evaluation, unless it is running already."""
         if eval_id not in self.runs:
             self.runs[eval_id] = groups = [
                 Group(eval_id, f"e{eval_id}-{row}", task, self.samples, 0, row)
                 for row, task in enumerate(self.tasks)
             ]
             self.groups |= (by_id := {group.group_id: group for group in groups})
-            self._wanting |= by_id
+            self._leasable |= by_id
 
     def lease(self, *, boot: int, version: int, credit: int) -> Lease | None:
-        """Lease up to `credit` samples of the next task that has some nobody runs."""
+        """Lease up to `credit` samples of the next task with unleased samples; None without one.
+
+        Args:
+            boot: Number of the datapipe's start, a part of the lease id.
+            version: Policy version of the lease.
+            credit: Maximum number of samples.
+        """
         now = time.monotonic()
-        for group_id, group in [*self._wanting.items()]:
-            if members := group.missing(self.max_attempts, now)[:credit]:
+        for group_id, group in [*self._leasable.items()]:
+            if members := group.leasable(self.max_attempts, now)[:credit]:
                 lease_id = f"{group_id}.{boot}.{next(self._numbers)}"
-                about = (group_id, f"eval-{group.seq}", group.task)
-                lease = group.leases[lease_id] = Lease(lease_id, *about, members, version)
+                ids_and_task = (group_id, f"eval-{group.seq}", group.task)
+                lease = group.leases[lease_id] = Lease(lease_id, *ids_and_task, members, version)
                 return lease
-            if not group.missing(self.max_attempts):
-                del self._wanting[group_id]
+            if not group.leasable(self.max_attempts):
+                del self._leasable[group_id]
         return None
 
     def release(self, lease: Lease, *, is_lost: bool) -> None:
-        """Offer the samples that a worker will not bring again; lost ones count as attempts."""
+        """Return the unfinished samples of a lease to the queue.
+
+        Args:
+            lease: A lease that its worker will not finish.
+            is_lost: Count a failed attempt for each unfinished sample.
+        """
         if group := self.groups.get(lease.group_id):
             if (live := group.leases.pop(lease.lease_id, None)) and is_lost:
-                group.failures += [(member, lease.lease_id, LOST) for member in group.due(live)]
-            self._settle(group)
+                group.failures += [
+                    (member, lease.lease_id, LOST) for member in group.unfinished(live)
+                ]
+            self._close_if_finished(group)
 
     def is_running(self, group_id: str, lease_id: str, member: int) -> bool:
-        """Return whether a sample of a lease is waited for.
+        """Return whether a sample of an evaluation is leased and unfinished.
 
-        A lease that is missing was lost, answered, or is of another boot.
+        False for a lease that was lost or answered, or that an earlier datapipe process gave.
         """
         group = self.groups.get(group_id)
         lease = group and group.leases.get(lease_id)
-        return group is not None and lease is not None and member in group.due(lease)
+        return group is not None and lease is not None and member in group.unfinished(lease)
 
-    def add(self, episode: Episode) -> bool:
-        """Take in a sample; return whether it was waited for."""
+    def add_episode(self, episode: Episode) -> bool:
+        """Store a sample; return False, and ignore it, if it is not running."""
         group_id, lease_id, member = episode.group_id, episode.lease_id, episode.member
         if not self.is_running(group_id, lease_id, member):
             return False
@@ -87,23 +99,23 @@ class EvalScheduler:
             group.finished[member] = episode.headers
         else:
             group.failures.append((member, lease_id, episode.failure.failure_class))
-            group.rest(member)
-        if not group.due(group.leases[lease_id]):
+            group.back_off(member)
+        if not group.unfinished(group.leases[lease_id]):
             del group.leases[lease_id]
-        self._settle(group)
+        self._close_if_finished(group)
         return True
 
-    def left(self, group: Group) -> int:
-        """Return how many samples of a task are neither finished nor failed for good."""
-        return group.size - len(group.finished) - len(group.given_up(self.max_attempts))
+    def samples_left(self, group: Group) -> int:
+        """Return the number of samples of a task that are neither finished nor failed for good."""
+        return group.size - len(group.finished) - len(group.exhausted(self.max_attempts))
 
-    def _settle(self, group: Group) -> None:
-        self._wanting[group.group_id] = group
-        if not self.left(group):
+    def _close_if_finished(self, group: Group) -> None:
+        self._leasable[group.group_id] = group
+        if not self.samples_left(group):
             group.state = "complete"
 
     def take_finished(self) -> list[tuple[int, dict[str, float]]]:
-        """Return (eval id, metrics) of the evaluations that are done, and forget them."""
+        """Return (evaluation id, metrics) of evaluations that finished since the last call."""
         runs = self.runs.items()
         done = [key for key, groups in runs if all(g.state == "complete" for g in groups)]
         for eval_id in done:
@@ -114,14 +126,14 @@ class EvalScheduler:
         return [(eval_id, self.results[eval_id]) for eval_id in done]
 
     def forget(self, *, after: int) -> None:
-        """Drop what is under way, and the results of later steps: training was rolled back."""
-        for under_way in (self.runs, self.groups, self._wanting):
+        """Drop running evaluations, and results of steps later than `after`: a roll-back."""
+        for under_way in (self.runs, self.groups, self._leasable):
             under_way.clear()
         self.results = {k: v for k, v in self.results.items() if k <= after}
 
 
 def score(groups: Sequence[Group]) -> dict[str, float]:
-    """Average an evaluation. Failed samples are counted, never scored."""
+    """Average the scores of an evaluation. Failed samples are counted and get no score."""
     headers = [h for g in groups for h in g.headers]
     failed = sum(g.size - len(g.finished) for g in groups)
     metrics = {"eval/num_prompts": float(len(groups)), "eval/failed": float(failed)}

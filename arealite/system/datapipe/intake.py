@@ -1,7 +1,7 @@
-"""Checks results and turns of workers, and hands them to the group store and the eval scheduler.
+"""Validates messages of workers, and passes them to the group store and the eval scheduler.
 
-A wrong message is counted and ends no process. A wrong episode counts as a failed attempt, so its
-member is offered again.
+An invalid message is counted and stops no process. An invalid episode counts as a failed attempt,
+so its member is leased again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -22,24 +21,24 @@ from arealite.base import log
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
-from arealite.system.ledger.payloads import COLDEST, unlike
+from arealite.system.ledger.payloads import MIN_TEMPERATURE, find_mismatch
 from arealite.system.links import wire
 
 logger = log.get(__name__)
 
-NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for bytes that are no message."""
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Exceptions of msgspec for a frame that is not a valid message."""
 MAX_DETAIL = 200
-"""Characters of a reason that are kept."""
+"""Maximum length of a stored reason, in characters."""
 MAX_SENDERS = 1000
-"""Senders that are counted one by one; a peer can invent any number of names."""
+"""Senders with a counter of their own: a faulty peer can send any number of different names."""
 
 
 class Rejections(Counter[str]):
-    """Counts rejected messages and rejected episodes by sender."""
+    """Number of rejected messages and episodes, by sender."""
 
-    def note(self, sender: str, reason: str) -> None:
-        """Count a message; log the first of each sender."""
+    def record(self, sender: str, reason: str) -> None:
+        """Count a rejected message; log the first of each sender."""
         sender = sender if len(self) < MAX_SENDERS or sender in self else "further senders"
         if not self[sender]:
             logger.warning("message rejected", sender=sender, reason=reason[:MAX_DETAIL])
@@ -47,7 +46,7 @@ class Rejections(Counter[str]):
 
 
 class ResultIds(msgspec.Struct, tag="Result"):
-    """The ids of a Result whose other fields are wrong, as a number out of range is."""
+    """The ids of a Result with an invalid field, such as a number out of range."""
 
     worker_id: str
     episodes: list[EpisodeIds]
@@ -57,20 +56,23 @@ _decode_ids = msgspec.msgpack.Decoder(ResultIds).decode
 
 
 def decode(frame: bytes) -> tuple[wire.ToDatapipe | ResultIds, str]:
-    """Return a message and ""; for a Result with a wrong field, its ids and the error.
+    """Decode a message of a worker or a trainer rank.
+
+    Returns:
+        The message and ""; or the ids of a Result with an invalid field, and the error.
 
     Raises:
-        NO_MESSAGE: the frame is no message, or a message of another kind has a wrong field.
+        DECODE_ERRORS: the frame is not a message, or another type of message is invalid.
     """
     try:
         return wire.decode_to_datapipe(frame), ""
-    except NO_MESSAGE as error:
+    except DECODE_ERRORS as error:
         return _decode_ids(frame), str(error)
 
 
 @dataclass
 class Intake:
-    """Checks episodes and turns, and hands them to the stores of training and evaluation."""
+    """Validates episodes and turns, and stores them for training or evaluation."""
 
     store: GroupStore
     evals: EvalScheduler
@@ -80,10 +82,16 @@ class Intake:
     """Number of token ids of the model."""
 
     def take(self, result: Result | ResultIds, payloads: Sequence[bytes], wrong: str) -> None:
-        """Take in a result; `wrong` is the error of the whole message, "" if it has none."""
+        """Validate and store the episodes of a result.
+
+        Args:
+            result: The message, or its ids if another field is invalid.
+            payloads: One for each header of its episodes.
+            wrong: The error of the message; "" if it has none.
+        """
         sizes = [len(e.headers) if isinstance(e, Episode) else 0 for e in result.episodes]
         if sum(sizes) != len(payloads):
-            wrong = wrong or "payloads are missing, or too many"
+            wrong = wrong or f"{len(payloads)} payloads for {sum(sizes)} headers"
         frames = iter(payloads)
         for episode, size in zip(result.episodes, sizes, strict=True):
             self._take_episode(result.worker_id, episode, [*islice(frames, size)], wrong)
@@ -93,20 +101,20 @@ class Intake:
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
         wrong = wrong or _tried(
-            check_episode, episode, payloads, self.store.newest, self.vocab_size
+            check_episode, episode, payloads, self.store.newest_version, self.vocab_size
         )
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
-            wrong = wrong or f"{ids[0]}/{ids[2]} is no lease of this worker"
-            self.rejections.note(worker_id, wrong)
+            wrong = wrong or f"{ids[0]}/{ids[2]} is not leased to this worker"
+            self.rejections.record(worker_id, wrong)
             episode = Episode(*ids, [], Failure("rejected", wrong[:MAX_DETAIL]))
         if is_leased and isinstance(episode, Episode):
             self.workers.finish(worker_id, episode.lease_id, episode.member)
-            if not self.evals.add(episode):
-                self.store.add(episode, payloads)
+            if not self.evals.add_episode(episode):
+                self.store.add_episode(episode, payloads)
 
     def _is_leased(self, worker_id: str, lease_id: str, group_id: str, member: int) -> bool:
-        """Return whether a worker holds or held the lease of an episode, or its group is over."""
+        """Return whether a worker has or had the lease of an episode, or its group is closed."""
         if not lease_id.startswith(f"{group_id}."):
             return False
         if self.evals.is_running(group_id, lease_id, member):
@@ -118,21 +126,26 @@ class Intake:
         return ids is not None and int(ids[1] or -1) < self.store.offered
 
     def take_progress(self, progress: Progress, payloads: Sequence[bytes]) -> None:
-        """Check and store turns of unfinished episodes."""
-        wrong = _tried(check_progress, progress, payloads, self.store.newest)
+        """Validate and store turns of unfinished episodes.
+
+        Args:
+            progress: Headers of the turns.
+            payloads: One encoded turn for each header.
+        """
+        wrong = _tried(check_progress, progress, payloads, self.store.newest_version)
         group = self.store.groups.get(progress.group_id)
         if group and group.owners.get(progress.lease_id) not in (None, progress.worker_id):
-            wrong = f"{progress.lease_id} is no lease of this worker"
+            wrong = f"{progress.lease_id} is not leased to this worker"
         if wrong:
-            self.rejections.note(progress.worker_id, wrong)
+            self.rejections.record(progress.worker_id, wrong)
         else:
-            self.store.keep(progress, payloads)
+            self.store.add_turns(progress, payloads)
 
 
-def _tried(check: Callable[..., str], *args: Any) -> str:
+def _tried(check: Callable[..., str], *args: object) -> str:
     try:
         return check(*args)
-    except Exception as error:  # noqa: BLE001  (a message may break a check in any way)
+    except Exception as error:  # noqa: BLE001  (an invalid message can raise anything)
         return repr(error)
 
 
@@ -142,30 +155,40 @@ def check_episode(
     """Return the first error of an episode; "" if it has none.
 
     Args:
-        episode: From a worker.
-        payloads: One for each of its headers.
+        episode: The episode that a worker sent.
+        payloads: One for each header.
         newest: The newest version that can have sampled a token.
         vocab_size: Number of token ids of the model.
     """
-    coldest = 0.0 if episode.group_id.startswith("e") else COLDEST  # evaluations may be greedy
+    min_temperature = (
+        0.0 if episode.group_id.startswith("e") else MIN_TEMPERATURE
+    )  # evaluations may be greedy
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
     if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):
-        return "neither one trajectory a seat nor a failure"
+        return "it needs one trajectory for each seat, or a failure"
     for h, payload in zip(episode.headers, payloads, strict=True):
         if (h.group_id, h.member, h.trajectory_id) != (*ids, f"{ids[0]}/{ids[1]}/{h.seat}"):
-            return "a trajectory of another episode"
+            return "a header has the ids of another episode"
         numbers = (h.reward, h.seconds, *h.reward_parts.values(), *h.waits.values())
         if not all(map(math.isfinite, numbers)):
             return "a number is not finite"
         if h.newest_version > newest:
             return f"version {h.newest_version}, but the newest is {newest}"
-        if what := unlike(h, payload, vocab_size=vocab_size, coldest=coldest):
+        if what := find_mismatch(
+            h, payload, vocab_size=vocab_size, min_temperature=min_temperature
+        ):
             return f"the payload of {h.trajectory_id} differs from its header: {what}"
     return ""
 
 
 def check_progress(progress: Progress, payloads: Sequence[bytes], newest: int) -> str:
-    """Return the first error of the turns of an unfinished episode; "" if they have none."""
+    """Return the first error of the turns of an unfinished episode; "" if they have none.
+
+    Args:
+        progress: Headers of the turns.
+        payloads: One encoded turn for each header.
+        newest: The newest version that can have sampled a token.
+    """
     for turn, payload in zip(progress.turns, payloads, strict=True):
         stored = decode_turn(payload)
         sizes = {*map(len, (stored.output_ids, stored.logprobs, stored.versions))}

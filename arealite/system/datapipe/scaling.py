@@ -1,8 +1,8 @@
-"""Adapts how many episodes each worker runs, and asks the launcher for more workers or fewer.
+"""Adapts the number of episodes of each worker, and requests more or fewer workers.
 
-In the datapipe, because whoever gives leases decides how many are held: a smaller number is reached
-as episodes end, and nobody has to be told. Servers are read off the name registry, where each tells
-its load with its heartbeat.
+The datapipe does this because it gives the leases. After a reduction it gives fewer leases, and the
+number of running episodes falls as episodes end. The load of each server is read from its entry in
+the name registry. The launcher reads the desired number of workers from the datapipe's entry.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 from arealite.algo.autoscale import Autoscaler, Reading
 from arealite.api.config import ExperimentConfig
@@ -22,14 +23,14 @@ from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
-PATIENCE = 6
-"""Periods in a row that could do with one worker less before it is let go."""
+CONFIRM_PERIODS = 6
+"""Consecutive periods after which a spare worker is removed, or missing loads are reported."""
 SPARE = 0.8
-"""How full the others may be then, and how full all are when one more is asked for."""
+"""Share of capacity in use: a worker is removed below it, and added only from it on."""
 
 
 class Scaling:
-    """The number of episodes and of workers of one run."""
+    """Chooses the number of episodes and of workers of one run."""
 
     def __init__(
         self,
@@ -40,34 +41,34 @@ class Scaling:
         workers: Workers,
     ) -> None:
         collector, launcher = config.trainer.ppo.collector, config.launcher
-        self.options, self.most = collector.autoscale, collector.concurrency
-        self.least = min(self.options.min_concurrency, self.most)
-        self.fewest = launcher.rollout_workers
-        self.count = 0
-        """Workers that the launcher is to keep, numbered from 0; 0: not decided yet."""
-        self.highest = max(launcher.max_workers, self.fewest)
+        self.options, self.max_concurrency = collector.autoscale, collector.concurrency
+        self.min_concurrency = min(self.options.min_concurrency, self.max_concurrency)
+        self.min_workers = launcher.rollout_workers
+        self.num_workers = 0
+        """Desired number of workers; 0 before the first decision."""
+        self.max_workers = max(launcher.max_workers, self.min_workers)
         self._sample_s = min(config.cluster.heartbeat_s, self.options.period_s)
         self._registry, self._store, self._workers = registry, store, workers
         self._scaler = Autoscaler(
-            utilisation=self.options.utilisation, target=self.least * self.fewest
+            utilisation=self.options.utilisation, target=self.min_concurrency * self.min_workers
         )
         self._readings: list[Reading] = []
         self._step = store.next_step
-        self._spare = 0
-        """Periods in a row that could do with less."""
-        self._untold = 0
-        """Periods in a row without a reading."""
+        self._spare_periods = 0
+        """Consecutive periods in which one worker less is enough."""
+        self._silent_periods = 0
+        """Consecutive periods without a load of any server."""
         self._leaving = ""
-        """Id of a worker that gets nothing new, until it is gone."""
-        workers.scale(self.least)
-        workers.told = self.metrics
+        """Id of a worker that gets no leases and is removed when it is idle; "" for none."""
+        workers.set_limit(self.min_concurrency)
+        workers.extra_metrics = self.metrics
 
-    def wish(self) -> dict[str, int]:
-        """Return how many workers the launcher is to keep, once that is decided."""
-        return {"workers": self.count} if self.count else {}
+    def desired_workers(self) -> dict[str, int]:
+        """Return {"workers": desired number}; {} before the first decision."""
+        return {"workers": self.num_workers} if self.num_workers else {}
 
     async def run(self, over: asyncio.Event) -> None:
-        """Read loads and decide until the run is over. Waits for: the clock."""
+        """Read server loads and adapt the numbers until `over` is set. Waits for: the clock."""
         decided = time.monotonic()
         while not over.is_set():
             with suppress(TimeoutError):
@@ -79,7 +80,7 @@ class Scaling:
                 self._decide()
 
     def take_batch(self) -> None:
-        """Notice a batch that was composed since the last call."""
+        """Update the damping factor if a batch was composed since the last call."""
         store = self._store
         if store.next_step > self._step:
             allowed = store.ppo.max_staleness * store.ppo.num_groups
@@ -87,22 +88,22 @@ class Scaling:
         self._step = store.next_step
 
     def metrics(self) -> dict[str, float]:
-        """Return what was decided."""
+        """Return the desired numbers and the damping factor."""
         return {
             "rollout/target_concurrency": float(self._scaler.target),
-            "rollout/target_workers": float(self.count),
+            "rollout/target_workers": float(self.num_workers),
             "rollout/damping": self._scaler.damping,
         }
 
-    def _sample(self, loads: list[Any]) -> None:
-        told = cast(list[dict[str, int]], [load for load in loads if isinstance(load, dict)])
-        if not told:
+    def _sample(self, loads: Sequence[object]) -> None:
+        loads_now = cast(list[dict[str, int]], [load for load in loads if isinstance(load, dict)])
+        if not loads_now:
             return
-        capacities = [load.get("capacity") or 0 for load in told]
+        capacities = [load.get("capacity") or 0 for load in loads_now]
         self._readings.append(
             Reading(
-                sum(load["running"] for load in told),
-                sum(load["waiting"] for load in told),
+                sum(load["running"] for load in loads_now),
+                sum(load["waiting"] for load in loads_now),
                 sum(capacities) if all(capacities) else 0,
                 self._in_flight,
             )
@@ -114,48 +115,52 @@ class Scaling:
 
     def _decide(self) -> None:
         readings, self._readings = self._readings, []
-        self._untold = 0 if readings else self._untold + 1
-        if self._untold == PATIENCE:
-            logger.warning("no server tells its load", episodes=self._scaler.target)
+        self._silent_periods = 0 if readings else self._silent_periods + 1
+        if self._silent_periods == CONFIRM_PERIODS:
+            logger.warning("no server reports its load", episodes=self._scaler.target)
         names = [w.worker_id for w in self._workers.by_id.values() if w.route is not None]
         staying = [name for name in names if name != self._leaving]
         before, workers = self._scaler.target, max(len(staying), 1)
         target = self._scaler.decide(
-            readings, least=self.least * workers, most=self.most * self.highest
+            readings,
+            least=self.min_concurrency * workers,
+            most=self.max_concurrency * self.max_workers,
         )
-        self._count(target, names)
-        each = min(max(math.ceil(target / workers), self.least), self.most)
-        self._workers.scale(each, leaving=self._leaving)
+        self._adapt_workers(target, names)
+        each = min(max(math.ceil(target / workers), self.min_concurrency), self.max_concurrency)
+        self._workers.set_limit(each, leaving=self._leaving)
         if target != before:
             logger.info("concurrency", episodes=target, before=before, workers=workers, each=each)
 
-    def _count(self, target: int, names: list[str]) -> None:
-        """Ask for one worker more, or let the last one go once it is idle; one at a time."""
-        found = {number(name): name for name in names}
-        if not self.count:  # the launcher may have started more for a datapipe before this one
-            self.count = min(max(self.fewest, 1 + max(found, default=0)), self.highest)
-        last = self.count - 1
-        is_spare = target <= SPARE * self.most * last and last >= self.fewest
-        self._spare = self._spare + 1 if is_spare else 0
-        if self._leaving and number(self._leaving) > last:
+    def _adapt_workers(self, target: int, names: list[str]) -> None:
+        """Add one worker, or remove the last worker once it is idle; one change at a time."""
+        found = {worker_index(name): name for name in names}
+        if not self.num_workers:  # an earlier datapipe process may have requested more workers
+            self.num_workers = min(
+                max(self.min_workers, 1 + max(found, default=0)), self.max_workers
+            )
+        last = self.num_workers - 1
+        is_spare = target <= SPARE * self.max_concurrency * last and last >= self.min_workers
+        self._spare_periods = self._spare_periods + 1 if is_spare else 0
+        if self._leaving and worker_index(self._leaving) > last:
             if self._leaving not in names:
                 self._leaving = ""
         elif not is_spare:
             self._leaving = ""
-            most, are_here = self.most * self.count, len(names) >= self.count
-            # Else not workers but the staleness bound holds more episodes back.
+            most, are_here = self.max_concurrency * self.num_workers, len(names) >= self.num_workers
+            # If workers are not full, the staleness bound limits the number of episodes.
             are_full = self._in_flight >= SPARE * most
-            if target > most and are_full and are_here and self.count < self.highest:
-                self.count += 1
+            if target > most and are_full and are_here and self.num_workers < self.max_workers:
+                self.num_workers += 1
         elif self._leaving:
             leaver = self._workers.by_id.get(self._leaving)
             if leaver is None or not leaver.in_flight:
-                self.count, self._spare = last, 0
-        elif self._spare >= PATIENCE:
+                self.num_workers, self._spare_periods = last, 0
+        elif self._spare_periods >= CONFIRM_PERIODS:
             self._leaving = found.get(last, "")
 
 
-def number(worker_id: str) -> int:
-    """Return the place of a worker among others, as in rollout-3@host; -1 where it has none."""
+def worker_index(worker_id: str) -> int:
+    """Return the index in a worker id such as rollout-3@host; -1 if it has none."""
     digits = worker_id.partition("@")[0].rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1

@@ -1,7 +1,7 @@
-"""Takes the trainer's requests: each is noted, made durable, and then answered.
+"""Handles the requests of trainer ranks: records each in the ledger, then answers it.
 
-Beside the datapipe's loop, because what a request means to the ledger has nothing to do with
-workers, and what a rank gets must be identical however often it asks, also after a restart.
+A request may arrive several times, also after a restart of the datapipe. Its answer is the same
+each time.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.idle_time import SHARE_WINDOW_S, IdleClock, slow_episodes
 from arealite.system.datapipe.intake import Rejections
-from arealite.system.datapipe.pacing import PACE_WINDOW_S, IdleClock, slow_episodes
 from arealite.system.datapipe.workers import Workers
 from arealite.system.health import vitals
-from arealite.system.ledger.ledger import number
+from arealite.system.ledger.ledger import meta_number
 from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links.wire import STOP_WAITING, request_name
 
 logger = log.get(__name__)
 
-ALIVE_S = 7.0
-"""A trainer that sent a request within this time is alive: it repeats a pending one every 5 s."""
-GONE_S = 15.0
-"""After this long without a request, a trainer waits no more, and its pending start is dropped."""
+TRAINER_ALIVE_S = 7.0
+"""A trainer is alive if it sent a request within this time; it repeats a pending one every 5 s."""
+TRAINER_GONE_S = 15.0
+"""A trainer without a request for this long has stopped waiting; its pending start is dropped."""
 
 
 class OutOfStep(InvariantError):
-    """A request contradicts the ledger, or comes from a replaced trainer; only its sender stops."""
+    """A request does not match the ledger; its sender is faulty or stale, and only it must stop."""
 
 
 class TrainerRequestHandler:
-    """Handles requests of the trainer, and keeps those that are not answered yet.
+    """Handles requests of the trainer, and stores requests that cannot be answered yet.
 
-    The newest trainer is served: each job of ranks begins with a TrainerStart, and all its requests
-    carry the ticket of that start. A restarted trainer must begin soon after the previous one died,
-    and a stray start must not roll back a live run. So a start waits while the previous trainer is
-    alive. A start that contradicts the ledger is refused; if no trainer has begun, it stops the
-    datapipe.
+    The newest ticket wins. Each trainer begins with a TrainerStart and gets a ticket, which all its
+    later requests carry; requests with an older ticket are refused. A start waits while the
+    previous trainer is alive, so it cannot roll back a running trainer. A start that contradicts
+    the ledger is refused; it stops the datapipe if no trainer has begun.
     """
 
     def __init__(
@@ -67,55 +66,60 @@ class TrainerRequestHandler:
         self.store = store
         self.evals = evals
         self.finish: messages.Finish | None = None
-        self.heard = -math.inf
-        """When the trainer last sent a request."""
-        self.asked = time.monotonic()
-        """When the trainer last began to wait for episodes."""
+        self.last_request = -math.inf
+        """Monotonic time of the trainer's last request; -inf before the first."""
+        self.waiting_since = time.monotonic()
+        """Monotonic time at which the trainer last began to wait for episodes."""
         self.rejections = Rejections()
         self.changed = True
-        """Something happened since the last attempt to compose a batch."""
+        """Whether the state changed since the last attempt to compose a batch."""
         self._batch_requests: dict[int, tuple[bytes, BatchRequest]] = {}
-        """By rank: (whom to answer, what is asked)."""
+        """By rank: ZeroMQ route of the rank, and its request."""
         self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
-        self._start_heard = -math.inf
-        self._ticket = number(store.ledger.connection, "ticket")
-        """Of the trainer that runs."""
+        self._start_received = -math.inf
+        self._ticket = meta_number(store.ledger.connection, "ticket")
+        """Ticket of the current trainer."""
         self._issued = max(store.ledger.boot << 20, self._ticket)
-        """The newest ticket that was given."""
+        """The newest ticket given to any trainer."""
         self._config = config
         self._send = send
         self._workers = workers
         self._writer = writer
         self._idle = IdleClock()
         self._reported = -math.inf
-        """When slow episodes were last named in a warning."""
+        """Monotonic time of the last warning about slow episodes."""
         self._waits: dict[int, dict[str, float]] = {}
 
     @property
     def is_waiting(self) -> bool:
         """Whether the trainer waits for episodes."""
         asks = self.finish is None and bool(self._batch_requests or self._eval_requests)
-        return asks and time.monotonic() - self.heard < GONE_S
+        return asks and time.monotonic() - self.last_request < TRAINER_GONE_S
 
     def take(self, route: bytes, request: FromTrainer) -> bool:
-        """Take in a request; answers leave once its changes are durable.
+        """Handle a request. Its answer is sent once its changes are durable.
+
+        Args:
+            route: ZeroMQ route of the sender.
+            request: The request.
 
         Returns:
-            False if the request has no ticket of a trainer.
+            False if the request was ignored, because its ticket was never given.
 
         Raises:
-            InvariantError: it contradicts the ledger.
+            OutOfStep: it does not match the ledger, or its sender was replaced.
+            InvariantError: it breaks a guarantee of the run.
         """
         if isinstance(request, TrainerStart):
             self._take_start(route, request)
             return True
         if 0 < request.ticket < self._ticket:
-            raise OutOfStep("this trainer was replaced by one that began later")
+            raise OutOfStep("this trainer was replaced by a trainer that began later")
         if not 0 < request.ticket == self._ticket:
-            self.rejections.note(route.hex(), f"{request_name(request)} without a trainer's ticket")
+            self.rejections.record(route.hex(), f"{request_name(request)} without a valid ticket")
             return False
-        self.heard = time.monotonic()
+        self.last_request = time.monotonic()
         self.changed = True
         match request:
             case BatchRequest():
@@ -123,9 +127,9 @@ class TrainerRequestHandler:
             case EvalRequest():
                 self._take_eval_request(route, request)
             case messages.Unusable():
-                self._writer.after_commit(partial(self._set_aside, route, request), hurry=True)
+                self._writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
             case _:
-                self._note(request)
+                self._record(request)
                 done = messages.Done(request_name(request))
                 self._writer.after_commit(partial(self._send, route, done), hurry=True)
         return True
@@ -133,51 +137,53 @@ class TrainerRequestHandler:
     def _take_start(self, route: bytes, start: TrainerStart) -> None:
         pending = self._start[1].ticket if self._start else self._ticket + 1
         if start.ticket == 0:
-            self._issued += 1 + secrets.randbelow(1 << 19)  # nobody else guesses it
+            self._issued += 1 + secrets.randbelow(1 << 19)  # hard to guess for other peers
             self._send(route, messages.Ticket(self._issued))
         elif start.ticket == self._ticket:
             self._send(route, messages.TrainerReady(start.step, 0))
         elif pending <= start.ticket <= self._issued:
-            self._start, self._start_heard = (route, start), time.monotonic()
-            self.begin_if_free()
+            self._start, self._start_received = (route, start), time.monotonic()
+            self.begin_pending_start()
 
-    def begin_if_free(self) -> None:
-        """Begin the pending start, once the previous trainer is silent or has finished.
+    def begin_pending_start(self) -> None:
+        """Accept the pending start once the previous trainer has finished or is silent.
 
-        A trainer that was asked to stop while it waited still saves its last steps: it is alive.
+        A trainer that was stopped while it waited for a batch still saves its last steps, so it
+        counts as alive.
         """
         now, has_more = time.monotonic(), self.finish is None or self.finish.reason == STOP_WAITING
-        is_alive = has_more and now - self.heard < ALIVE_S
-        if now - self._start_heard > GONE_S:
+        is_alive = has_more and now - self.last_request < TRAINER_ALIVE_S
+        if now - self._start_received > TRAINER_GONE_S:
             self._start = None
         if self._start is not None and not is_alive:
             self._writer.after_commit(self._begin, hurry=True)
 
     def answer_evals(self) -> None:
-        """Send the scores of finished evaluations, once the ledger has them."""
+        """Send the scores of finished evaluations after they are durable."""
         for eval_id, metrics in self.evals.take_finished():
             self.store.ledger.add_eval(eval_id, metrics)
             answer = messages.EvalResult(eval_id, metrics)
             route, _ = self._eval_requests.pop(eval_id)
             self._writer.after_commit(partial(self._send, route, answer), hurry=True)
 
-    def tell_waiting(self) -> None:
-        """Tell everyone who waits what for, and who runs what."""
+    def send_waiting(self) -> None:
+        """Send a Waiting message, with the reason of the wait, for each pending request."""
         in_flight = self._workers.describe()
-        self._warn_of_pacing()
+        self._log_slow_episodes()
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
         if self._start is not None:
-            detail = f"the previous trainer, heard {time.monotonic() - self.heard:.1f} s ago"
+            silent_s = time.monotonic() - self.last_request
+            detail = f"the previous trainer, last request {silent_s:.1f} s ago"
             self._send(self._start[0], messages.Waiting(request_name(self._start[1]), detail))
         for eval_id, (route, request) in self._eval_requests.items():
-            left = sum(map(self.evals.left, self.evals.runs[eval_id]))
+            left = sum(map(self.evals.samples_left, self.evals.runs[eval_id]))
             detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"
             self._send(route, messages.Waiting(request_name(request), detail))
 
     def refuse(self, reason: str) -> None:
-        """Tell everyone who waits that the run stops."""
+        """Refuse all pending requests, because the run stops."""
         starts = [self._start] if self._start is not None else []
         for route, request in (
             *self._batch_requests.values(), *self._eval_requests.values(), *starts
@@ -187,9 +193,9 @@ class TrainerRequestHandler:
     # ------------------------------------------------------------ batches
 
     def take_ready(self) -> list[tuple[bytes, BatchRequest]]:
-        """Return the batch requests that can be answered, and forget them.
+        """Return and remove the batch requests that can be answered.
 
-        Composes the next batch where it is asked for and may be released.
+        Composes the next batch if it is requested and may be released.
         """
         if not (self._batch_requests and self.changed):
             return []
@@ -204,7 +210,7 @@ class TrainerRequestHandler:
         return ready
 
     def shard(self, request: BatchRequest) -> messages.Batch:
-        """Return a composed batch for one rank; a pure function of the batch and the world size."""
+        """Return one rank's shard of a composed batch; equal for equal batch and world size."""
         groups = self.store.batches[request.step]
         headers = [header for group in groups for header in group.headers]
         updates, seed = self.store.ppo.updates, self._config.seed
@@ -215,7 +221,7 @@ class TrainerRequestHandler:
         store, step = self.store, self.store.next_step
         groups = store.compose()
         if groups is None:
-            self._mark()
+            self._mark_idle()
             return
         self._idle.mark(None)
         oldest = step - store.ppo.max_staleness
@@ -226,7 +232,7 @@ class TrainerRequestHandler:
             "ledger_busy_s": self._writer.take_busy_s(),
             "buffered_groups": store.counts["complete"],
             "leased_groups": store.counts["leased"],
-            "late_results": store.too_late,
+            "late_results": store.late_results,
             "stale_trajectories": stale,
             "rejected_messages": self.rejections.total(),
             **{re.sub("[: ]", "_", k): v for k, v in store.counts.items() if ":" in k},
@@ -237,13 +243,13 @@ class TrainerRequestHandler:
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 
-    def _mark(self) -> None:
-        """Note what holds the next batch back: pace (it is full), groups, or nothing yet.
+    def _mark_idle(self) -> None:
+        """Update the idle clock: pace (the next batch is full but held back), groups, or None.
 
-        Not while an earlier batch is trained: that is no idle time, even if the next is asked for.
+        The time in which an earlier batch is trained is not idle, even if a rank requests the next.
         """
         store = self.store
-        is_idle = bool(self._batch_requests) and store.known_steps() == store.next_step
+        is_idle = bool(self._batch_requests) and store.num_trained_steps() == store.next_step
         is_full = store.counts["complete"] >= store.ppo.num_groups
         self._idle.mark(("pace" if is_full else "groups") if is_idle else None)
 
@@ -256,12 +262,12 @@ class TrainerRequestHandler:
             text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
 
-    def _warn_of_pacing(self) -> None:
-        """Name the slow episodes once pacing costs more of the time than was allowed."""
-        self._mark()
+    def _log_slow_episodes(self) -> None:
+        """Log the slow episodes if pacing takes more than `datapipe.pace_report_share`."""
+        self._mark_idle()
         share, now = self._idle.pace_share, time.monotonic()
         allowed = self._config.datapipe.pace_report_share
-        if self._idle.cause != "pace" or share <= allowed or now - self._reported < PACE_WINDOW_S:
+        if self._idle.cause != "pace" or share <= allowed or now - self._reported < SHARE_WINDOW_S:
             return
         self._reported = now
         logger.warning(
@@ -279,10 +285,10 @@ class TrainerRequestHandler:
         if self.finish is not None:
             self._send(route, messages.Finished(self.finish.reason))
         elif step > due:
-            raise OutOfStep(f"rank {request.rank} asks for batch {step}, but the next one is {due}")
+            raise OutOfStep(f"rank {request.rank} requests batch {step}, but the next is {due}")
         elif step == due or step in self.store.batches:
             if not self.is_waiting:
-                self.asked = time.monotonic()
+                self.waiting_since = time.monotonic()
             self._batch_requests[request.rank] = (route, request)
 
     def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
@@ -290,17 +296,17 @@ class TrainerRequestHandler:
             self._send(route, messages.EvalResult(request.eval_id, metrics))
             return
         if not self.is_waiting:
-            self.asked = time.monotonic()
+            self.waiting_since = time.monotonic()
         self.evals.begin(request.eval_id)
         self._eval_requests[request.eval_id] = (route, request)
 
     def _begin(self) -> None:
-        """Roll the ledger back: between two commits, when nobody else uses the connection."""
+        """Roll the ledger back and answer a start; called between two commits of the ledger."""
         if self._start is None:
             return
         route, start = self._start
-        if why := self._contradiction(start.step):
-            if self.heard < 0:  # no trainer has begun
+        if why := self._start_error(start.step):
+            if self.last_request < 0:  # no trainer has begun
                 raise InvariantError(why)
             self._start = None
             self._send(route, messages.Refused(request_name(start), why))
@@ -311,16 +317,16 @@ class TrainerRequestHandler:
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
         self._start, self._ticket = None, start.ticket
-        self.heard, self.changed = time.monotonic(), True
+        self.last_request, self.changed = time.monotonic(), True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
         self._send(route, messages.TrainerReady(start.step, rolled))
 
-    def _contradiction(self, step: int) -> str:
-        """Return why no trainer can begin at `step`; "" if one can."""
-        known = self.store.known_steps()
+    def _start_error(self, step: int) -> str:
+        """Return the reason why no trainer can begin at `step`; "" if it can."""
+        known = self.store.num_trained_steps()
         if step > known:
             return (
-                f"the trainer begins at step {step}, but {self.store.ledger.path} knows only "
+                f"the trainer begins at step {step}, but {self.store.ledger.path} has only "
                 f"{known} trained steps: checkpoint and ledger are not of one trial"
             )
         newest = "SELECT IFNULL(MAX(step), 0) FROM checkpoints"
@@ -333,45 +339,45 @@ class TrainerRequestHandler:
             f"resume=step-{step:06d} to go back, or resume=never to begin anew"
         )
 
-    def _set_aside(self, route: bytes, request: messages.Unusable) -> None:
-        """Set groups aside; runs between two commits, as `_begin` does."""
+    def _filter_groups(self, route: bytes, request: messages.Unusable) -> None:
+        """Filter unusable groups and answer; called between two commits of the ledger."""
         reasons = {group: f"unusable:{what[:50]}" for group, what in request.groups.items()}
         logger.warning("groups set aside", step=request.step, groups=reasons)
-        self.store.set_aside(request.step, reasons)
+        self.store.filter_unusable(request.step, reasons)
         self.changed = True
         self._send(route, messages.Done(request_name(request)))
 
-    def _note(self, request: FromTrainer) -> None:
+    def _record(self, request: FromTrainer) -> None:
         match request:
             case messages.StepReport():
-                self._note_step(request)
+                self._record_step(request)
             case messages.Published():
-                self._note_version(request.version)
+                self._record_version(request.version)
             case messages.Checkpointed():
                 folder = os.path.normpath(run_paths(self._config).checkpoints)
                 is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
-                if request.step > self.store.known_steps() or not is_inside:
+                if request.step > self.store.num_trained_steps() or not is_inside:
                     place = f"step {request.step} at {request.path} (checkpoints are in {folder})"
                     raise OutOfStep(f"impossible checkpoint: {place}")
                 self.store.mark_durable(request.step)
                 self.store.ledger.checkpoint(request.step, request.path)
             case _:
                 assert isinstance(request, messages.Finish)
-                self._note_finish(request)
+                self._record_finish(request)
 
-    def _note_version(self, version: int) -> None:
-        """Take a newer version; one that is older, or of steps rolled back, came late."""
-        if (self.store.version or 0) <= version <= self.store.known_steps():
+    def _record_version(self, version: int) -> None:
+        """Record a published version; ignore a version that is older or was rolled back."""
+        if (self.store.version or 0) <= version <= self.store.num_trained_steps():
             self.store.version = version
             self.store.ledger.set_meta("version", str(version))
 
-    def _note_step(self, report: messages.StepReport) -> None:
-        due = self.store.known_steps()
+    def _record_step(self, report: messages.StepReport) -> None:
+        due = self.store.num_trained_steps()
         if report.step < due:
-            return  # the answer to the first report was lost
+            return  # a resent report: the answer to the first was lost
         if report.step > due or due == self.store.next_step:
             raise OutOfStep(f"step {report.step} is reported, but only {due} steps are trained and "
-                            f"{self.store.next_step} batches are made")  # fmt: skip
+                            f"{self.store.next_step} batches composed")  # fmt: skip
         groups = self.store.batches[due]
         expected = sorted(h.trajectory_id for group in groups for h in group.headers)
         if sorted(report.trained) != expected:
@@ -383,7 +389,7 @@ class TrainerRequestHandler:
         self.store.mark_trained(report.step)
         self.store.ledger.train(report)
 
-    def _note_finish(self, finish: messages.Finish) -> None:
+    def _record_finish(self, finish: messages.Finish) -> None:
         logger.info("finishing", reason=finish.reason)
         if self.finish is None or self.finish.reason == STOP_WAITING:
             self.finish = finish

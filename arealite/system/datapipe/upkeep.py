@@ -1,7 +1,7 @@
 """Audits new records of the ledger after each checkpoint, and drops old payloads.
 
-The end of a run then audits only the records since its last checkpoint. A payload is dropped only
-after an audit found it right.
+At the end of a run, only the records since the last checkpoint are left to audit. A payload is
+dropped only after it passed an audit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from arealite.system.ledger.writer import LedgerWriter
 logger = log.get(__name__)
 
 
-class Over(Exception):
-    """Stops an audit because the run is over; the launcher audits the rest."""
+class RunEnded(Exception):
+    """The run ended during an audit; the launcher audits the remaining records."""
 
 
 class Upkeep:
@@ -30,11 +30,11 @@ class Upkeep:
         self._is_busy = False
 
     async def run(self) -> None:
-        """Audit records written since the last mark. Waits for: a thread that reads the ledger."""
+        """Audit the records since the last audit. Waits for: a thread that reads the ledger."""
         if self._is_busy or self.over.is_set():
             return
         self._is_busy = True
-        with suppress(Over):
+        with suppress(RunEnded):
             try:
                 path = self.ledger.path
                 found = await asyncio.to_thread(audit, path, new_only=True, on_row=self._go_on)
@@ -51,9 +51,9 @@ class Upkeep:
 
     def _go_on(self, *_: int) -> None:
         if self.over.is_set():
-            raise Over
+            raise RunEnded
 
     def _drop(self) -> None:
-        """Drop the payloads of one step, and schedule the next step after the commit."""
+        """Drop the payloads of one step, and schedule the drop of the next step."""
         if self.kept and self.ledger.drop_payloads(self.kept):
             self.writer.after_commit(self._drop)

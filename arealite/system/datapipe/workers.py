@@ -1,7 +1,7 @@
-"""Knows the rollout workers: how to reach each, what it runs, and how much more it wants.
+"""Tracks the rollout workers: the route to each, its leases, and its free capacity (credit).
 
-Credit is level-triggered: a worker tells what it holds, and what it should hold besides was lost
-with a message or a restart and is offered again, so neither loses an episode.
+Each state message of a worker lists all its leases. A lease that is missing from the list was lost
+with a message or a restart; it is sent again or leased anew, so no episode is lost.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import msgspec
 
 from arealite.api.rollout_messages import Lease, WorkerState
 
-UNKNOWN_S = 3.0
-"""A lease that its worker does not list this long after it was sent has not reached it."""
+LEASE_ARRIVAL_S = 3.0
+"""A lease that a worker does not list this long after it was sent is sent again."""
 
 
 @dataclass
 class ActiveLease:
-    """A lease that a worker holds. It may outlive its group, which is filtered at a failure."""
+    """A lease in use by a worker. Its group may be filtered before the lease ends."""
 
     lease: Lease
-    due: set[int]
-    """Members that the worker still runs."""
-    given: float
-    """When (monotonic) the worker was chosen."""
-    sent: float = math.inf
-    """When (monotonic) the lease was last sent."""
+    unfinished: set[int]
+    """Members that the worker has not finished."""
+    given_at: float
+    """Monotonic time at which the worker was chosen."""
+    sent_at: float = math.inf
+    """Monotonic time at which the lease was last sent; inf before the first time."""
 
     def remaining(self) -> Lease:
-        """Return the lease of the members that are still due."""
-        return msgspec.structs.replace(self.lease, members=sorted(self.due))
+        """Return the lease with only its unfinished members."""
+        return msgspec.structs.replace(self.lease, members=sorted(self.unfinished))
 
 
 @dataclass
@@ -44,40 +44,46 @@ class Worker:
 
     worker_id: str
     process: str = ""
-    """As its last state told; "" before the first."""
+    """Process id string of its last state; "" before the first."""
     route: bytes | None = None
+    """ZeroMQ identity to send to; None until its first message."""
     capacity: int = 0
-    seen: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
     leases: dict[str, ActiveLease] = field(default_factory=dict[str, ActiveLease])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     limit: int = sys.maxsize
-    """Most that it may run, where that is less than its capacity."""
+    """Maximum number of episodes, if that is less than `capacity`."""
 
     @property
     def in_flight(self) -> int:
-        """Episodes it runs."""
-        return sum(len(active.due) for active in self.leases.values())
+        """Number of episodes that the worker runs."""
+        return sum(len(active.unfinished) for active in self.leases.values())
 
     @property
     def credit(self) -> int:
-        """Episodes it wants besides."""
+        """Number of further episodes that the worker may get."""
         most = min(self.capacity, self.limit)
         return most - self.in_flight if self.route is not None else 0
 
 
 class Workers:
-    """All workers heard of within the time to live of a lease."""
+    """All workers that sent a message within `ttl_s` seconds."""
 
     def __init__(self, *, ttl_s: float) -> None:
         self.ttl_s = ttl_s
         self.by_id: dict[str, Worker] = {}
         self._limit = sys.maxsize
-        self.told: Callable[[], dict[str, float]] = dict[str, float]
-        """Further metrics, of who scales them."""
+        self.extra_metrics: Callable[[], dict[str, float]] = dict[str, float]
+        """Further metrics, from `Scaling`."""
 
-    def scale(self, limit: int, *, leaving: str = "") -> None:
-        """Let each worker run `limit` episodes, one that is `leaving` none besides what it has."""
+    def set_limit(self, limit: int, *, leaving: str = "") -> None:
+        """Limit the number of episodes of each worker.
+
+        Args:
+            limit: Maximum number of episodes of a worker.
+            leaving: Id of a worker that gets no further episodes.
+        """
         self._limit = limit
         for worker in self.by_id.values():
             worker.limit = 0 if worker.worker_id == leaving else limit
@@ -85,29 +91,41 @@ class Workers:
     def _known(self, worker_id: str) -> Worker:
         return self.by_id.setdefault(worker_id, Worker(worker_id, limit=self._limit))
 
-    def give(self, worker_id: str, lease: Lease, due: Sequence[int]) -> ActiveLease:
-        """Put a lease into a worker's hands; it is `sent` once its caller says so."""
+    def assign(self, worker_id: str, lease: Lease, due: Sequence[int]) -> ActiveLease:
+        """Assign a lease to a worker. The caller sends the lease and sets `sent_at`.
+
+        Args:
+            worker_id: The worker.
+            lease: The lease.
+            due: Members that the worker has to finish.
+        """
         worker = self._known(worker_id)
         active = worker.leases[lease.lease_id] = ActiveLease(lease, set(due), time.monotonic())
         return active
 
     def update(self, route: bytes, state: WorkerState) -> tuple[list[Lease], list[ActiveLease]]:
-        """Take in a worker's state; return what is due of leases that it will not bring, and the
-        leases to be sent again.
+        """Apply the state message of a worker.
 
-        A process that replaces another brings nothing of its leases, one that drains nothing that
-        it does not list; else what it does not list `UNKNOWN_S` after it was sent was lost on the
-        way.
+        A restarted worker has lost the leases of its previous process, and a draining worker does
+        not accept leases that it does not list. From any other worker, a lease that is missing
+        `LEASE_ARRIVAL_S` after it was sent was lost on the way.
+
+        Args:
+            route: The worker's ZeroMQ identity.
+            state: The message.
+
+        Returns:
+            The leases that the worker will not finish, and the leases to send again.
         """
         worker = self._known(state.worker_id)
-        now = worker.seen = time.monotonic()
+        now = worker.last_seen = time.monotonic()
         is_new = worker.process not in ("", state.process)
         worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics
         worker.process = state.process
         known = set(state.held)
         missing = [active for lease_id, active in worker.leases.items() if lease_id not in known]
         if state.capacity > 0 and not is_new:
-            return [], [active for active in missing if now - active.sent > UNKNOWN_S]
+            return [], [active for active in missing if now - active.sent_at > LEASE_ARRIVAL_S]
         for active in missing:
             del worker.leases[active.lease.lease_id]
         if not (state.capacity or worker.leases):
@@ -115,32 +133,32 @@ class Workers:
         return [active.remaining() for active in missing], []
 
     def finish(self, worker_id: str, lease_id: str, member: int) -> None:
-        """Note that an episode came back: its credit is free."""
+        """Free the credit of a finished episode."""
         worker = self.by_id.get(worker_id)
         if worker is None:
             return
-        worker.seen = time.monotonic()
+        worker.last_seen = time.monotonic()
         active = worker.leases.get(lease_id)
         if active is not None:
-            active.due.discard(member)
-            if not active.due:
+            active.unfinished.discard(member)
+            if not active.unfinished:
                 del worker.leases[lease_id]
 
     def expire(self) -> Iterator[tuple[Worker, list[Lease]]]:
-        """Remove the workers silent for too long; yield each with the leases it loses."""
+        """Remove the workers that were silent for `ttl_s`; yield each with its lost leases."""
         limit = time.monotonic() - self.ttl_s
-        for worker in [w for w in self.by_id.values() if w.seen < limit]:
+        for worker in [w for w in self.by_id.values() if w.last_seen < limit]:
             del self.by_id[worker.worker_id]
             yield worker, [active.remaining() for active in worker.leases.values()]
 
     def most_idle(self) -> Worker | None:
-        """Return the worker that wants most, or None if nobody wants anything."""
+        """Return the worker with the most credit; None if no worker has credit."""
         worker = max(self.by_id.values(), key=lambda w: w.credit, default=None)
         return worker if worker is not None and worker.credit > 0 else None
 
     def describe(self) -> str:
-        """Say who runs what, and since when the oldest episode runs."""
-        running = [(a.given, a.lease, w) for w in self.by_id.values() for a in w.leases.values()]
+        """Return a text with the number of episodes of each worker and the oldest episode."""
+        running = [(a.given_at, a.lease, w) for w in self.by_id.values() for a in w.leases.values()]
         if not running:
             names = ", ".join(sorted(self.by_id))
             return "nothing in flight, " + (f"workers: {names}" if names else "no rollout worker")
@@ -154,9 +172,9 @@ class Workers:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Add up the workers' counters, as `rollout/<name>`."""
+        """Sum the counters of all workers, as `rollout/<name>`."""
         total: Counter[str] = Counter()
         for worker in self.by_id.values():
             total.update({f"rollout/{k}": v for k, v in worker.metrics.items()})  # type: ignore[arg-type]
         total["rollout/workers"] = len(self.by_id)
-        return {key: float(value) for key, value in total.items()} | self.told()
+        return {key: float(value) for key, value in total.items()} | self.extra_metrics()

@@ -1,1 +1,1 @@
-"""A trial's truth in one SQLite file, the groups it keeps, and its audit."""
+"""The ledger: the SQLite file that stores a trial, its writer, and its audit."""

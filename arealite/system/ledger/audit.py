@@ -1,8 +1,8 @@
-"""Holds a trial's ledger against its promises: nothing lost, nothing repeated, no token too old.
+"""Audits a ledger: no sample is lost, none is repeated, no trained token is too old.
 
-Reads the file, and the configs beside it if there are any, so it works on a run that lives, died or
-was copied elsewhere. An audit reads all rows and payloads, or only those newer than the mark. The
-datapipe keeps the mark in the ledger: everything before it was audited and found right.
+The audit reads only the file, and the configs beside it if they exist. So it works on a run that is
+active, ended, or was copied. It reads all rows and payloads, or only those after the *mark*. The
+datapipe stores the mark in the ledger: all records before it passed an audit.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from arealite.base.names import RunPaths
 from arealite.system.ledger import schema
 from arealite.system.ledger.audit_report import IN_STATE, AuditReport, Balance
 from arealite.system.ledger.ledger import columns, connect, decode_header
-from arealite.system.ledger.payloads import unlike
+from arealite.system.ledger.payloads import find_mismatch
 
 CLOSED = ("durable", "filtered")
-"""States of groups that only a roll-back changes."""
+"""Final states of groups; only a roll-back changes them."""
 TRAINED = f"""
 (SELECT g.step, t.* FROM trajectories t JOIN groups g USING (group_id)
  WHERE g.state IN {IN_STATE["trained"]})"""
 SHOWN = 5
-"""Ids named in a line of problems."""
+"""Maximum number of ids in one line of the report."""
 
-SAID = """(SELECT step, value AS trajectory_id
+REPORTED = """(SELECT step, value AS trajectory_id
  FROM steps, json_each(IIF(json_valid(trained), trained, '[]')))"""
 UNUSABLE = "IFNULL(reason, '') LIKE 'unusable:%'"
 CHECKS = {
@@ -59,7 +59,7 @@ CHECKS = {
         "trajectories without a group": """
             SELECT trajectory_id FROM trajectories
             WHERE group_id NOT IN (SELECT group_id FROM groups)""",
-        # that is, with a member neither finished nor failed for good
+        # a member has neither finished nor failed for good
         "groups with missing members": """
             SELECT g.group_id FROM groups g
             WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
@@ -68,34 +68,34 @@ CHECKS = {
                 UNION SELECT member FROM failures f WHERE f.group_id = g.group_id AND :attempts
                 GROUP BY member HAVING COUNT(*) >= :attempts)
               ) < (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'group_size')""",
-        "steps reported or trained only": f"""
+        "steps with only a report or trained groups": f"""
             SELECT step + 1 FROM (
               SELECT step FROM steps
               UNION ALL SELECT DISTINCT step FROM groups WHERE state IN {IN_STATE["trained"]})
             GROUP BY step HAVING COUNT(*) = 1""",
-        "steps without a report, which a later one has": """
+        "unreported steps before a reported step": """
             SELECT DISTINCT step + 1 FROM groups
             WHERE state = 'batched' AND step < (SELECT MAX(step) FROM steps) ORDER BY step""",
     },
     "repeated": {
-        "steps whose trained ids are not the batch's": f"""
+        "steps whose reported ids differ from the batch": f"""
             SELECT DISTINCT step + 1 FROM
-              (SELECT * FROM {SAID} UNION ALL SELECT step, trajectory_id FROM {TRAINED})
+              (SELECT * FROM {REPORTED} UNION ALL SELECT step, trajectory_id FROM {TRAINED})
             GROUP BY step, trajectory_id HAVING COUNT(*) != 2""",
-        "kept twice": """
+        "trajectories stored twice": """
             SELECT group_id || '/' || member || '/' || seat FROM trajectories
             GROUP BY group_id, member, seat HAVING COUNT(*) > 1""",
     },
     "broken": {
-        "trained with tokens older than max_staleness={max_staleness:g}": f"""
+        "trained trajectories with tokens older than max_staleness={max_staleness:g}": f"""
             SELECT trajectory_id FROM {TRAINED} WHERE step - oldest > :max_staleness""",
-        "with turns left over of an ended episode": """
+        "ended episodes with stored turns": """
             SELECT DISTINCT u.group_id || '/' || u.member FROM turns u LEFT JOIN groups g
             USING (group_id) LEFT JOIN trajectories t USING (group_id, member)
             WHERE t.member NOTNULL OR g.state IS NULL OR g.state NOT IN ('offered', 'leased')""",
     },
 }
-"""By the report's field: what may not be, and the query that finds it."""
+"""By field of the report: the text of a problem, and the query that finds it."""
 ROWS = {
     "groups": f"SELECT IFNULL(state, '') IN {CLOSED}, IFNULL(state, ''), sum, {{columns}} "
     "FROM groups",
@@ -106,24 +106,24 @@ ROWS = {
     f"step, n, {UNUSABLE}, payload_sum, payload FROM trajectories t "
     "LEFT JOIN groups g USING (group_id)",
 }
-"""By table: a query for whether a row is closed, its state or class to count, its checksum, and the
-columns that the checksum covers."""
-Seen = Callable[[int, int], None]
+"""By table: a query for whether a row is final, its state or class, its checksum, and the columns
+of the checksum."""
+OnRow = Callable[[int, int], None]
 Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Promises:
-    """What holds for a run, by the configs it was started with."""
+class Guarantees:
+    """The guarantees of a run, from the configs of all its starts."""
 
     max_staleness: float = math.inf
-    """The largest it was given; infinity where tokens may be older."""
+    """The largest configured staleness; infinity if a policy allows older tokens."""
     attempts: int = 1
-    """Failures after which a group may go without a member; 0: it may not."""
+    """Failures after which a group may lack a member; 0: no member may be missing."""
 
     @classmethod
-    def of(cls, paths: RunPaths) -> Promises:
-        """Read the configs; without any, promise what each run keeps."""
+    def of(cls, paths: RunPaths) -> Guarantees:
+        """Read the configs of a run; without any, return the guarantees of every run."""
         files = [file for file in (paths.config, *paths.starts.values()) if file.exists()]
         found = [base_config.read(file).trainer.ppo for file in files]
         if not found:
@@ -135,48 +135,50 @@ class Promises:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The place up to which a ledger was audited and found right."""
+    """The position up to which a ledger passed an audit."""
 
     row: int = 0
-    """Number of the last trajectory."""
+    """Row id of the last audited trajectory."""
     seq: int = 0
-    """Groups before this one are in `tally`, except those in `open`."""
+    """`tally` includes the groups before this number, except those in `open`."""
     step: int = 0
-    """Steps before this one are in `tally`: a checkpoint holds them."""
+    """`tally` includes the steps before this number: a checkpoint contains them."""
     open: list[int] = []
-    """Groups that were neither durable nor filtered yet, by seq."""
+    """Numbers of the audited groups that were neither durable nor filtered."""
     tally: dict[str, int] = {}
-    """Counts and sums up to here, by name."""
+    """By name: counts and sums of the audited records."""
 
 
-def audit(path: Path, *, new_only: bool = False, on_row: Seen | None = None) -> AuditReport:
+def audit(path: Path, *, new_only: bool = False, on_row: OnRow | None = None) -> AuditReport:
     """Read a ledger, which may be in use, and check it.
 
     Args:
         path: The ledger's file.
-        new_only: Skip records before the mark that the ledger keeps.
-        on_row: Called every 64 trajectories with the number of this trajectory and of the last.
+        new_only: Skip the records before the mark.
+        on_row: Called every 64 trajectories with the number of the current and the last trajectory.
 
     Raises:
         UserError: the file is not a ledger, or is damaged.
     """
     paths = RunPaths(path.parent)
-    # Listed before the snapshot, which therefore has every step of these checkpoints.
+    # Listed before the snapshot begins, so the snapshot has every step of these checkpoints.
     saved = [int(folder.name[5:]) for folder in paths.checkpoints.glob("step-*[0-9]")]
     try:
         with closing(connect(path, read_only=True)) as db:
-            db.text_factory = partial(str, encoding="utf-8", errors="replace")  # of a changed row
-            db.execute("BEGIN")  # one snapshot for all that follows
-            return Audit(db, new_only).run(Promises.of(paths), max(saved, default=0), on_row)
+            db.text_factory = partial(
+                str, encoding="utf-8", errors="replace"
+            )  # a tampered row may not be UTF-8
+            db.execute("BEGIN")  # one snapshot for all queries
+            return Audit(db, new_only).run(Guarantees.of(paths), max(saved, default=0), on_row)
     except sqlite3.Error as error:
         raise UserError(
-            f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} Put a copy of "
-            "it back, or begin another trial with the newest checkpoint, exported."
+            f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} Restore a copy, or "
+            "export the newest checkpoint and begin another trial with it."
         ) from error
 
 
 class Audit:
-    """An audit of one snapshot. Views hide the records before the mark from its queries."""
+    """An audit of one snapshot. Temporary views hide the records before the mark."""
 
     def __init__(self, db: sqlite3.Connection, new_only: bool) -> None:
         self.db, self.is_whole, self.mark = db, not new_only, Mark()
@@ -187,13 +189,13 @@ class Audit:
                 self.mark = msgspec.json.decode(held.get("audited", ""), type=Mark)
         self.dropped = int(held.get("dropped", 0))
         self.found = Counter[str](), Counter(self.mark.tally)
-        """Counts of open records, and of closed records, which only a roll-back changes."""
+        """Counts of open records, and of final records (only a roll-back changes those)."""
         self.problems = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
-        """Ids, by the report's field and the problem."""
+        """By field of the report and text of the problem: ids."""
         self._narrow()
 
     def _narrow(self) -> None:
-        """Hide each table behind a view of the records newer than the mark."""
+        """Create a view over each table with only the records after the mark."""
         mark, seqs = self.mark, ", ".join(map(str, self.mark.open))
         newer = {
             "groups": f"seq >= {mark.seq} OR seq IN ({seqs})",
@@ -210,8 +212,14 @@ class Audit:
         if not self.has_sums:
             self.db.execute("CREATE TEMP TABLE heads (name, rows, sum)")
 
-    def run(self, promises: Promises, saved: int, on_row: Seen | None) -> AuditReport:
-        """Check everything; `saved` is the step of the newest checkpoint beside the ledger."""
+    def run(self, guarantees: Guarantees, saved: int, on_row: OnRow | None) -> AuditReport:
+        """Check all rules.
+
+        Args:
+            guarantees: The guarantees of the run.
+            saved: Step of the newest checkpoint folder; 0 without one.
+            on_row: Progress callback, as in `audit`.
+        """
         one = "SELECT IFNULL(MAX(rowid), 0), (SELECT IFNULL(MAX(step), 0) FROM checkpoints), "
         one += "(SELECT IFNULL(MAX(seq) + 1, 0) FROM main.groups) FROM main.trajectories"
         last, durable, seq = self.db.execute(one).fetchone()
@@ -226,12 +234,12 @@ class Audit:
                     self._check(state, row, step, *kept)
                     if on_row and n % 64 == 0:
                         on_row(n, last)
-        given = vars(promises) | {"seq": self.mark.seq, "row": self.mark.row}
+        given = vars(guarantees) | {"seq": self.mark.seq, "row": self.mark.row}
         for kind, checks in CHECKS.items():
             for what, sql in checks.items():
                 if names := [str(name) for (name,) in self.db.execute(sql, given)]:
                     self.problems[kind][what.format(**given)] = names
-        tally = {name: number & schema.SUMS for name, number in self.found[True].items()}
+        tally = {name: number & schema.CHECKSUM_MASK for name, number in self.found[True].items()}
         self.now = self.found[False] + self.found[True]
         self._check_file(saved)
         still = self.db.execute(f"SELECT seq FROM groups WHERE state NOT IN {CLOSED}")
@@ -239,7 +247,7 @@ class Audit:
         return self._report(msgspec.json.encode(mark).decode())
 
     def _count(self, table: str, is_closed: bool, state: str, found: int, row: Row) -> None:
-        """Count a row, and compare it with its checksum."""
+        """Count a row and verify its checksum."""
         tally = self.found[is_closed]
         tally[f"{table} {state}"] += 1
         if table == "groups" and state == "filtered":
@@ -248,26 +256,26 @@ class Audit:
             tally[f"sum {table}"] += found or 0
             if schema.checksum(*row) != found:
                 name = str(row[0] + 1 if table == "steps" else row[0])
-                self.problems["broken"][f"{table} unlike their checksum"].append(name)
+                self.problems["broken"][f"{table} differ from their checksum"].append(name)
 
     def _check(self, state: str, row: Row, step: int | None, *kept: Any) -> None:
-        """Compare a trajectory's columns and payload with its header, and count its tokens."""
+        """Compare columns and payload of a trajectory with its header, and count its tokens."""
         name, is_closed = str(row[0]), state in CLOSED
         is_unusable, found, payload = kept
         tally, what = self.found[is_closed], ""
         try:
             h = decode_header(row[10])
             if columns(h) != row[:10]:
-                what = "trajectories with columns unlike their header"
+                what = "trajectories whose columns differ from their header"
             elif payload is None:
                 if not (is_closed and (step or 0) < self.dropped):
-                    what = "payloads gone that were not dropped"
+                    what = "payloads missing without a drop"
             elif not isinstance(payload, bytes) or (
                 self.has_sums and schema.checksum(name, payload=payload) != found
             ):
-                what = "payloads unlike their checksum"
-            elif not is_unusable and (different := unlike(h, payload)):
-                what = f"payloads unlike their header ({different})"
+                what = "payloads differ from their checksum"
+            elif not is_unusable and (different := find_mismatch(h, payload)):
+                what = f"payloads differ from their header ({different})"
             tally[f"tokens {state}"] += row[5]
             tally["newest"] = max(tally["newest"], h.newest_version + 1)
             if step is not None and state in IN_STATE["trained"]:
@@ -281,16 +289,16 @@ class Audit:
             self.problems["broken"][what].append(name)
 
     def _check_file(self, saved: int) -> None:
-        """Compare tables with heads and the newest checkpoint; a full audit reads every page."""
+        """Compare the tables with `heads` and the newest checkpoint; if full, check the file."""
         for table, rows, total in self.db.execute("SELECT name, rows, sum FROM heads"):
             here, found = sum(self._named(f"{table} ").values()), self.now[f"sum {table}"]
-            if (here, found & schema.SUMS) != (rows, total):
+            if (here, found & schema.CHECKSUM_MASK) != (rows, total):
                 kind = "lost" if here < rows else "repeated" if here > rows else "broken"
-                what = f"{table} do not add up: {rows} were written, {here} are here"
+                what = f"{table}: {rows} rows were written, {here} are in the file"
                 self.problems[kind][what] = []
         (steps,) = self.db.execute("SELECT IFNULL(MAX(step) + 1, 0) FROM main.steps").fetchone()
         if steps < saved:
-            what = f"the newest transactions: a checkpoint has {saved} steps, the ledger {steps}"
+            what = f"newest transactions: a checkpoint has {saved} steps, the ledger {steps}"
             self.problems["lost"][what + " (was ledger.sqlite-wal deleted?)"] = []
         if self.is_whole:
             for (line,) in self.db.execute(f"PRAGMA main.integrity_check({SHOWN})"):
@@ -324,7 +332,7 @@ class Audit:
         if self.dropped:
             yield f"payloads of steps 1 to {self.dropped} were dropped (datapipe.keep_payloads)"
         if not self.has_sums:
-            yield "no checksums: an older AReaLite wrote this ledger; payloads fit their headers"
+            yield "no checksums: an older AReaLite wrote this ledger; payloads match their headers"
         sql = f"SELECT group_id, substr(reason, 10) FROM main.groups WHERE {UNUSABLE}"
         if names := [f"{group} ({what})" for group, what in self.db.execute(sql)]:
             yield _line("groups set aside, because no rank could train them", names)
@@ -338,7 +346,7 @@ def _line(what: str, names: list[str]) -> str:
 
 
 def _unreadable(path: Path) -> str:
-    """Return a sentence that names the last readable row of each damaged table, or ""."""
+    """Return a sentence with the last readable row of each damaged table; "" for none."""
     found = list[str]()
     with suppress(sqlite3.Error), closing(connect(path, read_only=True)) as db:
         db.execute("PRAGMA writable_schema = ON")  # reads what is left of a truncated file

@@ -11,7 +11,7 @@ IN_STATE = {
     "buffered": ("complete", "batched"),
     "in_flight": ("offered", "leased"),
 }
-"""The states of groups, as the balance counts them."""
+"""By line of the balance: the states of its groups."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Balance:
 
     @classmethod
     def of(cls, held: Mapping[str, int]) -> Balance:
-        """Return the balance of numbers by state of the group."""
+        """Build a balance from counts by state of the group."""
         sums = {k: sum(held.get(state, 0) for state in states) for k, states in IN_STATE.items()}
         return cls(sum(held.values()), **sums)
 
@@ -38,7 +38,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What the ledger holds, and what is wrong with it."""
+    """The counts and the problems that an audit found in a ledger."""
 
     groups: Balance
     tokens: Balance
@@ -48,36 +48,36 @@ class AuditReport:
     checkpoints: int
     trained_trajectories: int
     mixed_version_trajectories: int
-    """Trained ones whose tokens are of more than one policy version."""
+    """Trained trajectories with tokens of more than one policy version."""
     interrupted: int
-    """Generations of trained trajectories that a weight update cut."""
+    """Generations of trained trajectories that a weight update interrupted."""
     weight_versions: int
     """Number of policy versions, from 0 to the newest that sampled a token."""
     max_staleness: int
-    """Of a trained token: its step less its version."""
+    """Largest age of a trained token: its step minus its version."""
     lost: list[str] = field(default_factory=list[str])
-    """What is missing although the ledger says it is there."""
+    """Records that are missing although other records refer to them."""
     repeated: list[str] = field(default_factory=list[str])
-    """What was used twice."""
+    """Records that were used twice."""
     broken: list[str] = field(default_factory=list[str])
-    """Other promises: trained tokens too old, rows unlike their checksums or each other, damage."""
+    """Other problems: trained tokens too old, rows that differ from their checksums, damage."""
     notes: list[str] = field(default_factory=list[str])
-    """Records that this audit did not check, and why; they are no problem."""
+    """Records that this audit did not check, with the reason; not a problem."""
     mark: str = field(default="", repr=False)
-    """How far this audit went, as JSON; the datapipe stores it in the ledger if all is right."""
+    """The new mark, as JSON; the datapipe stores it in the ledger if the audit passes."""
 
     @property
     def problems(self) -> list[str]:
-        """All that is wrong."""
+        """All problems."""
         return [*self.lost, *self.repeated, *self.broken]
 
     @property
     def ok(self) -> bool:
-        """Whether both balances are even and no promise is broken."""
+        """Whether both balances are even and there are no problems."""
         return self.groups.is_even and self.tokens.is_even and not self.problems
 
     def table(self) -> str:
-        """Write the report for a reader."""
+        """Return the report as a table for the console."""
         lines = [f"{'':<28}{'groups':>12}{'tokens':>16}"]
         for name, groups in vars(self.groups).items():
             tokens = getattr(self.tokens, name)

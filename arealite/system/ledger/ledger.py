@@ -1,16 +1,16 @@
-"""Keeps the truth of a trial in one SQLite file: every group's state, every trajectory, every step.
+"""Stores a trial in one SQLite file: the state of every group, every trajectory, every step.
 
-A file with transactions rather than a service, because kill -9 at any instant must leave it right,
-and viewers, audits and replay read it with nothing of ours running.
+SQLite transactions keep the file consistent after kill -9 at any instant. Viewers, audit and replay
+read the file while the run is active or after it ended.
 
     group: offered → leased → complete → filtered(reason) | batched(step) → trained → durable
 
-Groups are offered in order: `seq` counts them, so the dataset's cursor is the number of rows in
-`groups`. A batched group keeps its `step` and `place` when it is rolled back to complete: that step
-is then filled by the same groups in the same order. Writes are queued in memory and become durable
-by `execute`, one transaction for all; so the file is always as memory was at one moment. A group is
-written once a transaction, however often it changed, and many rows are one statement: sqlite3 gives
-the interpreter's lock away at each.
+`seq` numbers the groups in the order of the dataset, so the number of rows in `groups` is the
+position in the dataset. A batched group that is rolled back to complete keeps its `step` and
+`place`: the same groups fill that step again, in the same order. Writes are queued in memory, and
+`execute` commits them in one transaction, so the file equals the state in memory at one moment. A
+group is written once per transaction, and one statement writes many rows, because sqlite3 releases
+the GIL at each statement.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from arealite.system.ledger.group import Group
 logger = log.get(__name__)
 
 LOG_BYTES = 128 << 20
-"""A write-ahead log of this size is emptied even if readers have to be waited for."""
-LOOK_EVERY = 16
-"""Transactions between two looks at its size."""
+"""Size of the write-ahead log from which it is truncated, even if readers delay that."""
+CHECK_LOG_EVERY = 16
+"""Number of transactions between two checks of the log's size."""
 READERS_MS, MAX_READERS_MS = 200, 2000
-"""How long a commit waits for them then: at first; longer the larger they have made the log."""
+"""Time to wait for readers at LOG_BYTES, and at most; it grows with the size of the log."""
 BUSY_MS = 10_000
-"""How long a connection waits for a lock."""
+"""Time for which a connection waits for a lock."""
 ROWS = 32
-"""Of one statement."""
+"""Maximum number of rows in one statement."""
 _encode = msgspec.msgpack.Encoder().encode
 decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
 decode_turn = msgspec.msgpack.Decoder(TurnHeader).decode
@@ -54,19 +54,23 @@ Statement = tuple[str, tuple[Any, ...]]
 
 
 class Ledger:
-    """The file and its queue of writes. Methods named by verbs queue; `execute` makes durable."""
+    """The file and its queue of writes. Other methods queue writes; `execute` commits them."""
 
     def __init__(self, path: Path, *, fingerprint: dict[str, str]) -> None:
         """Open or create the ledger at `path`.
 
+        Args:
+            path: The file; its folder is created.
+            fingerprint: Names and values that must not change within a trial.
+
         Raises:
-            UserError: it cannot be written, is of another version, or `fingerprint` (what must not
-                change within a trial) is not the one it was begun with.
+            UserError: the file cannot be written, has another schema version, or was created with
+                another fingerprint.
         """
         self.path = path
         self._queue: list[Statement] = []
         self._groups: dict[int, Group] = {}
-        """By seq: those that changed."""
+        """By seq: groups that changed since the last transaction."""
         self._trajectories: list[tuple[Any, ...]] = []
         self._log_limit, self._transactions = LOG_BYTES, 0
         try:
@@ -75,7 +79,7 @@ class Ledger:
             self._prepare(fingerprint)
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"Cannot use the ledger {path}: {error}. Is the folder writable, the disk full?"
+                f"Cannot use the ledger {path}: {error}. Make the folder writable or free the disk."
             ) from error
 
     def _prepare(self, fingerprint: dict[str, str]) -> None:
@@ -96,16 +100,19 @@ class Ledger:
             if held.get(key) != value:
                 raise UserError(
                     f"The ledger {self.path} was begun with {key}={held.get(key)}, now it is "
-                    f"{value}. Restore it, or choose another trial_name."
+                    f"{value}. Restore the value, or choose another trial_name."
                 )
-        db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.POSSIBLE}")
+        db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
         self.boot = int(held.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
         self.commit()
 
     def open_groups(self, make: Callable[[int, int, int], Group]) -> Iterator[Group]:
-        """Yield the groups that are not trained yet, those of a batch in its order; `make` is
-        called with seq, epoch and row."""
+        """Yield the groups that are neither trained nor filtered, in the order of their batch.
+
+        Args:
+            make: Called with seq, epoch and row; returns the group without its state.
+        """
         db = self.connection
         for seq, epoch, row, leases, *rest in db.execute(
             "SELECT seq, epoch, row, leases, state, step, place FROM groups "
@@ -113,9 +120,9 @@ class Ledger:
         ).fetchall():
             group = make(seq, epoch, row)
             group.state, group.step, group.place = rest
-            key, about = (group.group_id,), (group.group_id, "train", group.task)
+            key, ids_and_task = (group.group_id,), (group.group_id, "train", group.task)
             for lease_id, worker_id, members, version in json.loads(leases):
-                group.leases[lease_id] = Lease(lease_id, *about, members, version)
+                group.leases[lease_id] = Lease(lease_id, *ids_and_task, members, version)
                 group.owners[lease_id] = worker_id
             sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
             for (blob,) in db.execute(sql, key):
@@ -134,121 +141,125 @@ class Ledger:
         self._queue.append((sql, values))
 
     def set_meta(self, key: str, value: str) -> None:
-        """Remember a value under a key."""
+        """Set a key of the table `meta`."""
         self._put("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def put_group(self, group: Group) -> None:
-        """Keep a group, as it will be when the writes are taken."""
+        """Write a group, in its state at the time of the next transaction."""
         self._groups[group.seq] = group
 
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Keep a trajectory; the second one of an id is ignored."""
+        """Write a trajectory; ignore it if its id is stored already."""
         self._trajectories.append((*columns(header), _encode(header), payload))
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
-        """Keep a turn of an unfinished episode; a longer version replaces a shorter one."""
+        """Write a turn of an unfinished episode; replace a stored turn of the same index."""
         key = (group_id, turn.member, turn.seat, turn.index)
         sql = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
         self._put(sql, *key, _encode(turn), payload)
 
-    def forget_turns(
+    def delete_turns(
         self, group_id: str, member: int, *, seat: str | None = None, after: int = -1
     ) -> None:
-        """Let go of an episode's turns (of one seat: from index `after` + 1 on)."""
+        """Delete the stored turns of an episode.
+
+        Args:
+            group_id: The group.
+            member: The episode.
+            seat: Only turns of this seat; None: all seats.
+            after: Only turns with a larger index.
+        """
         sql = "DELETE FROM turns WHERE group_id = ? AND member = ? AND seat = IFNULL(?, seat)"
         self._put(sql + " AND idx > ?", group_id, member, seat, after)
 
     def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
-        """Keep a failed attempt at an episode; the second one of a lease is ignored."""
+        """Write a failed attempt; ignore it if one of this member and lease is stored already."""
         row = (group_id, member, lease_id, failure.failure_class, failure.detail)
-        self._queue += _many(schema.PUT_FAILURE, [schema.summed(*row)])
+        self._queue += _many(schema.PUT_FAILURE, [schema.with_checksum(*row)])
 
     def train(self, report: StepReport) -> None:
-        """Note that the optimizer has applied a batch."""
+        """Write the report of a trained step, and mark its groups as trained."""
         trained, metrics = json.dumps(report.trained), json.dumps(report.metrics)
         columns = (report.step, trained, metrics, report.ranks, report.fingerprint)
-        self._queue += _many(schema.PUT_STEP, [schema.summed(*columns)])
+        self._queue += _many(schema.PUT_STEP, [schema.with_checksum(*columns)])
         self._change("step = ? AND state = 'batched'", report.step, state="'trained'")
 
     def checkpoint(self, step: int, path: str) -> None:
-        """Note that a checkpoint holds all steps before `step`."""
+        """Write a checkpoint that contains all steps before `step`; mark them as durable."""
         self._put("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", step, path)
         self._change("state = 'trained' AND step < ?", step, state="'durable'")
 
     def drop_payloads(self, checkpoints: int) -> bool:
-        """Drop the payloads of one step: the oldest that has payloads, if the `checkpoints` newest
-        checkpoints are all newer; return whether there was such a step.
+        """Drop the payloads of the oldest step with payloads; return False if there is none.
 
-        Only one step, because other writes wait for the transaction. SQLite reuses the space. Call
-        this while no other thread uses the connection.
+        Steps after the oldest of the newest `checkpoints` checkpoints are kept. One call drops one
+        step, because other writes wait for the transaction. SQLite reuses the space. No other
+        thread may use the connection meanwhile.
         """
-        step = number(self.connection, "dropped")  # the first with payloads
+        step = meta_number(self.connection, "dropped")  # the first step with payloads
         sql = "SELECT step FROM checkpoints ORDER BY step DESC LIMIT 1 OFFSET ?"
         oldest = self.connection.execute(sql, (checkpoints - 1,)).fetchone()
         if oldest is None or step >= oldest[0]:
             return False
-        self._put(schema.DROP, step)
+        self._put(schema.DROP_PAYLOADS, step)
         self.set_meta("dropped", str(step + 1))
         return True
 
     def roll_back(self, step: int) -> None:
-        """Undo batches from `step` on; their groups are complete again and keep step and place.
-
-        A later version is confirmed no more.
-        """
+        """Undo batches from `step` on; their groups are complete again and keep step and place."""
         where = "step >= ? AND state IN ('batched', 'trained', 'durable')"
         self._change(where, step, state="'complete'")
         self._put("DELETE FROM steps WHERE step >= ?", step)
         self._put("DELETE FROM checkpoints WHERE step > ?", step)
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
         self._put("DELETE FROM meta WHERE key = 'version' AND CAST(value AS INTEGER) > ?", step)
-        # The mark is beyond the remaining steps: they have to be audited again.
+        # An audit mark beyond the remaining steps is no longer valid.
         self._put(
             "DELETE FROM meta WHERE key = 'audited' AND json_extract(value, '$.step') > ?", step
         )
 
     def mark_audited(self, mark: str) -> None:
-        """Keep an audit's mark, unless its newest checkpoint was rolled back since it was read."""
+        """Write the mark of an audit, unless its newest checkpoint was rolled back meanwhile."""
         is_held = "json_extract(?1, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
         self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_held}", mark)
 
-    def forget_plans(self) -> None:
-        """Free rolled-back groups of their step (the batch size was changed)."""
+    def clear_planned_steps(self) -> None:
+        """Clear step and place of rolled-back groups, because the batch size was changed."""
         self._change("state = 'complete' AND step NOTNULL", step="NULL", place="NULL")
 
     def _change(self, where: str, *values: Any, **columns: str) -> None:
-        """Set columns of groups to what SQL expressions say, and their checksums with them."""
+        """Set columns of groups to SQL expressions, and update their checksums."""
         new = ", ".join(columns.get(name, name) for name in schema.COVERED["groups"].split(", "))
         changes = ", ".join(f"{name} = {value}" for name, value in columns.items())
         self._put(f"UPDATE groups SET {changes}, sum = checksum({new}) WHERE {where}", *values)
 
     def add_eval(self, eval_id: int, metrics: dict[str, float]) -> None:
-        """Keep an evaluation's scores."""
+        """Write the scores of an evaluation."""
         self._put("INSERT OR REPLACE INTO evals VALUES (?, ?)", eval_id, json.dumps(metrics))
 
     def take(self) -> list[Statement]:
-        """Return the queued writes, for `execute`, and begin a new queue."""
+        """Return the queued writes for `execute`, and clear the queue."""
         queue, self._queue = self._queue, []
         groups, self._groups = self._groups, {}
         trajectories, self._trajectories = self._trajectories, []
         rows = [_row(group) for group in groups.values()]
         cuts = range(0, len(trajectories), ROWS)
-        # Their checksums are made in the thread that writes: a payload's takes 60 µs for 64 KB.
+        # `execute` computes these checksums, in the writer's thread: 60 µs for a payload of 64 KB.
         new = [(schema.PUT_TRAJECTORIES, tuple(trajectories[at : at + ROWS])) for at in cuts]
         return [*_many(schema.PUT_GROUPS, rows), *new, *queue]
 
     def execute(self, statements: Iterable[Statement]) -> None:
-        """Make writes durable in one transaction.
+        """Commit writes in one transaction.
 
         Raises:
-            InvariantError: the file cannot be written; nothing of the transaction is in it.
+            InvariantError: the file cannot be written; the transaction was rolled back.
         """
         db = self.connection
         try:
             db.execute("BEGIN IMMEDIATE")
             for sql, values in statements:
                 if sql is schema.PUT_TRAJECTORIES:
-                    summed = [schema.with_payload(*row) for row in values]
+                    summed = [schema.with_payload_checksum(*row) for row in values]
                     ((sql, values),) = _many(sql, summed)
                 db.execute(sql, values)
             db.execute("COMMIT")
@@ -256,31 +267,30 @@ class Ledger:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise InvariantError(
-                f"cannot write the ledger {self.path}: {error}. Nothing unacknowledged is lost: "
+                f"cannot write the ledger {self.path}: {error}. No acknowledged result is lost: "
                 "free the disk or repair its permissions, then start the same trial again."
             ) from error
         self._transactions += 1
-        if self._transactions % LOOK_EVERY == 0:
-            self._bound_log()
+        if self._transactions % CHECK_LOG_EVERY == 0:
+            self._limit_log()
 
-    def _bound_log(self) -> None:
-        """Empty the log if it has grown large: SQLite by itself begins it anew only in a moment
-        without readers, and readers that overlap leave none."""
+    def _limit_log(self) -> None:
+        """Truncate a large write-ahead log: SQLite cannot reuse it while readers overlap."""
         size = os.stat(f"{self.path}-wal").st_size
         if size < self._log_limit:
             return
         patience_ms = min(READERS_MS * size // LOG_BYTES, MAX_READERS_MS)
         is_held = True
         self.connection.execute(f"PRAGMA busy_timeout = {patience_ms}")
-        with suppress(sqlite3.Error):  # what was committed stands
+        with suppress(sqlite3.Error):  # committed data is safe in any case
             is_held = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         self.connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
         self._log_limit = 2 * size if is_held else LOG_BYTES
         if is_held:
-            logger.warning("a reader holds the ledger's log", megabytes=size >> 20)
+            logger.warning("a reader blocks truncation of the ledger's log", megabytes=size >> 20)
 
     def commit(self) -> None:
-        """Make everything queued durable, in the calling thread."""
+        """Commit all queued writes in the calling thread."""
         self.execute(self.take())
 
     def close(self) -> None:
@@ -289,17 +299,17 @@ class Ledger:
 
 
 def columns(header: TrajectoryHeader) -> tuple[Any, ...]:
-    """Return what the table of trajectories repeats of a header."""
+    """Return the columns of the table `trajectories` that repeat fields of a header."""
     h = header
-    reward = h.reward + 0.0  # as SQLite keeps it: a float, and never -0.0
-    about = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
-    return (*about, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
+    reward = h.reward + 0.0  # as SQLite stores it: a float, and never -0.0
+    first = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
+    return (*first, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
 
 
 def _row(group: Group) -> tuple[Any, ...]:
     leases = [(key, group.owners[key], x.members, x.version) for key, x in group.leases.items()]
-    about = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
-    covered = (*about, group.state, group.reason, group.step, group.place)
+    fixed = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
+    covered = (*fixed, group.state, group.reason, group.step, group.place)
     return (*covered, json.dumps(leases), schema.checksum(*covered))
 
 
@@ -311,11 +321,11 @@ def _many(sql: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[Statement]:
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """Open a ledger file with the pragmas that its writer and its readers share."""
+    """Open an SQLite file with the ledger's settings; create it unless `read_only`."""
     mode = "ro" if read_only else "rwc"
-    has_log = path.with_name(f"{path.name}-wal").exists()  # as where it is being written
+    has_log = path.with_name(f"{path.name}-wal").exists()  # a writer may have it open
     if read_only and not has_log and not os.access(path.parent, os.W_OK):
-        mode += "&immutable=1"  # else even a reader writes the log's index
+        mode += "&immutable=1"  # otherwise a reader needs to write the log's index
     db = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_MS / 1000,
@@ -331,8 +341,8 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 @contextmanager
-def reading(path: Path) -> Generator[sqlite3.Connection]:
-    """Open a ledger read-only for the body's time.
+def open_read_only(path: Path) -> Generator[sqlite3.Connection]:
+    """Open a ledger read-only in a `with` block.
 
     Raises:
         UserError: there is no file, or the file is not a ledger.
@@ -349,15 +359,15 @@ def reading(path: Path) -> Generator[sqlite3.Connection]:
 def read_payloads(
     path: Path, trajectory_ids: Sequence[str], *, dropped: bytes | None = None
 ) -> list[bytes]:
-    """Return the payloads of trajectories, in this order, through a connection of its own.
+    """Read the payloads of trajectories through a new connection.
 
     Args:
         path: The ledger's file.
-        trajectory_ids: Their ids.
-        dropped: Returned in place of a dropped payload; None: a dropped payload is an error.
+        trajectory_ids: The trajectories, in the order of the result.
+        dropped: Returned for a dropped payload; None: a dropped payload is an error.
 
     Raises:
-        InvariantError: a trajectory, or its payload, is not in the ledger.
+        InvariantError: a trajectory or its payload is not in the ledger.
     """
     payloads: list[bytes] = []
     with closing(connect(path, read_only=True)) as db:
@@ -371,7 +381,7 @@ def read_payloads(
 
 
 def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]:
-    """Return headers and payloads of the turns with which a lease's members go on, in its order."""
+    """Read the stored turns of a lease's members: headers and payloads, ordered by member."""
     sql = "SELECT header, payload FROM turns WHERE group_id = ? ORDER BY member, seat, idx"
     with closing(connect(path, read_only=True)) as db:
         rows = db.execute(sql, (lease.group_id,)).fetchall()
@@ -380,7 +390,7 @@ def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]
     return [turn for turn, _ in kept], [payload for _, payload in kept]
 
 
-def number(db: sqlite3.Connection, key: str) -> int:
-    """Return the number under a key of `meta`; 0 if there is none."""
+def meta_number(db: sqlite3.Connection, key: str) -> int:
+    """Return a key of the table `meta` as a number; 0 if it is missing."""
     row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return int(row[0]) if row else 0

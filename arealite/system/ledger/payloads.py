@@ -1,7 +1,7 @@
-"""Compares a payload with its header: computes lengths, versions and rewards from the tokens.
+"""Compares a payload with its header: lengths, versions, rewards and checksum.
 
-The datapipe calls `unlike` for every payload before it is stored, a trainer rank before the payload
-is trained, and the audit for every stored payload. Its arrays are numpy views.
+The datapipe calls `find_mismatch` before it stores a payload, a trainer rank before it trains one,
+and the audit for every stored payload. The arrays are numpy views: no data is copied.
 """
 
 from __future__ import annotations
@@ -14,33 +14,37 @@ import numpy as np
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
 
 TOKEN_BYTES = 17
-"""Of a token in a payload: its id, mask, logprob, version and reward."""
+"""Size of a token in a payload: id 4, mask 1, logprob 4, version 4 and reward 4."""
 ROUNDING = 1e-5
 """Relative tolerance between a sum of float32 rewards and the header's float64 reward."""
-COLDEST = 1e-6
-"""Lowest temperature of a trajectory that is trained: logits are divided by it."""
+MIN_TEMPERATURE = 1e-6
+"""Lowest sampling temperature of trained trajectories: training divides logits by it."""
 
 
 def payload_sum(payload: bytes) -> int:
-    """Return a checksum of a payload, from 1 to 2**40; it costs one pass over memory.
+    """Return a checksum of a payload, from 1 to 2**40, in one pass over memory.
 
-    It changes with any single byte. It detects neither forgeries nor swapped 8-byte words.
+    A change of one byte changes it. It does not detect forgeries or swapped 8-byte words.
     """
     words = len(payload) // 8
     total = int(np.add.reduce(np.frombuffer(payload, np.uint64, words)))
     return (total + int.from_bytes(payload[words * 8 :]) + len(payload)) % ((1 << 40) - 87) + 1
 
 
-def unlike(
-    header: TrajectoryHeader, payload: bytes, *, vocab_size: int = 1 << 31, coldest: float = 0.0
+def find_mismatch(
+    header: TrajectoryHeader,
+    payload: bytes,
+    *,
+    vocab_size: int = 1 << 31,
+    min_temperature: float = 0.0,
 ) -> str:
-    """Return the first difference between a payload and its header, in words; "" if they agree.
+    """Return the name of the first difference between a payload and its header; "" if they agree.
 
     Args:
         header: The trajectory's header.
         payload: Its encoded segments.
-        vocab_size: Number of token ids of the model, if it is known.
-        coldest: Lowest temperature that is accepted.
+        vocab_size: Number of token ids of the model; the default accepts all.
+        min_temperature: Lowest accepted sampling temperature.
     """
     if header.payload_sum not in (0, payload_sum(payload)):
         return "garbled"
@@ -54,7 +58,7 @@ def unlike(
             return "arrays of other lengths"
         if s.loss_mask[0]:
             return "a sampled token has no prefix"
-        if not coldest <= s.temperature < math.inf:
+        if not min_temperature <= s.temperature < math.inf:
             return "logprobs"
     if not segments or [len(s.loss_mask) for s in segments] != header.segment_lengths:
         return "length"
@@ -62,13 +66,13 @@ def unlike(
 
 
 def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: int) -> str:
-    """Compare the arrays of all segments, joined: a call of numpy costs as much as 1,000 tokens."""
+    """Compare the joined arrays of all segments: one numpy call costs as much as 1,000 tokens."""
     versions = np.frombuffer(b"".join([s.versions for s in segments]), "<i4")
     is_sampled = versions >= 0
     if is_sampled.tobytes() != b"".join([s.loss_mask for s in segments]):
         return "mask"
     tokens = np.frombuffer(b"".join([s.tokens for s in segments]), "<u4")
-    if np.maximum.reduce(tokens) >= vocab_size:  # negative ids, too
+    if np.maximum.reduce(tokens) >= vocab_size:  # as uint32, negative ids are large too
         return "tokens"
     logprobs = np.frombuffer(b"".join([s.logprobs for s in segments]), "<f4")
     if not _is_finite(logprobs):
@@ -76,11 +80,11 @@ def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: i
     sampled = np.count_nonzero(is_sampled)
     if sampled != header.trained_tokens or not sampled:
         return "length"
-    oldest = np.minimum.reduce(versions.view(np.uint32))  # the largest numbers are the negative
+    oldest = np.minimum.reduce(versions.view(np.uint32))  # as uint32, -1 is the largest
     if (oldest, np.maximum.reduce(versions)) != (header.oldest_version, header.newest_version):
         return "versions"
     raw = b"".join([s.rewards for s in segments])
-    if raw[:-4] == bytes(len(raw) - 4):  # one reward at the end, the common case
+    if raw[:-4] == bytes(len(raw) - 4):  # common case: only the last token has a reward
         raw = raw[-4:]
     rewards = np.frombuffer(raw, "<f4")
     if not _is_finite(rewards):
@@ -91,5 +95,5 @@ def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: i
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    # The dot product of a vector with itself is the fastest test, but large numbers overflow it.
+    # The dot product with itself is the fastest test; isfinite decides if it overflows.
     return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())

@@ -1,9 +1,9 @@
-"""The tables of a ledger, and the checksums that its rows carry.
+"""The tables of a ledger and their checksums.
 
-Each row of the COVERED tables has a checksum of its columns, and each payload has one of its own.
-The table `heads` holds each table's number of rows and the sum of their checksums. All of these are
-written in the transaction that changes the rows, so an audit detects rows that were changed,
-deleted, moved or duplicated.
+Each row of the COVERED tables has a checksum of its columns, and each payload has its own checksum.
+The table `heads` has the number of rows and the sum of the checksums of each table. All checksums
+are written in the transaction that changes the rows. An audit therefore detects rows that were
+changed, deleted, moved or duplicated later.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
 CREATE TABLE heads (name TEXT PRIMARY KEY, rows INTEGER, sum INTEGER) WITHOUT ROWID;
 """
 """
-groups: one row a group ever offered for training; seq is its place in the order of the dataset;
-leases = JSON list of those that something is expected of: (lease id, worker id, members, version).
+groups: one row for each training group; seq is its position in the order of the dataset; leases =
+JSON list of the active leases: (lease id, worker id, members, version).
 
-trajectories: header and payload as they came (msgpack); the other columns repeat the header for
-queries; the payload is NULL once it was dropped; n counts rows without a hole.
+trajectories: header and payload as received (msgpack); the other columns repeat the header for
+queries; the payload is NULL after it was dropped; n numbers the rows without gaps.
 
-turns: of episodes under way, header and payload as they came; gone with the episode's end.
+turns: header and payload, as received, of unfinished episodes; deleted when the episode ends.
 
-steps: one row a step the trainer reported; trained = JSON list of the trajectory ids it says it
-used.
+steps: one row for each step that the trainer reported; trained = JSON list of the trajectory ids
+that the trainer used.
 
-heads: by table, its rows, and the sum of their checksums modulo 2^62.
+heads: number of rows of each table, and the sum of their checksums modulo 2^62.
 """
-POSSIBLE = "step <= (SELECT IFNULL(MAX(steps.step) + 1, 0) FROM steps)"
-"""SQL condition: a row of `checkpoints` is of trained steps. Older versions stored any step."""
+VALID_CHECKPOINT = "step <= (SELECT IFNULL(MAX(steps.step) + 1, 0) FROM steps)"
+"""SQL condition: a checkpoint contains only trained steps. Older versions stored any step."""
 COVERED = {
     "groups": "group_id, seq, task_id, row, epoch, state, reason, step, place",
     "trajectories": "trajectory_id, group_id, member, seat, reward, tokens, trained_tokens, "
@@ -61,37 +61,37 @@ COVERED = {
     "steps": "step, trained, metrics, ranks, fingerprint",
     "failures": "group_id, member, lease_id, class, detail",
 }
-"""Maps a table to the columns that a row's checksum covers."""
-SUMS = (1 << 62) - 1
-"""The largest checksum; SQLite adds two checksums without overflow."""
-DROP = """
+"""By table: the columns in the checksum of a row."""
+CHECKSUM_MASK = (1 << 62) - 1
+"""Mask of a checksum: the sum of two checksums fits an SQLite integer."""
+DROP_PAYLOADS = """
 UPDATE trajectories SET payload = NULL WHERE group_id IN (
   SELECT group_id FROM groups WHERE step = ?1 OR state = 'filtered'
   AND seq > (SELECT IFNULL(MAX(seq), -1) FROM groups WHERE step = ?1 - 1)
   AND seq <= (SELECT MAX(seq) FROM groups WHERE step = ?1))"""
-"""Drops the payloads of one step, and of groups filtered since the step before."""
+"""SQL: drop the payloads of one step, and of groups filtered since the previous step."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def checksum(*values: Any, payload: Any = b"") -> int:
-    """Return 62 bits of the SHA-256 of a row's values, and of a payload after them.
+def checksum(*values: object, payload: Any = b"") -> int:
+    """Return 62 bits of the SHA-256 of a row's values followed by a payload.
 
-    It detects corruption and careless edits, not a forger: without a key, anyone can recompute it.
-    A key would be hashed here, before the message.
+    It detects corruption and careless edits. It does not detect forgery: without a key, anyone can
+    recompute it. To add a key, hash it here before the values.
     """
     digest = sha256(_encode(values))
     digest.update(payload)
-    return int.from_bytes(digest.digest()[:8], "little") & SUMS
+    return int.from_bytes(digest.digest()[:8], "little") & CHECKSUM_MASK
 
 
-def summed(*row: Any) -> tuple[Any, ...]:
+def with_checksum(*row: object) -> tuple[object, ...]:
     """Return a row of COVERED columns with its checksum."""
     return (*row, checksum(*row))
 
 
-def with_payload(*row: Any) -> tuple[Any, ...]:
-    """Return a trajectory's columns and payload with the checksums of both."""
+def with_payload_checksum(*row: Any) -> tuple[Any, ...]:
+    """Return a trajectory's columns and payload, followed by the checksums of payload and row."""
     return (*row, checksum(row[0], payload=row[-1]), checksum(*row[:-1]))
 
 
@@ -100,7 +100,7 @@ def _insert(table: str, how: str = "INSERT OR IGNORE", *, also: str = "") -> str
 
 
 CHANGING = "state", "reason", "step", "place", "leases", "sum"
-"""Columns of a group that do not stay as they were."""
+"""Columns of a group that change after its first write."""
 PUT_GROUPS = (
     _insert("groups", "INSERT", also="leases, ")
     + " ON CONFLICT (seq) DO UPDATE SET "
@@ -111,8 +111,8 @@ PUT_STEP, PUT_FAILURE = _insert("steps"), _insert("failures")
 
 
 def triggers(table: str) -> str:
-    """Return the triggers that update a table's head; other connections do not run them."""
-    change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {SUMS} "
+    """Return SQL for temporary triggers that update the row of `heads` for a table."""
+    change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {CHECKSUM_MASK} "
     change += f"WHERE name = '{table}';"
     added, gone = change.format("+", "+", "NEW"), change.format("-", "-", "OLD")
     events = {"INSERT": added, "DELETE": gone, "UPDATE OF sum": gone + added}

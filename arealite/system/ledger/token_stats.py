@@ -1,9 +1,8 @@
-"""What the trainer knew of each sampled token: its advantage, and how far the trainer's own
-log-probability was from the sampler's.
+"""Stores, for each sampled token, its advantage and the difference of trainer and sampler logprob.
 
-Files beside the ledger, one a step and rank, and not columns of it: they are for looking at, and a
-disk that cannot take them must not hold the run up.
-Shape letter: N = tokens that the policy sampled in the named trajectories, one after the other.
+One file per step and rank, beside the ledger. The report shows these numbers and training does not
+need them, so a failed write must not stop the run.
+Shape letter: N = sampled tokens of the listed trajectories, concatenated.
 """
 
 from __future__ import annotations
@@ -17,31 +16,41 @@ import numpy as np
 
 
 class TokenStats(msgspec.Struct, frozen=True):
-    """Of the trajectories that one rank trained at one step. Arrays are raw little-endian bytes;
-    not a number: the token was not in the loss, or no pass of the trainer has seen it."""
+    """The trajectories that one rank trained at one step. Arrays are raw little-endian bytes.
+
+    NaN: the token had no loss, or the trainer computed no logprob for it.
+    """
 
     trajectory_ids: list[str]
     counts: list[int]
-    """Sampled tokens of each trajectory; their sum is N."""
+    """Number of sampled tokens of each trajectory; their sum is N."""
     advantages: bytes
     """float16 [N]"""
     differences: bytes
-    """float16 [N]: log-probability by the trainer, before its first update, less the sampler's."""
+    """float16 [N]: the trainer's logprob before its first update, minus the sampler's."""
 
 
 def write(folder: Path, step: int, rank: int, stats: TokenStats) -> None:
-    """Keep a rank's part of a step, in the place of any that was there.
+    """Write the statistics of one rank and step; replace an existing file.
 
     Raises:
-        OSError: it cannot be written; what is there then is not whole.
+        OSError: the file cannot be written; it may then be incomplete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _file(folder, step, rank).write_bytes(msgspec.msgpack.encode(stats))
 
 
 def read(folder: Path, step: int, *, ranks: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return (advantages, differences) by trajectory id, of what there is for a step of so many
-    ranks; files of ranks that it did not have are of an earlier attempt."""
+    """Read the statistics of a step; missing or incomplete files are skipped.
+
+    Args:
+        folder: The folder of the files.
+        step: The step, from 0.
+        ranks: World size of that step; files of higher ranks are of an earlier attempt.
+
+    Returns:
+        By trajectory id: float16 advantages and differences of its sampled tokens.
+    """
     found = dict[str, tuple[np.ndarray, np.ndarray]]()
     for rank in range(ranks):
         with suppress(OSError, msgspec.MsgspecError, ValueError):

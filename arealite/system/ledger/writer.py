@@ -1,7 +1,4 @@
-"""Commits what is queued for the ledger from an event loop, without blocking it.
-
-Apart from the ledger, because when to write has nothing to do with what is written.
-"""
+"""Commits the queued writes of a ledger in a thread, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from arealite.system.ledger.ledger import Ledger, Statement
 
 
 class LedgerWriter:
-    """Commits from the event loop, in a thread: at once after a quiet time or when asked to hurry,
-    else one transaction for all of `interval_s`.
+    """Groups writes into transactions.
 
-    While `run` runs, nobody else may write, except in a callback.
+    A transaction begins at once after `interval_s` without one, or if a callback has `hurry`;
+    otherwise at the end of the interval. While `run` runs, only its callbacks may write.
     """
 
     def __init__(self, ledger: Ledger, *, interval_s: float) -> None:
@@ -32,13 +29,15 @@ class LedgerWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
     def want_commit(self) -> None:
-        """Make everything queued so far durable soon."""
+        """Request a commit of all queued writes."""
         self._wanted.set()
 
     def after_commit(self, callback: Callable[[], None], *, hurry: bool = False) -> None:
-        """Call `callback` in the loop once everything queued so far is durable.
+        """Call `callback` in the event loop once all writes queued so far are durable.
 
-        `hurry` is for what somebody stands still for: it costs a transaction of its own.
+        Args:
+            callback: Called without arguments; it may write to the ledger.
+            hurry: Commit now, in a transaction of its own: a process is blocked until then.
         """
         self._callbacks.append(callback)
         self.want_commit()
@@ -46,10 +45,10 @@ class LedgerWriter:
             self._hurry.set()
 
     async def run(self) -> None:
-        """Commit whenever asked, until `close`.
+        """Commit on request until `close`.
 
         Raises:
-            InvariantError: the file cannot be written any more.
+            InvariantError: the file cannot be written.
         """
         loop = asyncio.get_running_loop()
         due = loop.time()
@@ -57,7 +56,7 @@ class LedgerWriter:
             while self._wanted.is_set() or not self._is_closing:
                 await self._wanted.wait()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout_at(due):  # gather company for the transaction
+                    async with asyncio.timeout_at(due):  # more writes may join
                         await self._hurry.wait()
                 due = loop.time() + self.interval_s
                 self._wanted.clear()
@@ -78,12 +77,12 @@ class LedgerWriter:
         return time.perf_counter() - begin
 
     def take_busy_s(self) -> float:
-        """Return the seconds that the thread was in transactions since the last call."""
+        """Return the time spent in transactions since the last call, in seconds."""
         taken, self._busy_s = self._busy_s, 0.0
         return taken
 
     def close(self) -> None:
-        """Let `run` write what is queued and return."""
+        """Make `run` commit the queued writes and return."""
         self._is_closing = True
         self._wanted.set()
         self._hurry.set()

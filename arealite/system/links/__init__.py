@@ -1,1 +1,1 @@
-"""How workers and ranks reach the datapipe."""
+"""Links: the connections of rollout workers and trainer ranks to the datapipe."""

@@ -1,6 +1,6 @@
-"""Connects a trainer rank to the datapipe: every request is sent until it is answered.
+"""Connects a trainer rank to the datapipe; resends every request until it is answered.
 
-Blocking and without an event loop, because a rank does nothing else while it waits.
+All calls block. There is no event loop, because a rank has no other work while it waits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from arealite.system.names.secret import Secret
 logger = log.get(__name__)
 
 SILENT_S = 2.0
-"""A datapipe that is asked something answers once a second; after this long it is looked up."""
-RENEW_S = 5.0
-"""How often a request that waits is repeated: who asks no more is not waited with."""
+"""After this long without a message, the link resolves the datapipe's address again.
+
+The datapipe sends a message each second while a request is pending."""
+REPEAT_S = 5.0
+"""Interval at which a pending request is resent; the datapipe drops requests that are not."""
 POLL_MS = 250
 
 Answer = tuple[ToTrainer, list[bytes]]
@@ -34,10 +36,11 @@ OnWait = Callable[[Waiting], bool]
 
 
 class TrainerLink:
-    """One rank's connection.
+    """The connection of one rank.
 
-    Every request raises InvariantError when the datapipe refuses it, RoleError when it is silent
-    for `silence_s`. An `on_wait` is called about once a second with who is waited for.
+    Every request raises InvariantError if the datapipe refuses it, and RoleError if the datapipe is
+    silent for `silence_s`. While a request waits, `on_wait` is called about once a second with the
+    reason.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class TrainerLink:
         self.world_size = world_size
         self.silence_s = silence_s
         self.ticket = 0
-        """From `start`. Set it on every link of the job before the link's first request."""
+        """Ticket from `start`. Set it on each link of the trainer before its first request."""
         self._resolve = resolve
         self._context, self._secret = context, secret
         self._socket: zmq.Socket[bytes] | None = None
@@ -63,21 +66,26 @@ class TrainerLink:
         self._eval_results: list[messages.EvalResult] = []
 
     def start(self, step: int) -> messages.TrainerReady:
-        """Tell where training begins (rank 0 only); the ledger is rolled back to it."""
+        """Begin training at `step` (rank 0 only); the datapipe rolls the ledger back to it."""
         request = messages.TrainerStart(step, self.world_size)
-        answer = self._ask(request, lambda message: isinstance(message, messages.Ticket))
+        answer = self._request(request, lambda message: isinstance(message, messages.Ticket))
         ticket = cast(tuple[messages.Ticket, list[bytes]], answer)[0].number
         self.ticket = ticket
         request = messages.TrainerStart(step, self.world_size, ticket)
-        answer = self._ask(request, lambda message: isinstance(message, messages.TrainerReady))
+        answer = self._request(request, lambda message: isinstance(message, messages.TrainerReady))
         return cast(tuple[messages.TrainerReady, list[bytes]], answer)[0]
 
     def next_batch(
         self, step: int, *, on_wait: OnWait | None = None
     ) -> tuple[messages.Batch, list[bytes]] | None:
-        """Wait for this rank's shard of batch `step` and its payloads; None: the run is finished.
+        """Wait for this rank's shard of batch `step`.
 
-        `on_wait` returns True to ask the datapipe to finish: then all ranks get no further batch.
+        Args:
+            step: Number of the batch, from 0.
+            on_wait: Returns True to finish the run; then no rank gets a further batch.
+
+        Returns:
+            The shard and the payloads of `Batch.mine`; None if the run is finished.
         """
 
         def is_answer(message: ToTrainer) -> bool:
@@ -90,87 +98,96 @@ class TrainerLink:
             return False
 
         request = messages.BatchRequest(step, self.rank, self.world_size)
-        batch, payloads = self._ask(request, is_answer, while_waiting) or (None, [])
+        batch, payloads = self._request(request, is_answer, while_waiting) or (None, [])
         return (batch, payloads) if isinstance(batch, messages.Batch) else None
 
-    def tell(self, message: FromTrainer) -> None:
+    def report(self, message: FromTrainer) -> None:
         """Send a message whose answer is Done; return once the datapipe has stored it."""
         done = messages.Done(wire.request_name(message))
-        self._ask(message, lambda answer: answer == done)
+        self._request(message, lambda answer: answer == done)
 
     def evaluate(self, eval_id: int) -> None:
-        """Ask for an evaluation beside training; `eval_result` gives its answer."""
+        """Request an evaluation that runs during training; `eval_result` returns its scores."""
         self._evals[eval_id] = messages.EvalRequest(eval_id)
         self._send(self._evals[eval_id])
 
     def eval_result(
         self, *, wait: bool, on_wait: OnWait | None = None
     ) -> messages.EvalResult | None:
-        """Return the scores of an evaluation asked for; None when there are none yet.
+        """Return the scores of a requested evaluation; None if none has finished.
 
-        `wait` waits for the next one while any is under way, until `on_wait` returns True.
+        Args:
+            wait: Wait until one finishes, if any is running.
+            on_wait: Returns True to stop waiting.
         """
         if self._evals and not self._eval_results:
             if wait:
                 request = next(iter(self._evals.values()))
-                self._ask(request, lambda _: bool(self._eval_results), on_wait)
+                self._request(request, lambda _: bool(self._eval_results), on_wait)
             else:
                 while self._receive(block=False) is not None:
                     pass
         return self._eval_results.pop(0) if self._eval_results else None
 
     def close(self, *, linger_ms: int = 1000) -> None:
-        """Close the connection, giving what was sent `linger_ms` to leave."""
+        """Close the connection; wait at most `linger_ms` for sent messages to leave."""
         if self._socket is not None:
             wire.close(self._socket, linger_ms=linger_ms)
             self._socket = None
 
     # ------------------------------------------------------------ inside
 
-    def _ask(
+    def _request(
         self,
         request: FromTrainer,
         is_answer: Callable[[ToTrainer], bool],
         on_wait: OnWait | None = None,
     ) -> Answer | None:
-        """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
+        """Send a request until it is answered, and reconnect if the datapipe moved.
+
+        Returns:
+            The answer and its payloads; None if `on_wait` returned True.
+        """
         name, owner = wire.request_name(request), f"trainer rank {self.rank}"
         with Wait(name, owner=owner, on="datapipe-0", prompt=True) as shown:
-            waited = looked_up = asked = time.monotonic()
+            reported_at = resolved_at = sent_at = time.monotonic()
             self._send(request)
             while True:
                 now = time.monotonic()
-                silent_s, said = now - shown.heard, None
-                # What has come goes first: silence may be this process's own, that stood still.
+                silent_s, waiting = now - shown.heard, None
+                # Read first: after a pause of this process itself, messages may be queued.
                 if (received := self._receive()) is not None:
                     message = received[0]
                     if is_answer(message):
                         return received
-                    said = message if isinstance(message, Waiting) else None
-                    shown.hear(said.detail if said is not None else "")
+                    waiting = message if isinstance(message, Waiting) else None
+                    shown.hear(waiting.detail if waiting is not None else "")
                 elif silent_s > self.silence_s:
                     raise RoleError(
                         f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
                         f"{owner} waits for the answer to '{name}'"
                     )
-                elif now - max(shown.heard, looked_up) > SILENT_S:
-                    looked_up = asked = now
+                elif now - max(shown.heard, resolved_at) > SILENT_S:
+                    resolved_at = sent_at = now
                     self._reconnect(request)
-                if now - asked > RENEW_S:
-                    asked = now
+                if now - sent_at > REPEAT_S:
+                    sent_at = now
                     self._send(request)
-                if received is None and now - waited > 1.0 and silent_s > 1.0:
-                    said = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
-                if said is not None and said.request == name and on_wait is not None:
-                    waited = now
-                    if on_wait(said):
+                if received is None and now - reported_at > 1.0 and silent_s > 1.0:
+                    waiting = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
+                if waiting is not None and waiting.request == name and on_wait is not None:
+                    reported_at = now
+                    if on_wait(waiting):
                         return None
 
     def _receive(self, *, block: bool = True) -> Answer | None:
-        """Return the next message; keeps an evaluation's scores aside.
+        """Return the next message and its payloads; store the scores of evaluations.
+
+        Returns:
+            None if no message arrived within POLL_MS (or at once, if not `block`).
 
         Raises:
-            InvariantError: it is a refusal.
+            InvariantError: the datapipe refused a request.
         """
         socket = self._socket
         if socket is None:
@@ -192,7 +209,7 @@ class TrainerLink:
         if self._socket is None:
             self._connect()
         if self._socket is not None:
-            with suppress(zmq.Again):  # nobody there: it is sent again after a look-up
+            with suppress(zmq.Again):  # no peer: it is resent after a reconnect
                 self._socket.send(wire.encode(message), zmq.NOBLOCK)
 
     def _connect(self) -> None:
@@ -202,10 +219,12 @@ class TrainerLink:
             self._socket.connect(self._address)
 
     def _reconnect(self, request: FromTrainer) -> None:
-        """Look the datapipe up again and repeat what it has not answered."""
+        """Resolve the datapipe's address again, and resend all unanswered requests."""
         before = self._address
-        if self._socket is not None and wire.refusals(self._socket):
-            logger.warning("no connection to the datapipe", address=before, why=wire.REFUSED)
+        if self._socket is not None and wire.count_refused(self._socket):
+            logger.warning(
+                "no connection to the datapipe", address=before, why=wire.SECRET_MISMATCH
+            )
         self.close(linger_ms=0)
         self._connect()
         if self._address != before:

@@ -1,7 +1,7 @@
-"""Carries typed messages over ZeroMQ: one msgpack frame, then raw payload frames.
+"""Sends typed messages over ZeroMQ: one msgpack frame, followed by raw payload frames.
 
-A plain socket watched by the event loop rather than zmq.asyncio, whose future per message costs
-more than the message.
+The event loop watches a plain ZeroMQ socket. zmq.asyncio creates a future for each message, which
+costs more than the message itself.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from arealite.api.rollout_messages import FromWorker, ToWorker
 from arealite.api.trainer_messages import FromTrainer, ToTrainer
 from arealite.system.names.secret import Secret
 
-TURN_S = 0.005
-"""How long messages are handled before the loop gets its turn."""
+READ_SLICE_S = 0.005
+"""Maximum time for which one callback reads messages before other tasks run."""
 STOP_WAITING = "a rank was asked to stop while it waited"
-"""Reason of a Finish that ends waits, but a checkpoint and a last Finish follow."""
+"""Reason of a Finish that ends only the waits: a checkpoint and a last Finish follow it."""
 
 ENVELOPE = 64
 """Largest number of bytes that CURVE adds to a frame."""
 
-REFUSED = "the two processes have different secrets: one has none, an old one, or another trial's"
+SECRET_MISMATCH = (
+    "the two processes have different secrets: one has none, an old one, or another trial's"
+)
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -44,7 +46,7 @@ decode_to_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrai
 
 
 def request_name(request: FromTrainer) -> str:
-    """Name a request as its answers do: its type and the step or id it carries."""
+    """Return the name of a request in its answers: its type, and its step, version or id."""
     numbers = (getattr(request, name, "") for name in ("step", "version", "eval_id"))
     return " ".join([type(request).__name__, *(str(n) for n in numbers if n != "")])
 
@@ -52,15 +54,19 @@ def request_name(request: FromTrainer) -> str:
 def open_socket(
     context: Context | None, kind: int, secret: Secret | None = None, *, max_mb: int = 0
 ) -> zmq.Socket[bytes]:
-    """Make a socket that never blocks in send and drops what is unsent when closed.
+    """Create a socket that never blocks in send and drops unsent messages when it is closed.
 
-    Queues are unbounded because credit bounds what is in flight, and acknowledgements, not queues,
-    keep results safe. With a secret, messages are encrypted (CURVE, https://rfc.zeromq.org/spec/26).
+    Queues are unbounded: credit limits the messages in flight, and results are resent until they
+    are acknowledged. With a secret, messages are encrypted (CURVE, https://rfc.zeromq.org/spec/26).
     A peer needs the ROUTER's public key to connect. No message contains that key; it is derived
     from the secret.
 
-    A peer is disconnected before a frame larger than `max_mb` is in memory. 0 sets no limit: ranks
-    receive only frames that the datapipe received within its limit.
+    Args:
+        context: The ZeroMQ context; None: the process's shared context.
+        kind: zmq.ROUTER or zmq.DEALER.
+        secret: The run's secret; None: no encryption.
+        max_mb: A peer that sends a larger frame is disconnected before the frame is in memory.
+            0 sets no limit: ranks receive only frames that passed the datapipe's limit.
     """
     socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
     for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
@@ -77,9 +83,8 @@ def open_socket(
     return socket
 
 
-def refusals(socket: zmq.Socket[bytes]) -> int:
-    """Return how many connections failed since the last call because the two sides have different
-    secrets, or one has none."""
+def count_refused(socket: zmq.Socket[bytes]) -> int:
+    """Count connections refused since the last call: the peer has another secret, or none."""
     monitor, count = _monitor(socket), 0
     while monitor is not None and monitor.poll(0):
         monitor.recv_multipart()
@@ -88,7 +93,7 @@ def refusals(socket: zmq.Socket[bytes]) -> int:
 
 
 def close(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
-    """Close a socket, giving sent messages `linger_ms` to leave."""
+    """Close a socket; wait at most `linger_ms` for sent messages to leave."""
     if (monitor := _monitor(socket)) is not None:
         socket.disable_monitor()
         monitor.close(0)
@@ -100,40 +105,40 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes] | None:
 
 
 class Channel:
-    """A socket in the running event loop: frames come in through a callback, sends never wait."""
+    """A socket in the running event loop: a callback receives frames, and sends never block."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
         self.socket = socket
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._again: asyncio.Handle | None = None
+        self._scheduled_read: asyncio.Handle | None = None
         self._loop.add_reader(self._fd, self._read)
-        self._soon()
+        self._schedule_read()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Hand frames to ZeroMQ; those without a peer are lost (who needs them sends again)."""
+        """Send frames; they are dropped if no peer is connected, and their sender resends them."""
         with suppress(zmq.Again):
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        self._soon()  # sending may swallow the edge that tells of messages to read
+        self._schedule_read()  # a send may consume the descriptor's read event
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Stop reading and close the socket, giving sent frames `linger_ms` to leave."""
+        """Stop reading and close the socket; wait at most `linger_ms` for sent frames to leave."""
         if not self.socket.closed:
             self._loop.remove_reader(self._fd)
-            if self._again is not None:
-                self._again.cancel()
+            if self._scheduled_read is not None:
+                self._scheduled_read.cancel()
             close(self.socket, linger_ms=linger_ms)
 
-    def _soon(self) -> None:
-        if self._again is None:
-            self._again = self._loop.call_soon(self._read)
+    def _schedule_read(self) -> None:
+        if self._scheduled_read is None:
+            self._scheduled_read = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        end = time.monotonic() + TURN_S
+        if self._scheduled_read is not None:
+            self._scheduled_read.cancel()
+            self._scheduled_read = None
+        end = time.monotonic() + READ_SLICE_S
         while time.monotonic() < end:
             if self.socket.closed:
                 return
@@ -142,4 +147,4 @@ class Channel:
             except zmq.Again:
                 return
             self._on_frames(frames)
-        self._soon()
+        self._schedule_read()

@@ -1,6 +1,6 @@
-"""Connects a rollout worker to the datapipe: leases in, results out until acknowledged.
+"""Connects a rollout worker to the datapipe: receives leases, resends results until acknowledged.
 
-Everything about losing and finding the datapipe is here, so that a worker never notices a restart.
+The link reconnects to a restarted datapipe by itself; the worker needs no code for that.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from arealite.system.names.secret import Secret
 logger = log.get(__name__)
 
 STATE_S = 0.5
-"""How often the worker tells its state."""
+"""Interval of the WorkerState messages."""
 SILENT_S = 2.0
-"""The datapipe answers every state; after this long without an answer it is looked up again."""
+"""After this long without an answer to a WorkerState, the address is resolved again."""
 RESEND_S = 5.0
-"""A result not acknowledged for this long is sent again."""
+"""A result that is not acknowledged for this long is resent."""
 
 
 @dataclass
 class _Unacknowledged:
-    """A result on its way."""
+    """A sent result that is not acknowledged."""
 
     frames: list[bytes]
     episodes: list[Episode]
@@ -52,11 +52,11 @@ class _Unacknowledged:
 
 
 Turns = tuple[Lease, list[TurnHeader], list[bytes]]
-"""Of one episode: its lease, headers and payloads."""
+"""Turns of one episode: its lease, headers and payloads."""
 
 
 class WorkerLink:
-    """One worker's connection. `capacity` counts episodes: a lease of m members takes m."""
+    """The connection of one worker. `capacity` counts episodes: a lease of m members uses m."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class WorkerLink:
         self.worker_id = worker_id
         self.capacity = capacity
         self.metrics: Callable[[], dict[str, float]] = dict[str, float]
-        """What to send as `split_metrics`; the worker sets it."""
-        self.progress: Callable[[bool], Iterable[Turns]] = lambda anew: ()
-        """Turns not told yet of episodes under way; with `anew`, all their turns: what was told to
-        a datapipe that died may be lost. The worker sets it."""
+        """Set by the worker: returns the counters to send as `split_metrics`."""
+        self.progress: Callable[[bool], Iterable[Turns]] = lambda is_new_connection: ()
+        """Set by the worker: returns the unsent turns of running episodes. For a new connection it
+        returns all their turns: a datapipe that died may have lost them."""
         self._resolve = resolve
         self._silence_s = silence_s
         self._context, self._secret = context, secret
@@ -86,7 +86,7 @@ class WorkerLink:
         self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
         self._members: dict[str, set[int]] = {}
         self._turns: dict[str, list[bytes]] = {}
-        """By lease id: payloads of its `turns` that were not asked for yet."""
+        """By lease id: payloads of `Lease.turns`, until `take_turns` returns them."""
         self._outbox: list[tuple[Episode, list[bytes]]] = []
         self._unacknowledged: dict[int, _Unacknowledged] = {}
         """By checksum of the first frame."""
@@ -95,10 +95,10 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._wait: Wait | None = None
 
-    # ------------------------------------------------------------ the worker's side
+    # ------------------------------------------------------------ called by the worker
 
     async def next_lease(self) -> Lease | None:
-        """Wait for work; None once the run ends (there is no end to the wait but the run's own)."""
+        """Wait for a lease, without a deadline; return None once the run ends."""
         with Wait("a lease", owner=self.worker_id, on="datapipe-0", prompt=True) as self._wait:
             lease = await self._leases.get()
         if lease is None:
@@ -106,11 +106,17 @@ class WorkerLink:
         return lease
 
     def take_turns(self, lease: Lease) -> list[bytes]:
-        """Return the payloads of `lease.turns`, and let go of them."""
+        """Return and remove the payloads of `lease.turns`."""
         return self._turns.pop(lease.lease_id, [])
 
     def submit(self, episode: Episode, payloads: list[bytes]) -> None:
-        """Hand over a finished episode; it is kept, and sent again, until it is durable."""
+        """Send a finished episode; resend it until it is acknowledged.
+
+        Args:
+            episode: Headers, or a failure.
+            payloads: One for each header. An episode with a payload above `max_frame_mb` is sent
+                as a failure.
+        """
         if max(map(len, payloads), default=0) > self._max_frame_mb << 20:
             ids = (episode.lease_id, episode.group_id, episode.member)
             failure = Failure("too_large", f"above datapipe.max_frame_mb={self._max_frame_mb}")
@@ -124,7 +130,7 @@ class WorkerLink:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def drain(self) -> None:
-        """Give up the leases still held, and let `run` return when all results are durable."""
+        """Drop the unfinished leases; `run` returns once all results are acknowledged."""
         self._is_draining = True
         self._members.clear()
         self._leases.put_nowait(None)
@@ -132,16 +138,16 @@ class WorkerLink:
 
     @property
     def unacknowledged(self) -> int:
-        """Episodes handed over that are not known to be durable."""
+        """Number of submitted episodes that are not acknowledged."""
         return len(self._outbox) + sum(len(u.episodes) for u in self._unacknowledged.values())
 
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Keep the connection alive; return after a drain, when everything is acknowledged.
+        """Serve the connection; return after a drain, once all results are acknowledged.
 
         Raises:
-            RoleError: no datapipe was heard for `silence_s`.
+            RoleError: no message of a datapipe arrived for `silence_s`.
         """
         try:
             while not self._is_done():
@@ -149,7 +155,7 @@ class WorkerLink:
                 self._wake.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), STATE_S)
-            self._tell_state()
+            self._send_state()
         finally:
             if self._channel is not None:
                 self._channel.close(linger_ms=1000)
@@ -158,12 +164,14 @@ class WorkerLink:
         now = time.monotonic()
         if now - self._heard > self._silence_s:
             silent = now - self._heard
-            raise RoleError(f"{self.worker_id} has not heard a datapipe for {silent:.0f} s")
-        anew = self._channel is None or now - max(self._heard, self._connected) > SILENT_S
-        if anew:
+            raise RoleError(f"{self.worker_id}: no message of a datapipe for {silent:.0f} s")
+        is_new_connection = (
+            self._channel is None or now - max(self._heard, self._connected) > SILENT_S
+        )
+        if is_new_connection:
             await self._connect()
-        self._tell_state()
-        self._tell_progress(anew)
+        self._send_state()
+        self._send_progress(is_new_connection)
         self._resend(older_than_s=RESEND_S)
 
     async def _connect(self) -> None:
@@ -171,8 +179,10 @@ class WorkerLink:
         if address is None:
             return
         if self._channel is not None:
-            if wire.refusals(self._channel.socket):
-                logger.warning("no connection to the datapipe", address=address, why=wire.REFUSED)
+            if wire.count_refused(self._channel.socket):
+                logger.warning(
+                    "no connection to the datapipe", address=address, why=wire.SECRET_MISMATCH
+                )
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
@@ -189,20 +199,20 @@ class WorkerLink:
 
     # ------------------------------------------------------------ sending
 
-    def _tell_state(self) -> None:
+    def _send_state(self) -> None:
         capacity = 0 if self._is_draining else self.capacity
         metrics, process = self.metrics(), self._process
-        state = WorkerState(self.worker_id, capacity, self._held(), metrics, process)
+        state = WorkerState(self.worker_id, capacity, self._held_leases(), metrics, process)
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
 
-    def _tell_progress(self, anew: bool) -> None:
+    def _send_progress(self, is_new_connection: bool) -> None:
         if self._channel is not None:
-            for lease, turns, payloads in self.progress(anew):
+            for lease, turns, payloads in self.progress(is_new_connection):
                 progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
                 self._channel.send([wire.encode(progress), *payloads])
 
-    def _held(self) -> list[str]:
+    def _held_leases(self) -> list[str]:
         held = set(self._members)
         held.update(episode.lease_id for episode, _ in self._outbox)
         for entry in self._unacknowledged.values():

@@ -131,7 +131,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
         def begun() -> TrainerLink:
             rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
             rank.start(0)
-            rank.tell(Published(0))
+            rank.report(Published(0))
             return rank
 
         async def work(number: int) -> RolloutWorker:
@@ -171,7 +171,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             assert Thoughtful.cancelled == 0, "fewer are reached as episodes end"
             assert told()["rollout/workers"] == 2
             pacing.cancel()
-            await in_thread(lambda: (rank.tell(Finish("done")), rank.close()))
+            await in_thread(lambda: (rank.report(Finish("done")), rank.close()))
             await asyncio.gather(*working)
         failed = [name for w in working for name in w.result().metrics() if "failed" in name]
         assert not failed

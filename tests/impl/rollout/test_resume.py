@@ -76,13 +76,13 @@ async def start(config: ExperimentConfig) -> asyncio.subprocess.Process:
 
 def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader, bytes]:
     link.start(0)
-    link.tell(Published(0))
+    link.report(Published(0))
     answer = link.next_batch(0)
     assert answer is not None
     batch, (payload,) = answer
-    link.tell(StepReport(0, [batch.headers[0].trajectory_id], {}))
-    link.tell(Checkpointed(*saved(config, 1)))
-    link.tell(Finish("done"))
+    link.report(StepReport(0, [batch.headers[0].trajectory_id], {}))
+    link.report(Checkpointed(*saved(config, 1)))
+    link.report(Finish("done"))
     link.close()
     return batch.headers[0], payload
 
@@ -91,7 +91,7 @@ def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader
 async def test_a_killed_workers_turns_are_not_sampled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datapipe_workers, "UNKNOWN_S", 0.2)
+    monkeypatch.setattr(datapipe_workers, "LEASE_ARRIVAL_S", 0.2)
     config = experiment(tmp_path)
     dice = random.Random(7)
     sampled: list[int] = []

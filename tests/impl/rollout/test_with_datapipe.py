@@ -62,7 +62,7 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
             rank = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
             trained: list[str] = []
             rank.start(0)
-            rank.tell(Published(0))
+            rank.report(Published(0))
             for step in range(STEPS):
                 got = rank.next_batch(step)
                 assert got is not None
@@ -73,11 +73,11 @@ async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
                     assert header.oldest_version >= step - 2
                 ids = [header.trajectory_id for header in batch.headers]
                 trained += ids
-                rank.tell(StepReport(step, ids, {}))
+                rank.report(StepReport(step, ids, {}))
                 version = step + 1
-                rank.tell(Published(version))
-            rank.tell(Checkpointed(*saved(config, STEPS)))
-            rank.tell(Finish("done"))
+                rank.report(Published(version))
+            rank.report(Checkpointed(*saved(config, STEPS)))
+            rank.report(Finish("done"))
             rank.close()
             return trained
 

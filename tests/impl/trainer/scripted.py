@@ -208,7 +208,7 @@ class ScriptedLink:
             if self.pipe.finished.wait(0.01):
                 return None
             if on_wait is not None and on_wait(Waiting("BatchRequest", "2 groups in flight")):
-                self.tell(Finish("asked to stop"))
+                self.report(Finish("asked to stop"))
         groups = group("a", self.pipe.rewards, version=step) + group(
             "b", self.pipe.rewards, version=step
         )
@@ -218,7 +218,7 @@ class ScriptedLink:
             payloads[2] = b"garbage"
         return made, payloads
 
-    def tell(self, message: FromTrainer) -> None:
+    def report(self, message: FromTrainer) -> None:
         if not isinstance(message, Finish):
             self._mine()
         match message:

@@ -158,7 +158,7 @@ def test_every_rank_asks_again_once_the_rank_with_the_bad_group_has_told() -> No
             return found
 
     class Link:
-        def tell(self, message: messages.Unusable) -> None:
+        def report(self, message: messages.Unusable) -> None:
             events.append(f"set aside {message.step}: {message.groups}")
 
     trajectories = group("a", [1.0, 0.0]) + group("b", [0.0, 2.0])

@@ -53,7 +53,7 @@ def test_the_mean_reward_of_a_step_is_compared(
     report = StepReport(1, [], {"reward/mean": reward}, 1, "1")
     if differs:
         with pytest.raises(Differs, match=r"step 2 .*mean reward is 0\.75 here, 0\.5 in the run"):
-            replayed.tell(report)
+            replayed.report(report)
     else:
-        replayed.tell(report)
+        replayed.report(report)
     replayed.close()

@@ -1,4 +1,4 @@
-"""Rows become the tokens that an agent would have sent and sampled; others are refused by row."""
+"""Rows have the tokens that an agent would send and sample; errors name the row."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def encode(row: dict[str, Any], *, tokenizer: Any = None, **config: Any) -> list
 
 
 def make_tokenizer_with_chat() -> Any:
-    """Contents in a row, the assistant's closed by EOS: it extends its own prefix."""
+    """A template that concatenates contents and closes the assistant's with EOS."""
     return make_tokenizer("0123456789+?=")
 
 
 def shown(example: chats.Example, tokenizer: Any) -> str:
-    """Show tokens as text, each with its kind."""
+    """Return each token as text with its kind."""
     texts = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
     return " ".join(text + KINDS[kind] for text, kind in zip(texts, example.kinds, strict=True))
 
 
-def test_prompts_are_tokenised_once_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_prompts_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tok = tiny_tokenizer()
     calls = []
     monkeypatch.setattr(
@@ -96,14 +96,14 @@ def test_rows_become_tokens_with_kinds(row: dict[str, Any], expected: str) -> No
     assert example.tokens.dtype == np.int32 and example.kinds.dtype == np.uint8
 
 
-def test_only_the_last_answer_where_asked() -> None:
+def test_turns_last_trains_only_the_last_answer() -> None:
     tokenizer = make_tokenizer_with_chat()
     row = {"messages": [USER, ANSWER, AGAIN, SECOND, USER]}
     (example,) = encode(row, tokenizer=tokenizer, turns="last")
     assert shown(example, tokenizer) == "1. +. 1. ?. 2. <eos>. +. 1. ?. 3A <eos>A"
 
 
-def test_a_chat_row_is_what_the_agent_and_the_collector_make_of_the_same_words() -> None:
+def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
     tokenizer = make_tokenizer_with_chat()
     messages, turns = [USER, ANSWER, AGAIN, SECOND], []
     for index in (1, 3):
@@ -117,7 +117,7 @@ def test_a_chat_row_is_what_the_agent_and_the_collector_make_of_the_same_words()
     assert segment.loss_mask == (example.kinds == chats.ASSISTANT).astype(np.uint8).tobytes()
 
 
-def test_a_template_that_does_not_extend_its_prefix_is_refused_with_row_and_fix() -> None:
+def test_template_that_does_not_extend_its_prefix_is_refused() -> None:
     tokenizer = tiny_tokenizer()  # "role: content\n": no EOS after an answer
     messages = [USER, ANSWER, AGAIN, SECOND]
     with pytest.raises(UserError) as caught:
@@ -139,21 +139,21 @@ PAIRS = [
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
 @pytest.mark.parametrize("row", PAIRS)
-def test_pairs(kind: str, row: dict[str, Any]) -> None:
+def test_preference_rows_become_pairs(kind: str, row: dict[str, Any]) -> None:
     tokenizer = make_tokenizer_with_chat()
     chosen, rejected = (shown(example, tokenizer) for example in encode(row, kind=kind))
     asked = "1. +. 1. =." if row.get("prompt") == "1+1=" else "1. +. 1. ?."
     assert (chosen, rejected) == (f"{asked} 2A <eos>A", f"{asked} 3A <eos>A")
 
 
-def test_a_long_row_is_cut_at_its_end() -> None:
+def test_long_row_is_truncated_at_its_end() -> None:
     (example,) = encode({"prompt": "1+1=", "completion": "2"}, max_tokens=5)
     assert example.tokens.shape == example.kinds.shape == (5,)
     assert example.kinds.tolist() == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_collected_columns(tmp_path: Path, write: Any) -> None:
+def test_collected_columns_are_read(tmp_path: Path, write: Any) -> None:
     rows = [
         {"tokens": [3, 4, 5, 6, 7], "loss_mask": [0, 1, 1, 0, 1], "reward": 1.0, "more": "x"},
         {"tokens": [3, 4], "loss_mask": [False, True], "reward": 0.25},
@@ -179,7 +179,7 @@ def test_collected_columns(tmp_path: Path, write: Any) -> None:
 
 
 def collected(folder: Path) -> Path:
-    """Write a run folder whose ledger holds two trajectories, the second of two segments."""
+    """Write a run folder whose ledger has two trajectories, the second with two segments."""
     paths = RunPaths(folder)
     ledger = Ledger(paths.ledger, fingerprint={})
     for member, reward, lengths in ((0, 1.0, [4]), (1, 0.0, [3, 5])):
@@ -199,7 +199,7 @@ def collected(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_is_a_dataset(tmp_path: Path) -> None:
+def test_run_folder_is_read_as_a_dataset(tmp_path: Path) -> None:
     run = collected(tmp_path / "run")
     rows = chats.load_rows(str(run), "train")
     assert rows == chats.load_rows(str(RunPaths(run).ledger), "train")
@@ -245,7 +245,7 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "row", "says"), NONSENSE)
-def test_nonsense_is_refused_with_its_row(kind: str, row: dict[str, Any], says: str) -> None:
+def test_invalid_row_is_refused_with_its_place(kind: str, row: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as caught:
         encode(row, kind=kind)
     told = str(caught.value)
@@ -253,7 +253,7 @@ def test_nonsense_is_refused_with_its_row(kind: str, row: dict[str, Any], says: 
     assert "\n" not in told
 
 
-def test_a_chat_without_a_template_is_refused_with_its_row() -> None:
+def test_chat_without_a_template_is_refused_with_its_row() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"line 7: .*no chat template"):
@@ -263,7 +263,7 @@ def test_a_chat_without_a_template_is_refused_with_its_row() -> None:
         encode({"messages": [USER, ANSWER]}, tokenizer=tokenizer)
 
 
-def test_the_identity_changes_with_what_decides_the_rows_of_a_step(tmp_path: Path) -> None:
+def test_identity_changes_with_the_rows_of_a_step(tmp_path: Path) -> None:
     config = settings()
     run = chats.load_rows(str(collected(tmp_path / "run")), "train")
     file = chats.load_rows(jsonl(tmp_path, [{"prompt": "1", "completion": "2"}] * 3), "train")

@@ -1,4 +1,4 @@
-"""Rows become tasks; whatever cannot is refused with file, row and remedy."""
+"""Rows become tasks; an error names file, row and fix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_prompt_may_be_messages_and_optional_columns_may_be_absent(tmp_path, wri
     assert task.extra_info == {}
 
 
-def test_blank_lines_and_crlf_are_no_rows(tmp_path):
+def test_blank_lines_and_crlf_are_skipped(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"prompt": "a"}\r\n\n{"prompt": "\xc3\xa9"}\n\n')
     assert [(task.task_id, task.prompt) for task in load_tasks(str(file), "train")] == [
@@ -89,7 +89,7 @@ def test_bad_jsonl_row_is_refused_with_its_line(tmp_path, row, says):
 
 
 @pytest.mark.parametrize("line", [b'{"prompt": "a"', b'{"prompt": "\xff"}', b"prompt"])
-def test_line_that_is_no_json_is_refused(tmp_path, line):
+def test_line_that_is_not_json_is_refused(tmp_path, line):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(line)
     with pytest.raises(UserError, match=r"line 1: not a JSON object"):
@@ -118,7 +118,7 @@ def test_bad_parquet_is_refused(tmp_path):
         ("rows", "Unknown dataset suffix ''"),
     ],
 )
-def test_file_that_cannot_be_used_is_refused(tmp_path, name, says):
+def test_unusable_file_is_refused(tmp_path, name, says):
     (tmp_path / "rows.json").write_text("{}")
     with pytest.raises(UserError, match=says):
         load_tasks(str(tmp_path / name) if name else "", "train")
@@ -150,7 +150,7 @@ def test_ten_thousand_rows_load_quickly(tmp_path):
     assert min(took_s) < 2.0, "it takes 0.02 s"
 
 
-def test_jsonl_imports_nothing_heavy(tmp_path):
+def test_reading_jsonl_imports_no_heavy_module(tmp_path):
     path = jsonl(tmp_path, [{"prompt": "a"}])
     code = (
         "import sys; from arealite.system.data.dataset import load_tasks; "

@@ -1,4 +1,4 @@
-"""Samples are there once they are added, once each, and are of one evaluation."""
+"""Samples are durable once added, stored once each, and of one evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def done(task: int, member: int, *, reward: float = 1.0) -> tuple[Episode, list[
     return Episode("l", f"eval-{task}", member, [made], None), [b"tokens"]
 
 
-async def test_samples_come_back_in_order_and_once_each(samples: Samples) -> None:
+async def test_samples_are_read_in_order_and_once_each(samples: Samples) -> None:
     keys = [(task, member) for task in (2, 0, 1) for member in (1, 0)]
     await asyncio.gather(*(samples.add(task, *done(task, member)) for task, member in keys))
     await samples.add(0, *done(0, 0, reward=0.0))
@@ -41,16 +41,16 @@ async def test_samples_come_back_in_order_and_once_each(samples: Samples) -> Non
     assert samples.payloads(2, 1) == [b"tokens"]
 
 
-async def test_failures_are_counted_with_their_first_words(samples: Samples) -> None:
+async def test_failures_are_counted_with_the_first_detail(samples: Samples) -> None:
     for kind, said in (("slow", "a"), ("slow", "b"), ("crash", "c")):
         await samples.fail(Failure(kind, said))
     assert samples.failures() == {"slow": (2, "a"), "crash": (1, "c")}
 
 
-def test_samples_of_something_else_are_refused(samples: Samples) -> None:
+def test_samples_of_another_identity_are_refused(samples: Samples) -> None:
     samples.begin({"model": "a", "weights": "x" * 100})
     samples.begin({"model": "a", "weights": "x" * 100, "new": "key"})
-    with pytest.raises(UserError, match=r"begun with model=a, now it is b\. Put it back"):
+    with pytest.raises(UserError, match=r"begun with model=a, now it is b\. Restore it"):
         samples.begin({"model": "b"})
     with pytest.raises(UserError, match="begun with another weights"):
         samples.begin({"model": "a", "weights": "y" * 100})
@@ -70,7 +70,7 @@ asyncio.run(main(Samples(Path(sys.argv[1]))))
 """
 
 
-def test_what_was_added_outlives_a_kill(tmp_path: Path) -> None:
+def test_added_samples_survive_a_kill(tmp_path: Path) -> None:
     file = tmp_path / "samples.sqlite"
     words = [sys.executable, "-c", WRITER, str(file)]
     told = list[int]()

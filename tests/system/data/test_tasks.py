@@ -1,4 +1,4 @@
-"""The tasks of a run: made, read or mixed; the same list in every process, shared out by weight."""
+"""The tasks of a run are generated, read or mixed by weight; each process builds the same list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.system.data.test_dataset import jsonl
 
 @envs.register("sums")
 class Sums(Env):
-    """Makes rows that tell which they are."""
+    """Generates rows that contain their number."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int):
@@ -36,14 +36,14 @@ class Sums(Env):
 
 @envs.register("mute")
 class Mute(Env):
-    """Makes no rows."""
+    """Generates no rows."""
 
     async def run(self, task: Task, **agents: Agent) -> None: ...
 
 
 @envs.register("torn")
 class Torn(Mute):
-    """Makes a row that cannot be used."""
+    """Generates an invalid row."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int):
@@ -72,7 +72,7 @@ def test_shares_add_up_and_are_off_by_less_than_one(weights: dict[str, float], r
     assert all(abs(got[name] - rows * w / total) < 1 + 1e-6 for name, w in weights.items())
 
 
-def test_an_environment_makes_its_rows_and_others_to_be_held_out() -> None:
+def test_environment_generates_different_rows_for_train_and_eval() -> None:
     config = configured(train="generated", eval="generated", rows=5, eval_rows=2)
     train, held_out = load_split(config, "train"), load_split(config, "eval")
     assert [task.prompt for task in train] == [f"train 7 {n}" for n in range(5)]
@@ -91,12 +91,12 @@ def test_an_environment_makes_its_rows_and_others_to_be_held_out() -> None:
         ("torn", "row 1 made by environment torn: no column `prompt`, only question"),
     ],
 )
-def test_rows_that_cannot_be_had_are_refused(env: str, says: str) -> None:
+def test_unavailable_rows_are_refused(env: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         load_split(configured(env=env, train="generated"), "train")
 
 
-def test_a_mixture_is_shared_out_by_weight_and_each_task_knows_its_environment(
+def test_mixture_is_divided_by_weight_and_each_task_has_its_environment(
     tmp_path: Path,
 ) -> None:
     file = jsonl(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
@@ -125,7 +125,7 @@ def test_only_parts_with_held_out_rows_are_evaluated(tmp_path: Path) -> None:
     assert [task.task_id for task in held_out] == [f"eval-{n}" for n in range(5)]
 
 
-def test_a_task_without_an_environment_has_its_rows_source() -> None:
+def test_task_without_an_environment_has_the_source_of_its_row() -> None:
     assert Task("t", "p", None, {"data_source": "openai/gsm8k"}).source == "openai/gsm8k"
     assert Task("t", "p", None, {"data_source": "x", "env": "y"}).source == "y"
     assert Task("t", "p", None, {}).source == ""

@@ -1,4 +1,4 @@
-"""A kill between any two statements of the ledger leaves what was committed, whole and balanced."""
+"""A kill between any two statements of the ledger keeps exactly the commits, in balance."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.system.ledger.test_ledger import open_store, picture
 from tests.system.scenes import episode, experiment, failed, payload
 
 TOKENS = 60_000
-"""Of a trajectory: its payload is larger than SQLite's cache holds for two of them, so that pages
-of an unfinished transaction are in the file when the kill comes."""
+"""Tokens of a trajectory. Two payloads exceed SQLite's cache, so pages of an unfinished transaction
+are in the file at the time of the kill."""
 
 
 class History:
-    """A seeded history of a store; `on_commit` hears of each commit once it is made."""
+    """A seeded history of a store; `on_commit` is called after each commit."""
 
     def __init__(self, folder: Path, on_commit: Callable[[GroupStore], None]) -> None:
-        self.dice = random.Random(7)
+        self.rng = random.Random(7)
         self.store = open_store(folder, experiment(folder, max_attempts=9).trainer.ppo)
         self.on_commit = on_commit
         self.version = 0
@@ -63,24 +63,24 @@ class History:
         self.commit()
 
     def turn(self) -> None:
-        """Lease, keep a turn, lose or fail some, finish the rest: several commits."""
+        """Lease, store a turn, lose or fail some members, and finish the others; commit often."""
         for _ in range(2):
-            if (group := self.store.next_offer()) is not None:
+            if (group := self.store.next_group()) is not None:
                 self.store.lease(group, worker_id="w", credit=2)
         self.commit()
         leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
         for lease in leases:
             told = TurnHeader(lease.members[0], "agent", 0, lease.version)
-            self.store.keep(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
-            draw = self.dice.random()
+            self.store.add_turns(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
+            draw = self.rng.random()
             if draw < 0.2:
-                self.store.lose(lease)
+                self.store.lose_lease(lease)
             elif draw < 0.4:
-                self.store.add(failed(lease, lease.members[0]), [])
+                self.store.add_episode(failed(lease, lease.members[0]), [])
             else:
                 for member in lease.members:
                     made = episode(lease, member, tokens=TOKENS)
-                    self.store.add(made, [payload(made.headers[0])])
+                    self.store.add_episode(made, [payload(made.headers[0])])
         self.commit()
 
     def train(self) -> None:
@@ -101,12 +101,12 @@ def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(store: GroupStore) -> str:
-    """Its picture, to be compared across processes."""
+    """Return the store's state, to compare it across processes."""
     return pformat(picture(store), width=10**9)
 
 
 def check(folder: Path, expected: str) -> None:
-    """Reopen what a kill left: exactly the commits made, and in balance."""
+    """Reopen the files after a kill; they have exactly the commits, in balance."""
     store = open_store(folder, experiment(folder, max_attempts=9).trainer.ppo)
     assert plain(store) == expected
     store.ledger.close()
@@ -114,11 +114,13 @@ def check(folder: Path, expected: str) -> None:
     assert report.ok, report.table()
 
 
-def test_between_any_two_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files as they are at that instant are what a killed process leaves."""
+def test_kill_between_any_two_statements_keeps_exactly_the_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the files at that instant equals the files of a killed process."""
     pictures: list[str] = []
     within: list[int] = []
-    """For each copy: how many commits were heard of."""
+    """For each copy: number of commits at that time."""
     spilled = 0
 
     def spy(statements: Iterable[Statement]) -> Iterator[Statement]:
@@ -177,7 +179,7 @@ history.play()
 
 @pytest.mark.processes
 @pytest.mark.parametrize("last", [3, 15, 25, 35, 50])
-def test_a_process_killed_there(tmp_path: Path, last: int) -> None:
+def test_killed_process_keeps_exactly_its_commits(tmp_path: Path, last: int) -> None:
     folder = tmp_path / "live"
     command = [sys.executable, "-c", KILLED, str(folder), str(last)]
     root = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""Which class comes next follows from success, its rows from their order, all from the ledger."""
+"""The next class follows from success rates, its rows from their order, both from the ledger."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., GroupStore]]:
 
 
 def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:
-    """Run groups to their end; member m of n succeeds where m < n·chance."""
+    """Finish groups; member m of n succeeds if m < n·chance."""
     drawn = Counter[str]()
     for _ in range(groups):
-        group = store.next_offer()
+        group = store.next_group()
         assert group is not None
         lease = store.lease(group, worker_id="w", credit=9)
         name = group.task.extra_info["level"]
         drawn[name] += 1
         for member in lease.members:
             won = member < group.size * chance(name, group.seq)
-            store.add(episode(lease, member, reward=float(won)), [b""])
+            store.add_episode(episode(lease, member, reward=float(won)), [b""])
     return drawn
 
 
@@ -77,7 +77,9 @@ def learned(name: str, seq: int) -> float:
     return {"easy": 1.0, "fair": 0.5, "hard": 0.0}[name]
 
 
-def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., GroupStore]) -> None:
+def test_classes_of_uncertain_outcome_are_drawn_more_often(
+    opened: Callable[..., GroupStore],
+) -> None:
     store = opened()
     play(store, 100, learned)
     drawn = play(store, 300, learned)
@@ -90,7 +92,7 @@ def test_classes_of_uncertain_outcome_come_more_often(opened: Callable[..., Grou
     assert drawn["fair"] / 300 == pytest.approx(shares[1], abs=0.1)
 
 
-def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupStore]) -> None:
+def test_draws_follow_the_current_success_rate(opened: Callable[..., GroupStore]) -> None:
     store = opened()
     play(store, 150, learned)
     play(store, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
@@ -99,7 +101,7 @@ def test_it_follows_what_the_policy_learns(opened: Callable[..., GroupStore]) ->
     assert rates["curriculum/hard/success"] == pytest.approx(0.5, abs=0.1)
 
 
-def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
+def test_rows_of_a_class_are_drawn_in_its_own_order_epoch_by_epoch(
     opened: Callable[..., GroupStore],
 ) -> None:
     store = opened()
@@ -116,7 +118,7 @@ def test_rows_of_a_class_come_in_its_own_order_whole_epochs(
         first += size
 
 
-def test_a_run_that_goes_on_draws_what_it_would_have_drawn(
+def test_resumed_run_draws_the_same_tasks(
     opened: Callable[..., GroupStore], tmp_path: Path
 ) -> None:
     store = opened()
@@ -129,17 +131,17 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(
     assert [went_on.curriculum.draw(seq) for seq in range(40, 60)] == expected
 
 
-def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
+def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
     opened: Callable[..., GroupStore],
 ) -> None:
     store = opened()
     store.ppo = replace(store.ppo, filter_zero_variance=True)
     play(store, 3, lambda name, seq: 1.0)
-    group = store.next_offer()
+    group = store.next_group()
     assert group is not None and store.curriculum
     lease = store.lease(group, worker_id="w", credit=9)
     for member in lease.members:
-        store.add(failed(lease, member), [])
+        store.add_episode(failed(lease, member), [])
     assert group.state == "filtered"
     known = [share for own in store.curriculum.recent.values() for share in own.values()]
     assert known == [1.0] * 3
@@ -147,7 +149,9 @@ def test_groups_without_variance_count_and_groups_without_a_trajectory_do_not(
     assert went_on.curriculum and went_on.curriculum.recent == store.curriculum.recent
 
 
-def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupStore]) -> None:
+def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
+    opened: Callable[..., GroupStore],
+) -> None:
     play(opened(by=""), 20, learned)
     store = opened()
     assert store.curriculum and sum(store.curriculum.offered.values()) == 20
@@ -155,7 +159,7 @@ def test_it_can_be_turned_on_and_off_within_a_trial(opened: Callable[..., GroupS
     play(store, 20, learned)
     off = opened(by="")
     assert off.curriculum is None
-    assert off.task_of(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"
+    assert off.epoch_and_row(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"
 
 
 def test_rows_of_one_class_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Datapipe, worker links and trainer links together, in one loop and one thread for the trainer."""
+"""Datapipe, worker links and trainer links in one event loop, and the trainer in a thread."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def train(
     finish: bool = True,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> list[list[str]]:
-    """A trainer of one rank; returns the trajectory ids of each step."""
+    """Train with one rank; return the trajectory ids of each step."""
     seen: list[list[str]] = []
     assert link.start(begin).step == begin
-    link.tell(Published(begin))
+    link.report(Published(begin))
     for step in range(begin, begin + steps):
         answer = link.next_batch(step)
         assert answer is not None
@@ -59,35 +59,35 @@ def train(
         assert all(step - h.oldest_version <= 2 for h in batch.headers)
         seen.append(ids)
         on_step(step)
-        link.tell(StepReport(step, ids, {}))
-        link.tell(Published(step + 1))
+        link.report(StepReport(step, ids, {}))
+        link.report(Published(step + 1))
     if finish:
-        link.tell(Checkpointed(*saved(config, begin + steps)))
-        link.tell(Finish("test over"))
+        link.report(Checkpointed(*saved(config, begin + steps)))
+        link.report(Finish("test over"))
     link.close()
     return seen
 
 
 def stored(index: int) -> bytes:
-    """A turn of one token, as a worker tells it."""
+    """Return a turn of one token, as a worker sends it."""
     return encode_turn(Turn([1, 2], LLMResponse([index], [-1.0], [0], "stop", 0), 1.0, index=index))
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A datapipe that stops tells its trainer why until this is called."""
-    monkeypatch.setattr(datapipe, "REFUSE_S", 600.0)
-    return lambda: monkeypatch.setattr(datapipe, "REFUSE_S", 0.0)
+    """Return a function that ends the time in which a failed datapipe refuses requests."""
+    monkeypatch.setattr(datapipe, "REFUSAL_S", 600.0)
+    return lambda: monkeypatch.setattr(datapipe, "REFUSAL_S", 0.0)
 
 
 @asynccontextmanager
 async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
-    """A dead worker's time to live is over, also after a word of it that was still on its way."""
+    """Expire a dead worker, even if one of its messages arrives late."""
 
     async def turn_clock() -> None:
         while True:
             if worker := pipe.workers.by_id.get(worker_id):
-                worker.seen -= pipe.workers.ttl_s
+                worker.last_seen -= pipe.workers.ttl_s
             await asyncio.sleep(0.01)
 
     turning = asyncio.create_task(turn_clock())
@@ -99,13 +99,13 @@ async def expired(pipe: Datapipe, worker_id: str) -> AsyncGenerator[None, None]:
 
 
 async def all_durable(pipe: Datapipe) -> None:
-    """Wait until the ledger's file has all that the store knows now."""
+    """Wait until the ledger's file has the current state of the store."""
     done = asyncio.Event()
     pipe.writer.after_commit(done.set, hurry=True)
     await done.wait()
 
 
-async def test_a_run_over_inproc(tmp_path: Path) -> None:
+async def test_run_over_inproc_trains_all_steps(tmp_path: Path) -> None:
     config = experiment(tmp_path)
     context = zmq.Context()
     async with piped(config, address="inproc://pipe", context=context) as pipe:
@@ -114,7 +114,9 @@ async def test_a_run_over_inproc(tmp_path: Path) -> None:
             for n in range(2)
         ]
         running = [asyncio.create_task(worker.run()) for worker in workers]
-        await eventually(lambda: len(pipe.workers.by_id) == 2)  # who comes later is not let go
+        await eventually(
+            lambda: len(pipe.workers.by_id) == 2
+        )  # a worker that joins later gets no Drain
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1, context=context)
         seen = await in_thread(lambda: train(link, config, steps=6))
         await asyncio.gather(*running)
@@ -133,7 +135,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
         def body() -> None:
             links[0].start(0)
             links[1].ticket = links[0].ticket
-            links[0].tell(Published(0))
+            links[0].report(Published(0))
             answers = [link.next_batch(0) for link in links]
             again = links[1].next_batch(0)
             assert answers[0] and answers[1] and again
@@ -142,9 +144,9 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
             assert first.ranks == second.ranks
             assert sorted(first.mine + second.mine) == list(range(len(first.headers)))
             assert again == answers[1]
-            links[0].tell(StepReport(0, [h.trajectory_id for h in first.headers], {}))
-            links[0].tell(Checkpointed(*saved(pipe.config, 1)))
-            links[0].tell(Finish("over"))
+            links[0].report(StepReport(0, [h.trajectory_id for h in first.headers], {}))
+            links[0].report(Checkpointed(*saved(pipe.config, 1)))
+            links[0].report(Finish("over"))
 
         await in_thread(body)
         await running
@@ -152,7 +154,7 @@ async def test_two_ranks_get_disjoint_shards_of_one_batch(tmp_path: Path) -> Non
             link.close()
 
 
-async def test_evaluation_beside_training(tmp_path: Path) -> None:
+async def test_evaluation_runs_during_training(tmp_path: Path) -> None:
     config = experiment(tmp_path, samples=2)
     async with piped(config, eval_rows=4) as pipe:
         worker = FakeWorker(lambda: pipe.address)
@@ -161,7 +163,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
 
         def body() -> dict[str, float]:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             link.evaluate(0)
             link.evaluate(1)
             first, second = link.eval_result(wait=True), link.eval_result(wait=True)
@@ -170,7 +172,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
             assert first.metrics == second.metrics
             link.evaluate(1)  # asked again: answered from the ledger
             assert link.eval_result(wait=True) == {r.eval_id: r for r in (first, second)}[1]
-            link.tell(Finish("over"))
+            link.report(Finish("over"))
             return first.metrics
 
         metrics = await in_thread(body)
@@ -184,7 +186,7 @@ async def test_evaluation_beside_training(tmp_path: Path) -> None:
     assert any(lease.split == "eval-1" for lease in worker.leases)
 
 
-async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -> None:
+async def test_stop_ends_the_wait_for_an_evaluation(tmp_path: Path) -> None:
     async with piped(experiment(tmp_path), eval_rows=4) as pipe:
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
         waits: list[str] = []
@@ -197,11 +199,11 @@ async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -
 
         def body() -> None:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             link.evaluate(0)
             assert link.eval_result(wait=True, on_wait=on_wait) is None
             assert not pipe.requests.finish, "only the wait ends"
-            link.tell(Finish("asked to stop"))
+            link.report(Finish("asked to stop"))
 
         await in_thread(body)
         link.close()
@@ -209,8 +211,8 @@ async def test_asked_to_stop_while_an_evaluation_is_waited_for(tmp_path: Path) -
                      "worker"]  # fmt: skip
 
 
-async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path: Path) -> None:
-    """The same worker id comes back with nothing in hand: each time is an attempt."""
+async def test_leases_lost_by_a_restarted_worker_count_as_attempts(tmp_path: Path) -> None:
+    """Each restart of a worker id without its leases counts as one attempt."""
     config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0, max_attempts=2)
     async with piped(config, eval_rows=1) as pipe:
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
@@ -223,7 +225,7 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
             return episode(lease, member, version=0)
 
         async def die_often() -> None:
-            """Each worker lives until it gets a deadly lease, the last one until it is let go."""
+            """Each worker runs until a lease kills it; the last worker runs until the drain."""
             while True:
                 struck.clear()
                 worker = FakeWorker(lambda: pipe.address, script=deadly)
@@ -238,13 +240,13 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
 
         def body() -> list[str]:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             link.evaluate(0)
             result = link.eval_result(wait=True)
             assert result and result.metrics["eval/failed"] == 1.0
             answer = link.next_batch(0)
             assert answer
-            link.tell(Finish("over"))
+            link.report(Finish("over"))
             return [h.group_id for h in answer[0].headers]
 
         _, ids = await asyncio.gather(die_often(), in_thread(body))
@@ -253,7 +255,7 @@ async def test_a_restarted_worker_does_not_get_its_lost_leases_for_ever(tmp_path
     assert pipe.store.counts["filtered:failed:worker_lost"] == 1
 
 
-async def test_too_many_failures_stop_the_run_with_the_first(
+async def test_too_many_failures_stop_the_run_and_name_the_first(
     tmp_path: Path, refused: Callable[[], None]
 ) -> None:
     config = experiment(tmp_path, pipe={"max_failed_share": 0.05})
@@ -266,7 +268,7 @@ async def test_too_many_failures_stop_the_run_with_the_first(
 
     def body() -> None:
         link.start(0)
-        link.tell(Published(0))
+        link.report(Published(0))
         link.next_batch(0)
 
     with pytest.raises(InvariantError, match=r"max_failed_share.*boom: by the test"):
@@ -279,7 +281,9 @@ async def test_too_many_failures_stop_the_run_with_the_first(
     link.close()
 
 
-async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], None]) -> None:
+async def test_report_of_other_trajectories_is_refused(
+    tmp_path: Path, refused: Callable[[], None]
+) -> None:
     pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
@@ -289,11 +293,11 @@ async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], N
 
     def body() -> None:
         link.start(0)
-        link.tell(Published(0))
+        link.report(Published(0))
         answer = link.next_batch(0)
         assert answer
         ids = [h.trajectory_id for h in answer[0].headers]
-        link.tell(StepReport(0, [*ids[:-1], ids[0]], {}))
+        link.report(StepReport(0, [*ids[:-1], ids[0]], {}))
 
     with pytest.raises(InvariantError, match="they differ in"):
         await in_thread(body)
@@ -305,8 +309,8 @@ async def test_a_wrong_report_is_refused(tmp_path: Path, refused: Callable[[], N
     link.close()
 
 
-async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
-    """It has all that may be run, so that nothing is trained until it is given to another."""
+async def test_leases_expire_when_the_worker_is_silent(tmp_path: Path) -> None:
+    """The silent worker has all leases, so no step is trained until another worker gets them."""
     async with piped(experiment(tmp_path, max_staleness=0)) as pipe:
         mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
         muted = asyncio.create_task(mute.run())
@@ -322,13 +326,13 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
 
         def body() -> list[str]:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             answer = link.next_batch(0, on_wait=on_wait)
             assert answer
             ids = [h.trajectory_id for h in answer[0].headers]
-            link.tell(StepReport(0, ids, {}))
-            link.tell(Checkpointed(*saved(pipe.config, 1)))
-            link.tell(Finish("over"))
+            link.report(StepReport(0, ids, {}))
+            link.report(Checkpointed(*saved(pipe.config, 1)))
+            link.report(Finish("over"))
             return ids
 
         async def kill_and_replace() -> None:
@@ -345,22 +349,22 @@ async def test_a_silent_worker_loses_its_leases(tmp_path: Path) -> None:
     assert re.search(r"4 on mute.*oldest g0", waits[0])
 
 
-async def test_asked_to_stop_while_waiting(tmp_path: Path) -> None:
+async def test_stop_ends_the_wait_for_a_batch(tmp_path: Path) -> None:
     async with piped(experiment(tmp_path)) as pipe:
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
 
         def body() -> None:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             assert link.next_batch(0, on_wait=lambda w: True) is None
-            link.tell(Checkpointed(*saved(pipe.config, 0)))
-            link.tell(Finish("asked to stop"))
+            link.report(Checkpointed(*saved(pipe.config, 0)))
+            link.report(Finish("asked to stop"))
 
         await in_thread(body)
         link.close()
 
 
-async def test_a_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) -> None:
+async def test_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) -> None:
     config = experiment(tmp_path)
     address = ""
     link = TrainerLink(lambda: address, rank=0, world_size=1)
@@ -393,8 +397,8 @@ async def test_another_dataset_is_refused(tmp_path: Path) -> None:
         Datapipe(config, train=tasks(6), eval=[], registry=None)
 
 
-async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
-    """A token older than its lease that would break the bound is not trained on."""
+async def test_tokens_older_than_their_lease_are_failures(tmp_path: Path) -> None:
+    """A token that is older than its lease and breaks the staleness bound is not trained."""
     config = experiment(tmp_path, num_groups=1, group_size=1, max_staleness=0)
     async with piped(config) as pipe:
         worker = FakeWorker(
@@ -408,12 +412,14 @@ async def test_wrongly_versioned_tokens_are_failures(tmp_path: Path) -> None:
         seen = await in_thread(lambda: train(link, config, steps=4))
         await running
     assert len(seen) == 4
-    assert pipe.store.too_late >= 1, "it counts again if it was sent again"
+    assert pipe.store.late_results >= 1, "it counts again if it was sent again"
     with closing(connect(run_paths(config).ledger, read_only=True)) as db:
         assert db.execute("SELECT group_id, class FROM failures").fetchall() == [("g2", "too_old")]
 
 
-async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], None]) -> None:
+async def test_stall_error_names_the_running_episode(
+    tmp_path: Path, refused: Callable[[], None]
+) -> None:
     config = experiment(tmp_path, pipe={"stall_timeout_s": 0.3})
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
@@ -421,7 +427,7 @@ async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], N
     mute = FakeWorker(lambda: pipe.address, worker_id="mute", script=lambda lease, m: None)
     working = asyncio.create_task(mute.run())
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     await eventually(lambda: pipe.workers.by_id["mute"].in_flight == 8)
     with pytest.raises(InvariantError, match=r"stall_timeout_s.*8 on mute.*oldest g0"):
         await in_thread(lambda: link.next_batch(0))
@@ -433,21 +439,21 @@ async def test_a_stall_names_its_blocker(tmp_path: Path, refused: Callable[[], N
     link.close()
 
 
-async def test_a_silent_datapipe_is_named(tmp_path: Path) -> None:
+async def test_error_names_a_silent_datapipe(tmp_path: Path) -> None:
     link = TrainerLink(lambda: "tcp://127.0.0.1:9", rank=3, world_size=4, silence_s=0.5)
     with pytest.raises(RoleError, match=r"tcp://127.0.0.1:9 has been silent.*rank 3.*Finish"):
-        await in_thread(lambda: link.tell(Finish("x")))
+        await in_thread(lambda: link.report(Finish("x")))
     link.close()
 
 
-async def test_a_later_checkpoint_than_the_ledger_is_refused(
+async def test_checkpoint_newer_than_the_ledger_is_refused(
     tmp_path: Path, refused: Callable[[], None]
 ) -> None:
     pipe = Datapipe(experiment(tmp_path), train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    with pytest.raises(InvariantError, match=r"begins at step 4, but .* knows only 0"):
+    with pytest.raises(InvariantError, match=r"begins at step 4, but .* has only 0"):
         await in_thread(lambda: link.start(4))
     refused()
     with pytest.raises(InvariantError):
@@ -455,10 +461,10 @@ async def test_a_later_checkpoint_than_the_ledger_is_refused(
     link.close()
 
 
-async def test_slow_episodes_that_hold_the_trainer_are_named(
+async def test_slow_episodes_that_hold_a_batch_back_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch 1 must hold g0 of version 0, whose second episode does not end until it is named."""
+    """Batch 1 needs g0 of version 0; its second episode ends only after it was reported."""
     monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
     config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"pace_report_share": 0.01})
     loop, named = asyncio.get_running_loop(), asyncio.Event()
@@ -485,15 +491,15 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
 
         def body() -> None:
             link.start(0)
-            link.tell(Published(0))
+            link.report(Published(0))
             for step in range(3):
                 answer = link.next_batch(step, on_wait=on_wait)
                 assert answer
                 shares.append(answer[0].waits)
-                link.tell(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
-                link.tell(Published(step + 1))
-            link.tell(Checkpointed(*saved(pipe.config, 3)))
-            link.tell(Finish("over"))
+                link.report(StepReport(step, [h.trajectory_id for h in answer[0].headers], {}))
+                link.report(Published(step + 1))
+            link.report(Checkpointed(*saved(pipe.config, 3)))
+            link.report(Finish("over"))
 
         async def free() -> None:
             async with asyncio.timeout(60):
@@ -520,8 +526,8 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
     assert shares[1]["ledger_busy_s"] > 0.0
 
 
-async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None:
-    """Told once, told again to the datapipe's successor, and sent with the next lease."""
+async def test_turns_survive_restarts_of_worker_and_datapipe(tmp_path: Path) -> None:
+    """Turns are sent once, resent to the restarted datapipe, and sent with the next lease."""
     config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
     address, starts = "", 1
     dying = FakeWorker(lambda: address, worker_id="a", script=lambda lease, m: None)
@@ -541,7 +547,7 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     await pipe.ready.wait()
     address = pipe.address
     link = TrainerLink(lambda: address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     working = asyncio.create_task(dying.run())
     await eventually(lambda: kept(pipe) == 1)
     await all_durable(pipe)
@@ -574,10 +580,10 @@ async def test_turns_outlive_the_worker_and_the_datapipe(tmp_path: Path) -> None
     assert (second.turns, frames[second.lease_id]) == ([], [])
 
 
-async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
+async def test_unfinished_members_of_a_lease_survive_a_restart_of_all(
     tmp_path: Path,
 ) -> None:
-    """As when a whole run is killed: its episodes go on, the finished ones are not run again."""
+    """After a kill of the run, unfinished episodes resume and finished ones do not rerun."""
     config = experiment(tmp_path, num_groups=1, group_size=2, max_staleness=0)
     dying = FakeWorker(
         lambda: pipe.address,
@@ -593,7 +599,7 @@ async def test_what_is_left_of_a_lease_outlives_worker_and_datapipe_together(
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     working = asyncio.create_task(dying.run())
 
     def is_kept() -> bool:

@@ -1,4 +1,4 @@
-"""Samples of an evaluation are run until they are in or given up, however results arrive."""
+"""Samples of an evaluation run until they finish or fail for good, in any order of results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from tests.system.scenes import episode, failed, tasks
 
 
-def test_attempts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_failed_sample_counts_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(eval_scheduler.time, "monotonic", lambda: now)
     evals = EvalScheduler(tasks(1, "eval"), samples=2, max_attempts=2)
@@ -17,44 +17,44 @@ def test_attempts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None
     first = evals.lease(boot=1, version=0, credit=2)
     assert first
     assert evals.lease(boot=1, version=0, credit=2) is None
-    assert evals.add(failed(first, 0))
-    assert not evals.add(failed(first, 0)), "a result that comes twice"
+    assert evals.add_episode(failed(first, 0))
+    assert not evals.add_episode(failed(first, 0)), "a result that comes twice"
     assert evals.lease(boot=1, version=0, credit=2) is None, "what failed rests"
     now += 1.0
     again = evals.lease(boot=1, version=0, credit=2)
     assert again
     assert again.members == [0]
     evals.release(first, is_lost=True)
-    assert not evals.add(episode(first, 1)), "a result of a lost lease"
+    assert not evals.add_episode(episode(first, 1)), "a result of a lost lease"
     last = evals.lease(boot=1, version=0, credit=2)
     assert last
     assert last.members == [1], "only what the lost lease still ran is offered again"
     evals.release(last, is_lost=False)
     last = evals.lease(boot=1, version=0, credit=2)
     assert last, "a lease that was given up is no attempt"
-    assert evals.add(episode(last, 1, reward=0.5))
+    assert evals.add_episode(episode(last, 1, reward=0.5))
     assert evals.take_finished() == []
     evals.release(again, is_lost=True)
     ((eval_id, metrics),) = evals.take_finished()
     assert (eval_id, metrics["eval/failed"], metrics["eval/reward"]) == (0, 1.0, 0.5)
 
 
-def test_a_roll_back_forgets_what_is_under_way_and_later_results() -> None:
+def test_roll_back_drops_running_evaluations_and_later_results() -> None:
     evals = EvalScheduler(tasks(1, "eval"), samples=1, max_attempts=2)
     for eval_id in (1, 2, 3):
         evals.begin(eval_id)
         lease = evals.lease(boot=1, version=0, credit=1)
         assert lease
         if eval_id < 3:
-            evals.add(episode(lease, 0))
+            evals.add_episode(episode(lease, 0))
             evals.take_finished()
     evals.forget(after=1)
     assert (list(evals.results), evals.runs) == ([1], {})
     evals.begin(3)
-    assert not evals.add(episode(lease, 0)), "sampled by a policy that is no more"
+    assert not evals.add_episode(episode(lease, 0)), "sampled by a policy that is no more"
 
 
-def test_pass_at_k_is_of_all_draws_and_leaves_failed_samples_out() -> None:
+def test_pass_at_k_leaves_failed_samples_out() -> None:
     evals = EvalScheduler(tasks(2, "eval"), samples=3, max_attempts=1)
     evals.begin(0)
     for rewards in ((1.0, 0.0, 0.0), (0.0, 0.0, None)):
@@ -62,9 +62,9 @@ def test_pass_at_k_is_of_all_draws_and_leaves_failed_samples_out() -> None:
         assert lease
         for member, reward in enumerate(rewards):
             if reward is None:
-                evals.add(failed(lease, member))
+                evals.add_episode(failed(lease, member))
             else:
-                evals.add(episode(lease, member, reward=reward))
+                evals.add_episode(episode(lease, member, reward=reward))
     ((_, metrics),) = evals.take_finished()
     told = {key: value for key, value in metrics.items() if "pass@" in key}
     assert told == {

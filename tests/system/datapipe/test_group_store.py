@@ -1,4 +1,4 @@
-"""What becomes of groups whose episodes fail, and of results that come late."""
+"""Groups with failed episodes, late results, roll-backs and resumed turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     def build(
         *, group_size: int = 3, again: GroupStore | None = None, max_attempts: int = 2, **ppo: Any
     ) -> GroupStore:
-        """A store of its own; or, as after kill -9, of what `again` has written."""
+        """Open a new store; or, as after kill -9, the committed state of `again`."""
         file = tmp_path / f"{len(ledgers)}.sqlite"
         if again is not None:
             again.ledger.commit()
@@ -56,13 +56,13 @@ def turn(index: int, *, member: int = 0, version: int = 0, seat: str = "agent"):
 
 
 def tell(store: GroupStore, lease: Lease, *turns: TurnHeader) -> None:
-    """Progress of an episode under way, its payloads naming lease and turn."""
+    """Store turns of a running episode; each payload is the lease id and the turn's index."""
     payloads = [f"{lease.lease_id} {t.seat} {t.index}".encode() for t in turns]
-    store.keep(Progress("w", lease.lease_id, lease.group_id, list(turns)), payloads)
+    store.add_turns(Progress("w", lease.lease_id, lease.group_id, list(turns)), payloads)
 
 
 def lease_next(store: GroupStore, credit: int = 8) -> Lease:
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     return store.lease(group, worker_id="w", credit=credit)
 
@@ -72,7 +72,7 @@ def replace_headers(made: Episode, headers: list[TrajectoryHeader]) -> Episode:
 
 
 def stored(store: GroupStore, lease: Lease) -> list[bytes]:
-    """Payloads with which a lease is sent."""
+    """Return the payloads that are sent with a lease."""
     store.ledger.commit()
     headers, payloads = read_turns(store.ledger.path, lease)
     assert headers == lease.turns
@@ -85,30 +85,30 @@ def turns_in(store: GroupStore) -> int:
 
 
 def run(store: GroupStore, outcome: Callable[[int], bool], *, version: int | None = None) -> Any:
-    """Lease the next group whole, and end each member as `outcome` says."""
-    group = store.next_offer()
+    """Lease the next group, and finish or fail each member by `outcome`."""
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=8)
     for member in lease.members:
         if outcome(member):
             fields = {} if version is None else {"version": version}
-            store.add(episode(lease, member, **fields), [b""])
+            store.add_episode(episode(lease, member, **fields), [b""])
         else:
-            store.add(failed(lease, member), [])
+            store.add_episode(failed(lease, member), [])
     return group
 
 
-def test_retry_offers_only_what_failed_and_then_filters(make: Make) -> None:
+def test_retry_leases_only_failed_members_and_then_filters(make: Make) -> None:
     store = make(partial_group="retry")
     group = run(store, lambda m: m != 1)
     assert group.state == "leased"
-    assert group.missing(2) == [1]
+    assert group.leasable(2) == [1]
     assert run(store, lambda m: False) is group
     assert group.state == "filtered"
     assert store.counts["filtered:failed:episode_timeout"] == 1
 
 
-def test_min_size_keeps_two(make: Make) -> None:
+def test_min_size_completes_a_group_with_two_members(make: Make) -> None:
     store = make(partial_group="min_size")
     group = run(store, lambda m: m != 1)
     assert run(store, lambda m: False) is group
@@ -125,16 +125,16 @@ def test_drop_filters_at_the_first_failure(make: Make) -> None:
     assert store.counts["leased"] == 0
 
 
-def test_equal_rewards_are_filtered_and_refilled(make: Make) -> None:
+def test_group_with_equal_rewards_is_filtered_and_replaced(make: Make) -> None:
     store = make(filter_zero_variance=True, max_staleness=0)
     for _ in range(3):
         assert run(store, lambda m: True).state == "filtered"
-    assert store.next_offer() is not None, "filtered groups do not count against admission"
+    assert store.next_group() is not None, "filtered groups do not count against admission"
 
 
 @pytest.mark.parametrize("won", [1.0, 0.5])
-def test_each_seat_s_rewards_are_compared_with_its_own(make: Make, won: float) -> None:
-    """A game that x wins every time teaches nobody anything, though the seats' rewards differ."""
+def test_zero_variance_is_decided_per_seat(make: Make, won: float) -> None:
+    """If x wins every game, the group has no variance, although the rewards of the seats differ."""
     store = make(filter_zero_variance=True, max_staleness=0)
     lease = lease_next(store)
     for member in lease.members:
@@ -143,11 +143,11 @@ def test_each_seat_s_rewards_are_compared_with_its_own(make: Make, won: float) -
             header(lease.group_id, member, version=lease.version, reward=r, seat=seat)
             for seat, r in (("x", reward), ("o", -1.0))
         ]
-        store.add(replace_headers(episode(lease, member), seats), [b"", b""])
+        store.add_episode(replace_headers(episode(lease, member), seats), [b"", b""])
     assert store.counts["filtered:zero_variance"] == (won == 1.0)
 
 
-def test_stale_groups_are_dropped_with_their_lengths(make: Make) -> None:
+def test_lengths_of_dropped_stale_groups_are_counted(make: Make) -> None:
     store = make(staleness_policy="drop", max_staleness=0, group_size=1)
     store.ppo = replace(store.ppo, batch_size=1)
     stale = run(store, lambda m: True)
@@ -159,48 +159,48 @@ def test_stale_groups_are_dropped_with_their_lengths(make: Make) -> None:
 
 
 @pytest.mark.parametrize("policy", ["retry", "drop"])
-def test_an_episode_that_always_kills_its_worker_is_given_up(make: Make, policy: str) -> None:
+def test_episode_that_always_kills_its_worker_fails_for_good(make: Make, policy: str) -> None:
     store = make(group_size=2, partial_group=policy)
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
-    store.add(episode(lease, 0), [b""])
-    store.lose(lease)
-    assert group.missing(2) == [1], "only what was not in is an attempt, and one is not enough"
-    store.end(store.lease(group, worker_id="w", credit=2))
-    assert group.missing(2) == [1], "a lease that was given up is no attempt"
-    store.lose(store.lease(group, worker_id="w", credit=2))
+    store.add_episode(episode(lease, 0), [b""])
+    store.lose_lease(lease)
+    assert group.leasable(2) == [1], "only what was not in is an attempt, and one is not enough"
+    store.end_lease(store.lease(group, worker_id="w", credit=2))
+    assert group.leasable(2) == [1], "a lease that was given up is no attempt"
+    store.lose_lease(store.lease(group, worker_id="w", credit=2))
     assert group.state == "filtered"
     assert store.counts["filtered:failed:worker_lost"] == 1
     assert sum(store.failed_window) == 0, "lost workers are not failing episodes"
 
 
-def test_a_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
+def test_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
     store = make(group_size=2)
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lost = store.lease(group, worker_id="a", credit=2)
-    store.lose(lost)
+    store.lose_lease(lost)
     again = store.lease(group, worker_id="b", credit=2)
     assert again.lease_id != lost.lease_id
-    store.add(episode(lost, 0, reward=0.5), [b"late"])
-    store.add(episode(again, 0, reward=1.0), [b"second"])
-    store.add(episode(again, 1), [b"other"])
+    store.add_episode(episode(lost, 0, reward=0.5), [b"late"])
+    store.add_episode(episode(again, 0, reward=1.0), [b"second"])
+    store.add_episode(episode(again, 1), [b"other"])
     assert group.state == "complete"
     assert [h.reward for h in group.headers] == [0.5, 1.0]
 
 
-def test_a_late_result_that_is_too_old_is_not_kept(make: Make) -> None:
+def test_late_result_beyond_the_staleness_bound_is_ignored(make: Make) -> None:
     store = make(group_size=1, max_staleness=1)
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lost = store.lease(group, worker_id="a", credit=1)
-    store.lose(lost)
+    store.lose_lease(lost)
     store.version = store.next_step = 5
     again = store.lease(group, worker_id="b", credit=1)
-    store.add(episode(lost, 0, version=0), [b""])
-    assert (group.finished, store.too_late) == ({}, 1)
-    store.add(episode(again, 0), [b""])
+    store.add_episode(episode(lost, 0, version=0), [b""])
+    assert (group.finished, store.late_results) == ({}, 1)
+    store.add_episode(episode(again, 0), [b""])
     assert group.state == "complete"
 
 
@@ -208,21 +208,21 @@ def test_admission_stops_at_eta_plus_one_batches(make: Make) -> None:
     store = make(max_staleness=1)
     for _ in range(4):
         run(store, lambda m: True)
-    assert store.next_offer() is None
+    assert store.next_group() is None
     store.version = 1
-    assert store.next_offer() is not None
+    assert store.next_group() is not None
 
 
-# ---------------------------------------------------------------- turns of episodes under way
+# ---------------------------------------------------------------- turns of running episodes
 
 
-def test_turns_of_a_lost_lease_go_with_the_next_one(make: Make) -> None:
+def test_turns_of_a_lost_lease_are_sent_with_the_next_lease(make: Make) -> None:
     store = make(group_size=2)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(0, member=1))
     tell(store, lost, turn(1))
     publish(store, 2)
-    store.lose(lost)
+    store.lose_lease(lost)
     group = store.groups[lost.group_id]
     assert group.start == 0, "what is kept may not get older than eta unseen"
     again = store.lease(group, worker_id="w2", credit=1)
@@ -233,47 +233,47 @@ def test_turns_of_a_lost_lease_go_with_the_next_one(make: Make) -> None:
     assert (other.members, other.turns) == ([1], [turn(0, member=1)])
 
 
-def test_a_lease_without_turns_is_of_the_confirmed_version(make: Make) -> None:
+def test_lease_without_turns_has_the_confirmed_version(make: Make) -> None:
     store = make(group_size=1)
     lost = lease_next(store)
     publish(store, 2)
-    store.lose(lost)
+    store.lose_lease(lost)
     again = lease_next(store)
     assert (again.group_id, again.version, again.turns) == ("g0", 2, [])
 
 
 @pytest.mark.parametrize("end", ["finished", "failed", "given up", "filtered"])
-def test_turns_are_forgotten_with_the_episode(make: Make, end: str) -> None:
+def test_turns_are_deleted_when_the_episode_ends(make: Make, end: str) -> None:
     store = make(group_size=2, partial_group="drop" if end == "filtered" else "min_size")
     lease = lease_next(store)
     tell(store, lease, turn(0), turn(1), turn(0, member=1))
     assert turns_in(store) == 3
     if end == "finished":
-        store.add(episode(lease, 0), [b""])
+        store.add_episode(episode(lease, 0), [b""])
     elif end == "failed":
-        store.add(failed(lease, 0), [])
+        store.add_episode(failed(lease, 0), [])
     elif end == "filtered":
-        store.add(failed(lease, 1), [])
+        store.add_episode(failed(lease, 1), [])
     else:
-        store.add(episode(lease, 1), [b""])
-        store.lose(lease)
-        store.lose(lease_next(store))
+        store.add_episode(episode(lease, 1), [b""])
+        store.lose_lease(lease)
+        store.lose_lease(lease_next(store))
         assert store.counts["filtered:failed:worker_lost"] == 1
     left = {"finished": 1, "failed": 1, "given up": 0, "filtered": 0}[end]
     assert turns_in(store) == left
     assert sum(len(t) for g in store.groups.values() for t in g.turns.values()) == left
 
 
-def test_progress_that_is_late_too_old_or_of_nobody_is_not_kept(make: Make) -> None:
+def test_progress_that_is_late_too_old_or_unleased_is_ignored(make: Make) -> None:
     store = make(group_size=2)
     lost = lease_next(store)
     tell(store, lost, turn(0))
-    store.lose(lost)
+    store.lose_lease(lost)
     publish(store, 1)
     again = lease_next(store)
-    tell(store, lost, turn(1), turn(0), turn(0, member=1))  # its worker lives after all
+    tell(store, lost, turn(1), turn(0), turn(0, member=1))  # its worker is alive after all
     assert stored(store, again) == [b"g0.1.1 agent 0"]
-    store.add(episode(again, 1), [b""])
+    store.add_episode(episode(again, 1), [b""])
     tell(store, again, turn(0, member=1))  # of an episode that has ended
     fresh = lease_next(store)
     tell(store, fresh, turn(0, version=0))  # older than its lease: it would break the bound
@@ -283,26 +283,26 @@ def test_progress_that_is_late_too_old_or_of_nobody_is_not_kept(make: Make) -> N
     assert store.groups[fresh.group_id].start == 1
 
 
-def test_a_turn_replaces_all_that_is_known_from_there_on(make: Make) -> None:
-    """An episode that went another way than its record may not be mixed with it."""
+def test_turn_replaces_the_stored_turns_from_its_index_on(make: Make) -> None:
+    """Turns of a new attempt are not mixed with stored turns of an earlier attempt."""
     store = make(group_size=1, max_attempts=9)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(1), turn(2), turn(2, seat="judge"))
-    store.lose(lost)
+    store.lose_lease(lost)
     other = lease_next(store)
     tell(store, other, turn(1))
-    store.lose(other)
+    store.lose_lease(other)
     last = lease_next(store)
     assert last.turns == [turn(0), turn(1), turn(2, seat="judge")]
     assert stored(store, last) == [b"g0.1.1 agent 0", b"g0.1.2 agent 1", b"g0.1.1 judge 2"]
 
 
-def test_a_restart_restores_turns_attempts_and_failures(make: Make) -> None:
+def test_restart_restores_turns_attempts_and_failures(make: Make) -> None:
     store = make(group_size=3, max_attempts=3)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(1), turn(0, member=1), turn(0, member=2))
-    store.add(failed(lost, 1), [])
-    store.lose(lost)
+    store.add_episode(failed(lost, 1), [])
+    store.lose_lease(lost)
     running = lease_next(store, credit=1)
     tell(store, running, turn(2))
     before = store.groups["g0"]
@@ -310,8 +310,8 @@ def test_a_restart_restores_turns_attempts_and_failures(make: Make) -> None:
     after = store.groups["g0"]
     assert (after.turns, sorted(after.failures)) == (before.turns, sorted(before.failures))
     assert sorted(after.turns) == [0, 2]
-    assert (after.start, after.missing(3)) == (0, [1, 2])
-    assert (after.given_up(1), after.given_up(2)) == ({0, 1, 2}, set())
+    assert (after.start, after.leasable(3)) == (0, [1, 2])
+    assert (after.exhausted(1), after.exhausted(2)) == ({0, 1, 2}, set())
     (held,) = after.leases.values()
     assert (held.lease_id, held.members, held.version) == (running.lease_id, [0], 0)
     tell(store, held, turn(3))
@@ -328,8 +328,8 @@ def train_step(store: GroupStore) -> list[int] | None:
     return [step - h.oldest_version for group in groups for h in group.headers]
 
 
-def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
-    """Between a worker's death and the next lease, too: else its oldest token would outlive eta."""
+def test_resumed_episode_holds_batches_back(make: Make) -> None:
+    """Stored turns count between a worker's death and the next lease; else a token gets too old."""
     store = make(group_size=1, max_staleness=1)
     store.ppo = replace(store.ppo, batch_size=1)
     lost = lease_next(store)
@@ -338,44 +338,44 @@ def test_a_resumed_episode_holds_batches_back(make: Make) -> None:
     assert train_step(store) == [0]
     run(store, lambda m: True)
     assert store.counts["complete"] == 1
-    store.lose(lost)
+    store.lose_lease(lost)
     assert train_step(store) is None, "g0 is due in batch 1"
     again = lease_next(store)
     assert (again.group_id, again.version) == ("g0", 0)
-    store.add(episode(again, 0, version=0), [b""])
+    store.add_episode(episode(again, 0, version=0), [b""])
     assert train_step(store) == [1]
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_what_is_too_old_after_a_change_of_eta_begins_anew(make: Make, policy: str) -> None:
-    """The only way to get there under pace: the run is begun again with less staleness."""
+def test_turns_too_old_for_a_smaller_eta_are_deleted(make: Make, policy: str) -> None:
+    """Under `wait` this occurs only if the run is restarted with a smaller eta."""
     about = {"group_size": 1, "staleness_policy": policy, "num_groups": 1}
     store = make(max_staleness=2, **about)
     slow = lease_next(store)
     tell(store, slow, turn(0), turn(1))
     for _ in range(2):
         lease = lease_next(store)
-        store.add(episode(lease, 0), [b""])
+        store.add_episode(episode(lease, 0), [b""])
         assert train_step(store)
     store = make(again=store, max_staleness=1, **about)
-    store.lose(slow)
+    store.lose_lease(slow)
     again = lease_next(store)
     assert (again.group_id, again.turns, again.version) == ("g0", [], 2)
     assert turns_in(store) == 0
-    store.add(episode(again, 0), [b""])
+    store.add_episode(episode(again, 0), [b""])
     assert train_step(store) == [0]
 
 
-def test_what_will_be_dropped_after_a_change_of_eta_holds_nobody_back(make: Make) -> None:
-    """Three groups of version 0 had a place under η = 1; under 0, batch 0 takes two of them."""
+def test_groups_too_old_for_a_smaller_eta_hold_no_batch_back(make: Make) -> None:
+    """Three groups of version 0 fit under η = 1; under η = 0, batch 0 takes two of them."""
     about = {"group_size": 1, "num_groups": 2, "max_attempts": 9}
     store = make(max_staleness=1, **about)
     leases = [lease_next(store) for _ in range(4)]
     for lease in leases[1:]:
-        store.add(episode(lease, 0), [b""])
-    store.lose(leases[0])
+        store.add_episode(episode(lease, 0), [b""])
+    store.lose_lease(leases[0])
     store = make(again=store, max_staleness=0, **about)
-    assert store.next_offer() is None, "g0 would be a fourth one"
+    assert store.next_group() is None, "g0 would be a fourth one"
     assert train_step(store) == [0, 0]
     assert run(store, lambda m: True).group_id == "g0"
     assert train_step(store) is None
@@ -384,19 +384,19 @@ def test_what_will_be_dropped_after_a_change_of_eta_holds_nobody_back(make: Make
     assert train_step(store) == [0, 0]
 
 
-def test_masked_tokens_may_be_of_any_age(make: Make) -> None:
+def test_masked_tokens_may_have_any_age(make: Make) -> None:
     store = make(group_size=1, staleness_policy="mask", max_staleness=0)
     lost = lease_next(store)
     tell(store, lost, turn(0))
-    store.lose(lost)
+    store.lose_lease(lost)
     store.version = store.next_step = 7
     assert lease_next(store).turns == [turn(0)]
 
 
-# ---------------------------------------------------------------- roll-back and rest
+# ---------------------------------------------------------------- roll-back and back-off
 
 
-def test_after_a_roll_back_nothing_is_leased_until_a_version_is_published(make: Make) -> None:
+def test_after_a_roll_back_no_lease_before_the_next_publish(make: Make) -> None:
     about = {"group_size": 1, "num_groups": 1, "max_staleness": 1}
     store = make(**about)
     for _ in range(3):
@@ -404,17 +404,17 @@ def test_after_a_roll_back_nothing_is_leased_until_a_version_is_published(make: 
         assert train_step(store)
     running = lease_next(store)
     assert store.roll_back(1) == 2
-    assert store.next_offer() is None
+    assert store.next_group() is None
     assert running.lease_id in store.groups[running.group_id].leases, "it goes on"
     store = make(again=store, **about)  # killed right there
     assert store.version is None
-    assert store.next_offer() is None
+    assert store.next_group() is None
     publish(store, 1)
-    store.add(episode(running, 0), [b""])
+    store.add_episode(episode(running, 0), [b""])
     assert store.groups[running.group_id].state == "complete"
 
 
-def test_a_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
+def test_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
     store = make(group_size=1, num_groups=1)
     run(store, lambda m: True)
     assert train_step(store)
@@ -422,8 +422,8 @@ def test_a_roll_back_to_the_confirmed_version_keeps_it(make: Make) -> None:
     assert store.version == 1
 
 
-def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
-    """Were all of them given at the old version, all would be due in the one batch it leaves."""
+def test_leases_lost_over_a_roll_back_do_not_block_batches(make: Make) -> None:
+    """If all were leased at the old version, one batch would have to contain all of them."""
     store = make(group_size=1, num_groups=1, max_staleness=2, max_attempts=9)
     for _ in range(5):
         run(store, lambda m: True)
@@ -431,13 +431,13 @@ def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
     held = [lease_next(store) for _ in range(3)]
     store.roll_back(3)
     for lease in held:
-        store.lose(lease)
+        store.lose_lease(lease)
     publish(store, 3)
     ages: list[int] = []
     for _ in range(5):
-        while (group := store.next_offer()) is not None:
+        while (group := store.next_group()) is not None:
             lease = store.lease(group, worker_id="w", credit=1)
-            store.add(episode(lease, 0), [b""])
+            store.add_episode(episode(lease, 0), [b""])
         done = train_step(store)
         assert done is not None, "pace waits for ever"
         ages += done
@@ -445,8 +445,8 @@ def test_leases_lost_over_a_roll_back_do_not_starve_pace(make: Make) -> None:
     assert not store.counts["filtered:stale"]
 
 
-def test_batches_rolled_back_are_not_made_again_with_less_staleness(make: Make) -> None:
-    """The trainer would refuse their tokens at every start: the run could never go on."""
+def test_rolled_back_batches_too_old_for_a_smaller_eta_are_not_repeated(make: Make) -> None:
+    """Otherwise the trainer would refuse their tokens at every start."""
     about = {"group_size": 1, "num_groups": 1}
     store = make(max_staleness=2, **about)
     for _ in range(3):
@@ -462,41 +462,41 @@ def test_batches_rolled_back_are_not_made_again_with_less_staleness(make: Make) 
     assert store.counts["filtered:stale"] == 1
 
 
-def test_a_lost_episode_is_run_though_nothing_fits_a_smaller_batch(make: Make) -> None:
-    """What does not fit is dropped once all are in; so they have to come in."""
+def test_lost_episode_is_leased_even_if_no_group_fits_a_smaller_batch(make: Make) -> None:
+    """Groups that do not fit are dropped only once complete, so their episodes must run."""
     store = make(group_size=2, num_groups=2, max_staleness=1, max_attempts=9)
     for _ in range(4):
         run(store, lambda m: True)
     assert train_step(store) and train_step(store)
     lost = lease_next(store)
-    store.add(episode(lost, 0), [b""])
+    store.add_episode(episode(lost, 0), [b""])
     store = make(again=store, group_size=2, num_groups=1, max_staleness=1, max_attempts=9)
     store.roll_back(0)
     publish(store, 0)
-    store.lose(store.groups[lost.group_id].leases[lost.lease_id])
+    store.lose_lease(store.groups[lost.group_id].leases[lost.lease_id])
     assert train_step(store) is None, "pace waits for what runs or is to be run"
     again = lease_next(store)
     assert (again.group_id, again.members) == (lost.group_id, [1])
-    store.add(episode(again, 1), [b""])
+    store.add_episode(episode(again, 1), [b""])
     assert train_step(store) == [0, 0]
 
 
-def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make: Make) -> None:
-    """Groups begun at later versions were all leased again at the old one, due in one batch."""
+def test_lease_after_a_roll_back_makes_no_group_too_old(make: Make) -> None:
+    """Groups of later versions are not all leased at the old version, due in one batch."""
     store = make(group_size=2, num_groups=1, max_staleness=2, max_attempts=9)
     for _ in range(2):
         run(store, lambda m: True)
         assert train_step(store)
     held = [lease_next(store) for _ in range(3)]
     for lease in held:
-        store.add(episode(lease, 0), [b""])
+        store.add_episode(episode(lease, 0), [b""])
     store.roll_back(0)
     publish(store, 0)
     assert store.compose() and store.compose(), "a rank asks for the planned batches at once"
     for lease in held:
-        store.lose(lease)
+        store.lose_lease(lease)
     given: list[Lease] = []
-    while (group := store.next_offer()) is not None:
+    while (group := store.next_group()) is not None:
         given.append(store.lease(group, worker_id="w", credit=2))
     assert [lease.group_id for lease in given] == [held[0].group_id]
     for step in range(2):
@@ -504,11 +504,11 @@ def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make:
         publish(store, step + 1)
     ages: list[int] = []
     for _ in range(4):
-        while (group := store.next_offer()) is not None:
+        while (group := store.next_group()) is not None:
             given.append(store.lease(group, worker_id="w", credit=2))
         for lease in given:
             for member in lease.members:
-                store.add(episode(lease, member), [b""])
+                store.add_episode(episode(lease, member), [b""])
         done = train_step(store)
         assert done is not None, "pace waits for ever"
         ages += done
@@ -516,7 +516,7 @@ def test_a_lease_after_a_roll_back_makes_no_group_older_than_pace_has_room(make:
     assert not store.counts["filtered"]
 
 
-def test_a_failed_episode_rests_longer_each_time(
+def test_failed_episode_backs_off_longer_each_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -526,23 +526,23 @@ def test_a_failed_episode_rests_longer_each_time(
     rests: list[float] = []
     for _ in range(7):
         lease = lease_next(store)
-        store.add(failed(lease, 0), [])
+        store.add_episode(failed(lease, 0), [])
         begin = now
-        while store.next_offer() is None:
+        while store.next_group() is None:
             now += 0.1
         rests.append(now - begin)
     assert rests == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.11)
-    store.lose(lease_next(store))
-    assert store.next_offer() is not None, "a dead worker is no reason to wait"
+    store.lose_lease(lease_next(store))
+    assert store.next_group() is not None, "a dead worker is no reason to wait"
 
 
-def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
-    """Else one rank's shard of it, asked for again, would not fit the others'."""
+def test_batch_order_is_the_same_after_a_restart(make: Make):
+    """Otherwise the shard of a rank that requests the batch again would not match the others."""
     store = make(group_size=2, num_groups=1)
     lease = lease_next(store)
     for member in (1, 0):
         made = [header(lease.group_id, member, seat=seat) for seat in ("white", "black", "judge")]
-        store.add(replace_headers(episode(lease, member), made), [b"x"] * 3)
+        store.add_episode(replace_headers(episode(lease, member), made), [b"x"] * 3)
     composed = store.compose()
     assert composed
     before = [h.trajectory_id for h in composed[0].headers]
@@ -550,12 +550,12 @@ def test_a_batch_has_one_order_before_and_after_a_restart(make: Make):
     assert [h.trajectory_id for h in again.batches[0][0].headers] == before
 
 
-def test_no_more_is_offered_than_a_batch_beyond_the_last_step(make: Make) -> None:
+def test_at_most_one_batch_of_groups_is_created_beyond_the_last_step(make: Make) -> None:
     store = make(num_groups=2, max_staleness=4, total_steps=2)
     leases = []
-    while (group := store.next_offer()) is not None:
+    while (group := store.next_group()) is not None:
         leases.append(store.lease(group, worker_id="w", credit=8))
     assert len(leases) == 3 * 2, "two batches, and one so that the last waits for no straggler"
     publish(store, 2)
-    store.lose(leases[0])
-    assert store.next_offer() is None, "after the last step nobody needs it"
+    store.lose_lease(leases[0])
+    assert store.next_group() is None, "after the last step nobody needs it"

@@ -1,4 +1,4 @@
-"""What workers send is checked before it counts: a wrong message ends no process and no run."""
+"""Messages of workers are validated; an invalid message stops no process and no run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from arealite.system.datapipe.intake import MAX_SENDERS, Rejections, check_episo
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
-from arealite.system.ledger.payloads import payload_sum, unlike
+from arealite.system.ledger.payloads import find_mismatch, payload_sum
 from arealite.system.links import wire
 from arealite.system.links.trainer_link import TrainerLink
 from tests.system.scenes import (
@@ -61,7 +61,7 @@ HEADER = header("g0", 0, version=1, newest=2, tokens=8)
 
 
 def changed(**fields: Any) -> bytes:
-    """The payload of HEADER with another segment."""
+    """Return the payload of HEADER with changed fields of its segment."""
     (segment,) = decode_segments(payload(HEADER))
     return encode_segments([replace(segment, **fields)])
 
@@ -91,24 +91,24 @@ def flipped(frame: bytes, at: int) -> bytes:
         (payload(header("g0", 0, version=1, newest=2, tokens=10)), "length"),
     ],
 )
-def test_payload_unlike_its_header_is_named(made: bytes, what: str) -> None:
-    assert what in unlike(HEADER, made, vocab_size=(1 << 31) - 1)
-    assert unlike(HEADER, payload(HEADER)) == ""
+def test_payload_that_differs_from_its_header_is_rejected(made: bytes, what: str) -> None:
+    assert what in find_mismatch(HEADER, made, vocab_size=(1 << 31) - 1)
+    assert find_mismatch(HEADER, payload(HEADER)) == ""
 
 
 @pytest.mark.parametrize(("group", "is_right"), [("e0-0", True), ("g0", False)])
-def test_greedy_trajectory_is_right_in_an_evaluation_alone(group: str, is_right: bool) -> None:
+def test_greedy_trajectory_is_valid_only_in_an_evaluation(group: str, is_right: bool) -> None:
     """A trainer divides logits by the temperature."""
     about = replace(HEADER, group_id=group, trajectory_id=f"{group}/0/agent")
     whole = Episode(f"{group}.1.1", group, 0, [about], None)
     assert (check_episode(whole, [changed(temperature=0.0)], 2) == "") == is_right
 
 
-def test_every_flipped_byte_of_a_payload_is_seen() -> None:
+def test_every_flipped_byte_of_a_payload_is_detected() -> None:
     made = payload(HEADER)
     summed = replace(HEADER, payload_sum=payload_sum(made))
-    assert unlike(summed, made) == ""
-    assert all(unlike(summed, flipped(made, at)) for at in range(len(made)))
+    assert find_mismatch(summed, made) == ""
+    assert all(find_mismatch(summed, flipped(made, at)) for at in range(len(made)))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_every_flipped_byte_of_a_payload_is_seen() -> None:
         {"reward": 2.0},
     ],
 )
-def test_header_that_cannot_be_true_is_named(wrong: dict[str, Any]) -> None:
+def test_impossible_header_is_rejected(wrong: dict[str, Any]) -> None:
     whole = Episode("g0.1.1", "g0", 0, [HEADER], None)
     assert check_episode(whole, [payload(HEADER)], 2) == ""
     bad = replace(whole, headers=[replace(HEADER, **wrong)])
@@ -148,7 +148,7 @@ def test_episode_needs_trajectories_or_a_failure() -> None:
 
 
 class Peer:
-    """A socket of its own at the datapipe, which says what it wants."""
+    """A raw socket that sends any message to the datapipe."""
 
     def __init__(self, pipe: Datapipe) -> None:
         self.pipe, self.got = pipe, list[Any]()
@@ -168,11 +168,11 @@ class Peer:
         return [message for message in found if isinstance(message, kind)]
 
     def acknowledged(self) -> int:
-        """How many results were."""
+        """Return the number of acknowledged results."""
         return sum(ack.checksum > 0 for ack in self.messages(Ack))
 
     async def leased(self, name: str, capacity: int = 4) -> list[Lease]:
-        """Hold leases as a worker that never finishes them."""
+        """Accept leases like a worker that never finishes them."""
         self.say(WorkerState(name, capacity, [], {}, "1"))
         leases: Callable[[], list[Lease]] = lambda: self.messages(Lease)  # noqa: E731
         await eventually(lambda: sum(len(lease.members) for lease in leases()) >= capacity)
@@ -181,12 +181,12 @@ class Peer:
 
 @pytest.fixture
 async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Peer, None]:
-    """At a datapipe whose trainer has published version 0; the run must still end well."""
+    """A peer of a datapipe whose trainer has published version 0; the run must still complete."""
     monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
     config = experiment(tmp_path, max_staleness=0)
     async with piped(config) as pipe:
         link, one = TrainerLink(lambda: pipe.address, rank=0, world_size=1), Peer(pipe)
-        await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+        await in_thread(lambda: (link.start(0), link.report(Published(0))))
         yield one
         one.say(WorkerState("bad", 0, [], {}, "2"))
         one.channel.close()
@@ -197,10 +197,10 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
                 assert answer
                 batch, payloads = answer
                 assert [payload(batch.headers[i]) for i in batch.mine] == payloads
-                link.tell(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
-                link.tell(Published(step + 1))
-            link.tell(Checkpointed(*saved(config, 2)))
-            link.tell(Finish("over"))
+                link.report(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
+                link.report(Published(step + 1))
+            link.report(Checkpointed(*saved(config, 2)))
+            link.report(Finish("over"))
             link.close()
 
         worker = asyncio.create_task(FakeWorker(lambda: pipe.address, worker_id="good").run())
@@ -211,7 +211,7 @@ async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerato
     assert report.steps == 2
 
 
-async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer: Peer) -> None:
+async def test_invalid_messages_are_counted_and_logged_once_per_sender(peer: Peer) -> None:
     wrong = [
         *(b"", b"garbage", b"\x80", wire.encode(Ack(1)), wire.encode({"type": "Result"})),
         *(b"\x81\xa1a" * 50_000, b"\x82\xa4type\xa6Finish\xa6reason\xa1\xff"),
@@ -229,7 +229,7 @@ async def test_messages_that_are_none_are_counted_and_logged_once_a_sender(peer:
     assert [log["event"] for log in logs].count("message rejected") == 1
 
 
-async def test_trainer_requests_of_a_stranger_change_nothing(peer: Peer) -> None:
+async def test_trainer_requests_without_a_ticket_change_nothing(peer: Peer) -> None:
     stray = [Published(0), Checkpointed(0, ""), EvalRequest(0), Finish("x"), StepReport(0, [], {})]
     for request in (*stray, BatchRequest(0, 0, 1), TrainerStart(0, 1, 1 << 30)):
         peer.say(request)
@@ -238,7 +238,7 @@ async def test_trainer_requests_of_a_stranger_change_nothing(peer: Peer) -> None
     assert not peer.pipe.evals.runs
 
 
-async def test_result_of_a_lease_that_another_worker_holds_is_not_taken(peer: Peer) -> None:
+async def test_result_for_a_lease_of_another_worker_is_ignored(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     forged = episode(lease, 0, reward=1e6)
     strange = replace(forged, lease_id=f"{lease.lease_id}9")
@@ -252,26 +252,26 @@ async def test_result_of_a_lease_that_another_worker_holds_is_not_taken(peer: Pe
 
 
 async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Peer) -> None:
-    """Else no worker would have the lease, and its group would never be complete."""
+    """Otherwise no worker would have the lease, and its group would never complete."""
     lease, other = (await peer.leased("bad"))[:2]
     good = episode(other, 0)
     mixed = Episode(lease.lease_id, other.group_id, 0, [], Failure("boom", ""))
     peer.say(Result("bad", [good, mixed]), payload(good.headers[0]))
     await peer.rejected(1)
-    assert 0 in peer.pipe.workers.by_id["bad"].leases[lease.lease_id].due
+    assert 0 in peer.pipe.workers.by_id["bad"].leases[lease.lease_id].unfinished
 
 
 def test_rejections_of_many_senders_take_bounded_memory() -> None:
     rejections = Rejections()
     with capture_logs() as logs:
         for number in range(3 * MAX_SENDERS):
-            rejections.note(f"sender {number}", "garbage")
+            rejections.record(f"sender {number}", "garbage")
     assert rejections.total() == 3 * MAX_SENDERS
     assert len(rejections) == len(logs) == MAX_SENDERS + 1
 
 
 @pytest.mark.parametrize("how", ["garbage", "flip", "missing", "header", "range", "too many"])
-async def test_wrong_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, how: str) -> None:
+async def test_invalid_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, how: str) -> None:
     leases = await peer.leased("bad")
     for lease in leases:
         for member in lease.members:
@@ -294,10 +294,10 @@ async def test_wrong_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer, 
     db.close()
 
 
-async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
+async def test_unreadable_result_is_acknowledged_and_leased_again(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the worker would send it for ever, and its group would never be complete."""
+    """Otherwise the worker would resend it forever, and its group would never complete."""
     encode, cut = wire.encode, list[str]()
 
     def cutting(message: Any) -> bytes:
@@ -307,7 +307,7 @@ async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
         return encode(message)
 
     monkeypatch.setattr(wire, "encode", cutting)
-    monkeypatch.setattr(workers, "UNKNOWN_S", 0.2)
+    monkeypatch.setattr(workers, "LEASE_ARRIVAL_S", 0.2)
     worker, store = FakeWorker(lambda: peer.pipe.address, worker_id="cutter"), peer.pipe.store
     working = asyncio.create_task(worker.run())
     await peer.rejected(1)
@@ -317,7 +317,7 @@ async def test_unreadable_result_is_forgotten_by_its_worker_and_leased_again(
     await working
 
 
-async def test_only_the_wrong_episode_of_a_result_is_lost(peer: Peer) -> None:
+async def test_only_the_invalid_episode_of_a_result_is_lost(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     good, bad = episode(lease, 0), episode(lease, 1)
     peer.say(Result("bad", [bad, good]), b"garbage", payload(good.headers[0]))
@@ -327,7 +327,7 @@ async def test_only_the_wrong_episode_of_a_result_is_lost(peer: Peer) -> None:
     assert [failure[0] for failure in group.failures] == [1]
 
 
-async def test_wrong_turns_are_not_kept(peer: Peer) -> None:
+async def test_invalid_turns_are_not_stored(peer: Peer) -> None:
     (lease, *_) = await peer.leased("bad")
     turn = TurnHeader(0, "agent", 0, 0)
     for name, payloads in (("bad", [b"turn"]), ("bad", []), ("w", [])):
@@ -338,13 +338,13 @@ async def test_wrong_turns_are_not_kept(peer: Peer) -> None:
 
 
 async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
-    """Of a worker that is broken for good, the run says so."""
+    """A worker that sends only invalid results stops the run with an error."""
     config = experiment(tmp_path, max_attempts=9, pipe={"max_failed_share": 0.01})
     pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
     running = asyncio.create_task(pipe.run())
     await pipe.ready.wait()
     peer, link = Peer(pipe), TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.tell(Published(0))))
+    await in_thread(lambda: (link.start(0), link.report(Published(0))))
     for lease in await peer.leased("bad"):
         made = [episode(lease, member) for member in lease.members]
         peer.say(Result("bad", made))
@@ -357,7 +357,7 @@ async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
 
 
 async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> None:
-    """And a trajectory above it is a failed episode at its worker, not a connection lost."""
+    """A trajectory above the limit is a failed episode at its worker, and no disconnect."""
     config = experiment(tmp_path, pipe={"max_frame_mb": 1})
     async with piped(config) as pipe:
         peer = Peer(pipe)
@@ -374,5 +374,5 @@ async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> N
         assert sent.failure and sent.failure.failure_class == "too_large"
         assert (sent.headers, payloads) == ([], [])
         link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-        await in_thread(lambda: (link.start(0), link.tell(Finish("over"))))
+        await in_thread(lambda: (link.start(0), link.report(Finish("over"))))
         link.close()

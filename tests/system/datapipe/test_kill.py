@@ -1,4 +1,4 @@
-"""kill -9 of a real datapipe process at random moments: the trainer gets each sample once."""
+"""kill -9 of a real datapipe process at random times: the trainer gets each sample once."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
         entries = names.list("datapipe")
         return str(entries[0].value["address"]) if entries else None
 
-    dice = random.Random(3)
+    rng = random.Random(3)
 
     def script(lease, member):
-        if dice.random() < 0.1:
+        if rng.random() < 0.1:
             return failed(lease, member)
-        return episode(lease, member, reward=float(dice.random() < 0.7))
+        return episode(lease, member, reward=float(rng.random() < 0.7))
 
     steps = 90
     loop = asyncio.get_running_loop()

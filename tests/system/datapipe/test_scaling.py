@@ -1,4 +1,4 @@
-"""The datapipe's side of autoscaling: what workers may run, how many of them there are to be."""
+"""Autoscaling in the datapipe: the limit of each worker and the desired number of workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from arealite.api.collector import AutoscaleConfig
 from arealite.api.rollout_messages import WorkerState
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.datapipe.scaling import PATIENCE, Scaling, number
+from arealite.system.datapipe.scaling import CONFIRM_PERIODS, Scaling, worker_index
 from arealite.system.datapipe.workers import Workers
 from arealite.system.ledger.ledger import Ledger
 from arealite.system.names.registry import NameRegistry
@@ -23,7 +23,7 @@ MOST = 10
 
 
 class Site:
-    """Workers with leases, servers that tell loads, and the one that scales."""
+    """Workers with leases, servers with loads, and a `Scaling`."""
 
     def __init__(self, root: Path, *, fewest: int = 1, highest: int = 3, eta: int = 2) -> None:
         config = experiment(root, num_groups=2, group_size=4, max_staleness=eta)
@@ -44,21 +44,21 @@ class Site:
         self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
 
     def hear(self, *indices: int) -> None:
-        """Workers tell their state: all that they were given, they have."""
+        """Send the state of each worker; each lists all its leases."""
         for index in indices:
             name = f"rollout-{index}@host"
             held = list(self.workers.by_id[name].leases) if name in self.workers.by_id else []
             self.workers.update(b"route", WorkerState(name, 64, held, {}, "p"))
 
     def fill(self) -> None:
-        """Give every worker what it wants."""
+        """Lease episodes until no worker has credit."""
         while worker := self.workers.most_idle():
-            group = self.store._offer()
+            group = self.store._create_group()
             lease = self.store.lease(group, worker_id=worker.worker_id, credit=worker.credit)
-            self.workers.give(worker.worker_id, lease, lease.members)
+            self.workers.assign(worker.worker_id, lease, lease.members)
 
     def pass_period(self, *, running: int, waiting: int = 0, capacity: int = 1000) -> None:
-        """Let servers tell a load, and a decision be made."""
+        """Add a load of the servers, and make a decision."""
         load = {"running": running, "waiting": waiting, "capacity": capacity}
         for _ in range(3):
             self.scaling._sample([load])
@@ -81,7 +81,7 @@ def site(tmp_path: Path) -> Iterator[Any]:
         each.ledger.close()
 
 
-def test_a_worker_begins_with_the_least_and_gets_more_while_servers_are_idle(site: Any) -> None:
+def test_worker_begins_with_the_minimum_and_gets_more_while_servers_are_idle(site: Any) -> None:
     it = site(highest=1)
     it.hear(0)
     it.fill()
@@ -92,7 +92,7 @@ def test_a_worker_begins_with_the_least_and_gets_more_while_servers_are_idle(sit
     assert it.in_flight(0) == MOST, "never more than collector.concurrency"
 
 
-def test_fewer_are_reached_as_episodes_end_and_none_is_cancelled(site: Any) -> None:
+def test_reduction_cancels_no_episode(site: Any) -> None:
     it = site(highest=1)
     it.hear(0)
     for _ in range(8):
@@ -106,13 +106,13 @@ def test_fewer_are_reached_as_episodes_end_and_none_is_cancelled(site: Any) -> N
     it.hear(0)
     assert it.in_flight(0) == MOST, "what it says it holds is not taken away"
     for lease_id, held in list(worker.leases.items()):
-        for member in list(held.due):
+        for member in list(held.unfinished):
             it.workers.finish(worker.worker_id, lease_id, member)
     it.fill()
     assert 2 <= it.in_flight(0) < MOST
 
 
-def test_a_worker_that_comes_gets_what_the_others_may_have(site: Any) -> None:
+def test_new_worker_gets_the_same_limit_as_the_others(site: Any) -> None:
     it = site(fewest=2, highest=2)
     it.hear(0)
     for _ in range(9):
@@ -122,30 +122,32 @@ def test_a_worker_that_comes_gets_what_the_others_may_have(site: Any) -> None:
     assert it.workers.by_id["rollout-1@host"].limit == it.workers.by_id["rollout-0@host"].limit
 
 
-def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site: Any) -> None:
+def test_worker_is_added_when_all_are_full_and_removed_when_idle(site: Any) -> None:
     it = site()
     it.hear(0)
-    assert it.scaling.wish() == {}, "nothing is decided"
-    while it.scaling.count < 2:
+    assert it.scaling.desired_workers() == {}, "nothing is decided"
+    while it.scaling.num_workers < 2:
         it.pass_period(running=it.in_flight(0))
         it.fill()
     assert it.in_flight(0) == MOST
     it.pass_period(running=MOST)
-    assert it.scaling.wish() == {"workers": 2}, "one at a time: the second is not here yet"
+    assert it.scaling.desired_workers() == {"workers": 2}, (
+        "one at a time: the second is not here yet"
+    )
     it.hear(1)
     it.fill()
     for _ in range(4):
         it.pass_period(running=it.in_flight(0) + it.in_flight(1), capacity=14)
-    assert it.in_flight(1) > 0 and it.scaling.count == 2
+    assert it.in_flight(1) > 0 and it.scaling.num_workers == 2
     for _ in range(30):
         it.pass_period(running=2, waiting=it.in_flight(0) + it.in_flight(1) - 2, capacity=2)
         it.hear(0, 1)
-    assert it.scaling.count == 2, "it still runs something"
+    assert it.scaling.num_workers == 2, "it still runs something"
     leaving = it.workers.by_id["rollout-1@host"]
     assert leaving.limit == 0
     leaving.leases.clear()
     it.pass_period(running=2, waiting=8, capacity=2)
-    assert it.scaling.wish() == {"workers": 1}
+    assert it.scaling.desired_workers() == {"workers": 1}
     assert leaving.limit == 0, "nothing new until it is gone"
     it.workers.update(b"route", WorkerState("rollout-1@host", 0, [], {}, "p"))
     it.pass_period(running=2, waiting=8, capacity=2)
@@ -153,7 +155,7 @@ def test_a_worker_is_asked_for_when_all_are_full_and_let_go_when_it_is_idle(site
     assert it.workers.by_id["rollout-1@host"].limit > 0, "another of that number"
 
 
-def test_no_worker_is_asked_for_where_staleness_and_not_workers_hold_episodes_back(
+def test_no_worker_is_added_while_staleness_limits_the_episodes(
     site: Any,
 ) -> None:
     it = site()
@@ -162,14 +164,14 @@ def test_no_worker_is_asked_for_where_staleness_and_not_workers_hold_episodes_ba
     for _ in range(12):  # nothing more is leased
         it.pass_period(running=1)
     assert it.workers.metrics()["rollout/target_concurrency"] == 3 * MOST
-    assert it.scaling.count == 1
+    assert it.scaling.num_workers == 1
 
 
-def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
+def test_leaving_worker_stays_when_it_is_needed_again(site: Any) -> None:
     it = site()
     it.hear(0, 1)
     it.pass_period(running=0)
-    assert it.scaling.count == 2, "a datapipe that is back keeps what the launcher started"
+    assert it.scaling.num_workers == 2, "a datapipe that is back keeps what the launcher started"
     it.fill()
     for _ in range(20):
         it.pass_period(running=1, waiting=3, capacity=1)
@@ -177,11 +179,11 @@ def test_one_that_is_to_leave_stays_when_it_is_needed_again(site: Any) -> None:
     for _ in range(80):
         it.pass_period(running=2)
         it.fill()
-    assert it.scaling.count >= 2
+    assert it.scaling.num_workers >= 2
     assert it.workers.by_id["rollout-1@host"].limit == MOST
 
 
-def test_batches_that_leave_too_much_hold_rollouts_back(site: Any) -> None:
+def test_batches_that_leave_many_groups_reduce_rollouts(site: Any) -> None:
     it = site()
     for surplus, damping in ((4, 0.9), (2, 0.9), (0, 1.0)):  # of 4 that may wait
         it.store.next_step += 1
@@ -191,7 +193,7 @@ def test_batches_that_leave_too_much_hold_rollouts_back(site: Any) -> None:
         assert it.scaling.metrics()["rollout/damping"] == pytest.approx(damping)
 
 
-def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:
+def test_servers_without_load_change_nothing(site: Any) -> None:
     it = site()
     it.hear(0)
     for _ in range(5):
@@ -203,14 +205,14 @@ def test_servers_that_tell_no_load_change_nothing(site: Any) -> None:
     assert it.workers.metrics()["rollout/workers"] == 1.0
 
 
-def test_the_number_of_a_worker() -> None:
-    assert [number(name) for name in ("rollout-12@a-3", "rollout-0@b", "w")] == [12, 0, -1]
+def test_worker_index_is_read_from_the_id() -> None:
+    assert [worker_index(name) for name in ("rollout-12@a-3", "rollout-0@b", "w")] == [12, 0, -1]
 
 
-def test_servers_that_tell_no_load_are_told_of_once(site: Any) -> None:
+def test_servers_without_load_are_logged_once(site: Any) -> None:
     it = site()
     with capture_logs() as logs:
-        for _ in range(3 * PATIENCE):
+        for _ in range(3 * CONFIRM_PERIODS):
             it.scaling._sample([None])
             it.scaling._decide()
-    assert [log["event"] for log in logs] == ["no server tells its load"]
+    assert [log["event"] for log in logs] == ["no server reports its load"]

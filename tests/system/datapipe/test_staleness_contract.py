@@ -1,7 +1,7 @@
-"""No trained token is older than η, under any history; under wait nothing is discarded or stuck.
+"""No trained token is older than η in any history; under `wait` no group is discarded or blocks.
 
-Trials in virtual time on the real store and ledger, with everything that happens to a run: workers
-that die with durable turns or without, results that come late, failures, restarts, roll-backs.
+Trials in virtual time on the real store and ledger, with the faults of a run: workers that die with
+or without stored turns, late results, failures, restarts and roll-backs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tests.system.scenes import failed, payload
 from tools.staleness_table import Trial
 
 PATIENCE = 1500
-"""Events without a trained step, after which a trial is stuck."""
+"""Number of events without a trained step after which a trial counts as stuck."""
 
 
 @dataclass
 class Running:
-    """One episode that a worker runs, as the worker knows it."""
+    """One episode that a worker runs."""
 
     lease: Lease
     member: int
     oldest: int
-    """Of its tokens, and of those of the turns that it goes on from."""
+    """Versions of its tokens, including the turns from which it resumed."""
     turns: int = 0
     is_lost: bool = False
     is_over: bool = False
@@ -47,17 +47,17 @@ class Running:
 
 @dataclass
 class Chaos(Trial):
-    """A trial of which `dice` decides the latencies and the disasters."""
+    """A trial with latencies and faults drawn from `rng`."""
 
-    dice: random.Random = field(default_factory=random.Random)
+    rng: random.Random = field(default_factory=random.Random)
     quiet_from: int = 1_000_000
-    """The step from which nothing bad happens any more."""
+    """The step from which no fault occurs."""
     checkpointed: int = 0
     running: dict[str, list[Running]] = field(default_factory=dict[str, list[Running]])
-    """By lease."""
+    """By lease id."""
     happened: dict[str, int] = field(default_factory=dict[str, int])
     history: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-    """Trajectory ids of each step that was ever trained."""
+    """Trajectory ids of each step ever trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,14 +67,14 @@ class Chaos(Trial):
         self.store.ledger.set_meta("version", "0")
         self.servers = 0
         self.boot = 0
-        """Of the trainer: what it began before it died is of no meaning."""
+        """Number of starts of the trainer; events of an earlier start are ignored."""
         self.stuck = 0
 
     def pump(self) -> None:
         self.stuck += 1
         assert self.stuck < PATIENCE, f"stuck at step {self.step}: {self.describe()}"
-        if self.step < self.quiet_from and self.dice.random() < 0.02:
-            name = self.dice.choice(["restart", "roll_back", "checkpoint"])
+        if self.step < self.quiet_from and self.rng.random() < 0.02:
+            name = self.rng.choice(["restart", "roll_back", "checkpoint"])
             self.happened[name] = self.happened.get(name, 0) + 1
             getattr(self, name)()
         super().pump()
@@ -93,18 +93,18 @@ class Chaos(Trial):
             turns = sum(t.member == member for t in lease.turns)
             run = Running(lease, member, min([self.servers, *kept]), turns)
             self.running.setdefault(lease.lease_id, []).append(run)
-            slow = 30.0 if self.dice.random() < 0.1 else 1.0
-            self.after(self.dice.expovariate(1.0) * slow, lambda run=run: self.go_on(run))
+            slow = 30.0 if self.rng.random() < 0.1 else 1.0
+            self.after(self.rng.expovariate(1.0) * slow, lambda run=run: self.go_on(run))
 
     def go_on(self, run: Running) -> None:
-        """A turn of an episode ends, and with it perhaps the episode, or its worker."""
+        """Finish a turn; the episode may end, or the worker may die."""
         if self.servers < run.lease.version:  # after a roll-back: clients ask for no older weights
             self.after(1.0, lambda: self.go_on(run))
             return
-        draw = self.dice.random() if self.step < self.quiet_from else 1.0
+        draw = self.rng.random() if self.step < self.quiet_from else 1.0
         if draw < 0.3:
             self.tell(run)
-            self.after(self.dice.expovariate(1.0), lambda: self.go_on(run))
+            self.after(self.rng.expovariate(1.0), lambda: self.go_on(run))
         elif draw < 0.4 and not run.is_lost:
             self.lose(run)
         else:
@@ -113,30 +113,30 @@ class Chaos(Trial):
             is_failed = draw < 0.5
             made = failed(run.lease, run.member) if is_failed else self.episode(run)
             for _ in range(1 + (draw < 0.6)):  # also twice
-                self.store.add(made, [] if is_failed else [payload(made.headers[0])])
+                self.store.add_episode(made, [] if is_failed else [payload(made.headers[0])])
 
     def tell(self, run: Running) -> None:
         turn = TurnHeader(run.member, "agent", run.turns, run.oldest)
         run.turns += 1
         told = Progress("w", run.lease.lease_id, run.lease.group_id, [turn])
-        self.store.keep(told, [b"turn"])
+        self.store.add_turns(told, [b"turn"])
 
     def lose(self, run: Running) -> None:
-        """A worker is given up; what it runs may come nevertheless."""
+        """Lose a lease; its results may still arrive."""
         self.happened["lost"] = self.happened.get("lost", 0) + 1
-        self.store.lose(run.lease)
+        self.store.lose_lease(run.lease)
         for other in self.running[run.lease.lease_id]:
             self.free += not (other.is_lost or other.is_over)
             other.is_lost = True
-        run.is_over = self.dice.random() < 0.5
+        run.is_over = self.rng.random() < 0.5
         if not run.is_over:
-            self.after(self.dice.expovariate(0.1), lambda: self.go_on(run))
+            self.after(self.rng.expovariate(0.1), lambda: self.go_on(run))
 
     def episode(self, run: Running) -> Episode:
         newest = max(run.oldest, self.servers)
         header = TrajectoryHeader(
             f"{run.lease.group_id}/{run.member}/agent", run.lease.group_id, run.member, "agent",
-            run.lease.task.task_id, float(self.dice.random() < 0.8), {}, [6], 3, run.oldest,
+            run.lease.task.task_id, float(self.rng.random() < 0.8), {}, [6], 3, run.oldest,
             newest, 1, False, 0, 1.0, {},
         )  # fmt: skip
         return Episode(run.lease.lease_id, run.lease.group_id, run.member, [header], None)
@@ -163,7 +163,7 @@ class Chaos(Trial):
         self.step += 1
         self.idle_since = self.now
         boot, version = self.boot, self.step
-        self.after(self.dice.random(), lambda: self.publish(version) if boot == self.boot else None)
+        self.after(self.rng.random(), lambda: self.publish(version) if boot == self.boot else None)
 
     def publish(self, version: int) -> None:
         self.servers = version
@@ -176,13 +176,13 @@ class Chaos(Trial):
         self.ledger.checkpoint(self.step, "/x")
 
     def roll_back(self) -> None:
-        """The trainer dies, and begins again at its checkpoint."""
+        """Kill the trainer and restart it from its checkpoint."""
         self.ledger.commit()
         self.boot += 1
         self.step, self.idle_since = self.checkpointed, None
         self.store.roll_back(self.step)
         boot = self.boot
-        self.after(self.dice.random() * 5, lambda: self.return_(boot))
+        self.after(self.rng.random() * 5, lambda: self.return_(boot))
 
     def return_(self, boot: int) -> None:
         if boot == self.boot:
@@ -190,7 +190,7 @@ class Chaos(Trial):
             self.idle_since = self.now
 
     def restart(self) -> None:
-        """The datapipe dies just after a commit, and reads its ledger."""
+        """Kill the datapipe just after a commit and restart it from the ledger."""
         self.ledger.commit()
         self.ledger.close()
         self.open()
@@ -198,18 +198,18 @@ class Chaos(Trial):
 
 @contextmanager
 def played(seed: int, policy: str, eta: int, num_groups: int, steps: int = 25) -> Iterator[Chaos]:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name, patch.object(open_group, "BACK_OFF_S", 0.0):
         trial = Chaos(
-            Path(name), policy, eta, steps, seed % 1000, 2, num_groups, dice.randint(1, 12),
-            dice=dice, quiet_from=steps - 4,
+            Path(name), policy, eta, steps, seed % 1000, 2, num_groups, rng.randint(1, 12),
+            rng=rng, quiet_from=steps - 4,
         )  # fmt: skip
         trial.run()
         yield trial
 
 
 def check(trial: Chaos, eta: int) -> None:
-    """What the file itself says, by the audit and by every trained header."""
+    """Check the file with the audit and with every trained header."""
     report = audit(trial.ledger.path)
     assert report.ok, report.table()
     assert report.groups.trained == trial.steps * trial.num_groups
@@ -230,7 +230,9 @@ CASES = {"seed": st.integers(0, 2**32), "eta": st.integers(0, 4), "num_groups": 
 
 @settings(max_examples=30, deadline=None)
 @given(**CASES)
-def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_groups: int) -> None:
+def test_wait_discards_nothing_and_never_blocks_for_good(
+    seed: int, eta: int, num_groups: int
+) -> None:
     with played(seed, "wait", eta, num_groups) as trial:
         check(trial, eta)
         assert not [name for name in trial.store.counts if name.startswith("filtered")]
@@ -247,15 +249,17 @@ def test_pace_discards_nothing_and_is_never_stuck(seed: int, eta: int, num_group
 
 @settings(max_examples=12, deadline=None)
 @given(policy=st.sampled_from(["mask", "drop"]), **CASES)
-def test_mask_and_drop_keep_their_bound(policy: str, seed: int, eta: int, num_groups: int) -> None:
+def test_mask_and_drop_keep_the_staleness_bound(
+    policy: str, seed: int, eta: int, num_groups: int
+) -> None:
     with played(seed, policy, eta, num_groups) as trial:
         check(trial, eta)
         filtered = {name for name in trial.store.counts if name.startswith("filtered:")}
         assert filtered <= ({"filtered:stale"} if policy == "drop" else set())
 
 
-def test_the_trials_are_hard_enough(tmp_path: Path) -> None:
-    """Each disaster happens, and without the policy wait the bound would be broken."""
+def test_every_fault_occurs_in_the_trials(tmp_path: Path) -> None:
+    """Each fault occurs, and without policy `wait` the bound would be broken."""
     happened: set[str] = set()
     oldest = stale = 0
     for seed in range(6):
@@ -279,8 +283,8 @@ def one_batch_more(outstanding: int, version: int, *, eta: int, num_groups: int)
 @pytest.mark.parametrize(
     ("name", "rule"), [("fits", lambda *_, **__: True), ("may_lease", one_batch_more)]
 )
-def test_a_broken_rule_is_found(name: str, rule: Callable[..., bool]) -> None:
-    """The property notices pacing that lets batches go too early, and admission of one too many."""
+def test_broken_rule_is_detected(name: str, rule: Callable[..., bool]) -> None:
+    """The property detects batches released too early, and one group admitted too many."""
     with patch.object(staleness, name, rule), pytest.raises(AssertionError):
         for seed in range(10):
             with played(seed, "wait", 1, 2) as trial:

@@ -1,4 +1,4 @@
-"""Messages of a trainer that come late: of one that is no more, or twice, by a slow connection."""
+"""Late, resent and stale requests of trainers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUTE = b"route"
 
 
 class AtOnce:
-    """A writer whose commits take no time."""
+    """A writer that commits at once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -51,7 +51,7 @@ class AtOnce:
 
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[TrainerRequestHandler]:
-    """At step 2: batches 0 and 1 are trained, version 2 is published."""
+    """A handler at step 2: batches 0 and 1 are trained, version 2 is published."""
     config = experiment(tmp_path, num_groups=1, group_size=1)
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
     store = GroupStore(ledger, tasks(4), ppo=config.trainer.ppo, seed=1, shuffle=True)
@@ -79,23 +79,23 @@ def sent(handler: TrainerRequestHandler) -> list[Any]:
 
 
 def tell(handler: TrainerRequestHandler, request: FromTrainer) -> bool:
-    """A request of the trainer that runs."""
+    """Take a request of the current trainer."""
     return handler.take(ROUTE, msgspec.structs.replace(request, ticket=handler._ticket))
 
 
 def begin(handler: TrainerRequestHandler, step: int, *, ticket: int) -> None:
-    """A start once the trainer before is dead."""
-    handler.heard = min(handler.heard, 0.0)
+    """Take a start after the previous trainer died."""
+    handler.last_request = min(handler.last_request, 0.0)
     handler.take(ROUTE, TrainerStart(step, 1, ticket))
 
 
 def collect(handler: TrainerRequestHandler, *, reward: float = 1.0) -> None:
-    """One more complete group."""
-    group = handler.store.next_offer()
+    """Complete one more group."""
+    group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)
     made = episode(lease, 0, reward=reward)
-    handler.store.add(made, [payload(made.headers[0])])
+    handler.store.add_episode(made, [payload(made.headers[0])])
 
 
 def train(handler: TrainerRequestHandler, step: int) -> None:
@@ -105,31 +105,31 @@ def train(handler: TrainerRequestHandler, step: int) -> None:
     tell(handler, Published(step + 1))
 
 
-def test_a_start_that_comes_twice_rolls_nothing_back(handler: TrainerRequestHandler) -> None:
+def test_resent_start_rolls_nothing_back(handler: TrainerRequestHandler) -> None:
     handler.take(ROUTE, TrainerStart(0, 1, 1))
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert sent(handler)[-1] == TrainerReady(0, 0)
     begin(handler, 0, ticket=2)
-    assert handler.store.known_steps() == 0
+    assert handler.store.num_trained_steps() == 0
     (again,) = handler.store.compose() or ()
     tell(handler, StepReport(0, [h.trajectory_id for h in again.headers], {}))
     before = len(sent(handler))
     handler.take(ROUTE, TrainerStart(0, 1, 1))
-    assert handler.store.known_steps() == 1, "of a trainer that is no more"
+    assert handler.store.num_trained_steps() == 1, "of a trainer that is no more"
     assert len(sent(handler)) == before
 
 
-def test_tickets_grow_and_change_nothing(handler: TrainerRequestHandler) -> None:
-    """Also those of the datapipe's next start are larger than all before."""
+def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> None:
+    """Tickets after a restart of the datapipe are larger than all earlier tickets."""
     for _ in range(2):
         handler.take(ROUTE, TrainerStart(0, 1))
     first, second = sent(handler)[-2:]
     assert 0 < first.number < second.number < 2 * first.number
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
 
 
 def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
-    """A dead trainer's report of a later step made the ledger forget the one between."""
+    """A report of a later step must not skip the step between."""
     begin(handler, 0, ticket=2)
     batches = [handler.store.compose() or [] for _ in range(2)]
     ids = [[h.trajectory_id for group in groups for h in group.headers] for groups in batches]
@@ -137,7 +137,7 @@ def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
         tell(handler, StepReport(1, ids[1], {}))
     for step in (0, 1):
         tell(handler, StepReport(step, ids[step], {}))
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert handler.store.ledger.connection.execute("SELECT step FROM steps").fetchall() == [
         (0,),
         (1,),
@@ -145,15 +145,15 @@ def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_a_late_version_is_not_taken(handler: TrainerRequestHandler, late: int) -> None:
-    """An older one would stop the leases for ever at η = 0; a later one is of steps rolled back."""
+def test_late_version_is_ignored(handler: TrainerRequestHandler, late: int) -> None:
+    """An older version would block all leases at η = 0; a later version was rolled back."""
     tell(handler, Published(late))
     assert handler.store.version == 2
     held = "SELECT value FROM meta WHERE key = 'version'"
     assert handler.store.ledger.connection.execute(held).fetchone() == ("2",)
 
 
-def test_what_a_dead_trainer_says_after_a_roll_back_ends_nothing_else(
+def test_request_of_a_dead_trainer_after_a_roll_back_stops_only_its_sender(
     handler: TrainerRequestHandler,
 ) -> None:
     begin(handler, 1, ticket=2)
@@ -166,7 +166,7 @@ def test_what_a_dead_trainer_says_after_a_roll_back_ends_nothing_else(
     assert handler.store.version == 1
 
 
-# ---------------------------------------------------------------- who is served
+# ---------------------------------------------------------------- tickets and starts
 
 
 def test_requests_of_other_tickets_change_nothing(handler: TrainerRequestHandler) -> None:
@@ -183,7 +183,7 @@ def test_requests_of_other_tickets_change_nothing(handler: TrainerRequestHandler
     assert not handler.is_waiting
 
 
-def test_ticket_of_the_trainer_that_runs_outlives_the_datapipe(
+def test_ticket_of_the_current_trainer_survives_a_restart(
     handler: TrainerRequestHandler, tmp_path: Path
 ) -> None:
     handler.store.ledger.close()
@@ -206,7 +206,7 @@ def test_ticket_of_the_trainer_that_runs_outlives_the_datapipe(
 def test_tickets_grow_after_a_restart_however_many_were_given(
     handler: TrainerRequestHandler,
 ) -> None:
-    """Else the datapipe would serve no trainer any more."""
+    """Otherwise the datapipe would serve no further trainer."""
     handler.store.ledger.set_meta("ticket", str(1 << 30))
     handler.store.ledger.commit()
     again = TrainerRequestHandler(
@@ -221,28 +221,28 @@ def test_tickets_grow_after_a_restart_however_many_were_given(
     assert sent(handler)[-1].number > 1 << 30
 
 
-def test_start_waits_while_the_trainer_before_is_alive(handler: TrainerRequestHandler) -> None:
+def test_start_waits_while_the_previous_trainer_is_alive(handler: TrainerRequestHandler) -> None:
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
-    assert handler.store.known_steps() == 2
-    handler.tell_waiting()
+    assert handler.store.num_trained_steps() == 2
+    handler.send_waiting()
     (said,) = [m for m in sent(handler) if isinstance(m, Waiting)]
-    assert said.request == "TrainerStart 1" and "the previous trainer, heard" in said.detail
-    handler.heard -= trainer_request_handler.ALIVE_S
-    handler.begin_if_free()
-    assert handler.store.known_steps() == 1
+    assert said.request == "TrainerStart 1" and "the previous trainer, last request" in said.detail
+    handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
+    handler.begin_pending_start()
+    assert handler.store.num_trained_steps() == 1
     assert sent(handler)[-1] == TrainerReady(1, 1)
 
 
-def test_start_that_is_not_repeated_is_forgotten(handler: TrainerRequestHandler) -> None:
-    """A stray one would begin the next time that the trainer computes for long."""
+def test_start_that_is_not_resent_is_dropped(handler: TrainerRequestHandler) -> None:
+    """Otherwise a stray start would begin during the next long computation of the trainer."""
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
-    handler._start_heard -= trainer_request_handler.GONE_S
-    handler.begin_if_free()
-    handler.heard -= trainer_request_handler.ALIVE_S
-    handler.begin_if_free()
-    assert handler.store.known_steps() == 2
+    handler._start_received -= trainer_request_handler.TRAINER_GONE_S
+    handler.begin_pending_start()
+    handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
+    handler.begin_pending_start()
+    assert handler.store.num_trained_steps() == 2
     assert not [m for m in sent(handler)[1:] if isinstance(m, TrainerReady)]
 
 
@@ -252,26 +252,26 @@ def test_start_does_not_overtake_a_trainer_that_saves_its_last_steps(
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
     tell(handler, Finish(STOP_WAITING))
-    handler.begin_if_free()
+    handler.begin_pending_start()
     save(handler, 2)
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_start_that_contradicts_the_ledger_is_refused_and_stops_nobody(
+def test_start_that_contradicts_the_ledger_is_refused_and_stops_no_other(
     handler: TrainerRequestHandler, step: int
 ) -> None:
     """Its sender is a stray peer, or a restarted trainer without its newest checkpoint."""
     save(handler, 2)
     begin(handler, step, ticket=2)
     assert isinstance(sent(handler)[-1], Refused)
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert tell(handler, Published(2)), "the trainer goes on"
 
 
 def test_start_with_a_ticket_that_was_not_given_is_ignored(handler: TrainerRequestHandler) -> None:
     begin(handler, 0, ticket=1 << 39)
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     begin(handler, 2, ticket=2)
     assert sent(handler)[-1] == TrainerReady(2, 0)
 
@@ -317,10 +317,10 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(
     assert f"set aside, because no rank could train them: {bad.group_id} (mask)" in report.table()
 
 
-def test_late_repetition_of_unusable_keeps_the_batch_composed_since(
+def test_resent_unusable_keeps_the_recomposed_batch(
     handler: TrainerRequestHandler,
 ) -> None:
-    """Some ranks may have that batch already."""
+    """Some ranks may have the recomposed batch already."""
     collect(handler)
     collect(handler, reward=0.0)
     (bad,) = handler.store.compose() or ()
@@ -333,20 +333,20 @@ def test_late_repetition_of_unusable_keeps_the_batch_composed_since(
 
 def test_group_of_an_older_batch_is_not_set_aside(handler: TrainerRequestHandler) -> None:
     tell(handler, Unusable(1, {"g0": "mask", "g1": "mask"}))
-    assert handler.store.known_steps() == 2
+    assert handler.store.num_trained_steps() == 2
     assert handler.store.counts["filtered"] == 0
 
 
 def test_group_with_a_garbled_payload_can_be_set_aside_and_audited(
     handler: TrainerRequestHandler,
 ) -> None:
-    """As of a ledger that an older version wrote, which stored what no one had decoded."""
-    group = handler.store.next_offer()
+    """Older versions stored payloads without decoding them."""
+    group = handler.store.next_group()
     assert group
     lease = handler.store.lease(group, worker_id="w", credit=1)
-    handler.store.add(episode(lease, 0), [b"garbage"])
+    handler.store.add_episode(episode(lease, 0), [b"garbage"])
     assert handler.store.compose()
     tell(handler, Unusable(2, {group.group_id: "unreadable"}))
-    assert handler.store.known_steps() == 2 and handler.store.compose() is None
+    assert handler.store.num_trained_steps() == 2 and handler.store.compose() is None
     report = audit(handler.store.ledger.path)
     assert report.ok, report.table()

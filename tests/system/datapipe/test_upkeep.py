@@ -1,4 +1,4 @@
-"""After a checkpoint the ledger is audited as far as it is new, and old payloads are dropped."""
+"""After a checkpoint the new records are audited, and old payloads are dropped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mark(ledger: Path) -> dict[str, object]:
 
 
 async def keep_house(run: SmallRun, kept: str = "all", over: asyncio.Event | None = None) -> None:
-    """What a datapipe does after a checkpoint, to its end."""
+    """Run the upkeep after a checkpoint until it has finished."""
     writer = LedgerWriter(run.ledger, interval_s=0.0)
     async with asyncio.TaskGroup() as group:
         group.create_task(writer.run())
@@ -67,7 +67,7 @@ def grown(folder: Path, steps: int) -> SmallRun:
     return run
 
 
-async def test_an_audit_of_what_is_new_counts_what_a_whole_one_does(tmp_path: Path) -> None:
+async def test_incremental_audit_counts_the_same_as_a_full_audit(tmp_path: Path) -> None:
     run = grown(tmp_path, 0)
     path = run.paths.ledger
     for step in range(10):
@@ -83,7 +83,7 @@ async def test_an_audit_of_what_is_new_counts_what_a_whole_one_does(tmp_path: Pa
     run.ledger.close()
 
 
-async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path: Path) -> None:
+async def test_incremental_audit_reads_no_payload_before_its_mark(tmp_path: Path) -> None:
     run = grown(tmp_path, 6)
     await keep_house(run)
     run.train()
@@ -95,7 +95,7 @@ async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path
     report = audit(run.paths.ledger, new_only=True, on_row=lambda n, last: seen.append(n))
     assert report.ok, report.table()
     assert "steps 1 to 6 were audited during the run, and not again now" in report.notes
-    assert "3 payloads unlike their checksum" in audit(run.paths.ledger).table()
+    assert "3 payloads differ from their checksum" in audit(run.paths.ledger).table()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_an_audit_of_what_is_new_reads_no_payload_before_its_mark(tmp_path
         "DELETE FROM trajectories WHERE n = 1",
     ],
 )
-async def test_harm_to_what_is_new_and_to_numbers_of_rows_is_seen_at_the_end(
+async def test_damage_after_the_mark_and_to_row_counts_is_detected_at_the_end(
     tmp_path: Path, harm: str
 ) -> None:
     run = grown(tmp_path, 6)
@@ -125,7 +125,7 @@ async def test_harm_to_what_is_new_and_to_numbers_of_rows_is_seen_at_the_end(
     assert not audit(run.paths.ledger).ok
 
 
-async def test_the_mark_stays_where_an_audit_fails_and_payloads_too(tmp_path: Path) -> None:
+async def test_failed_audit_moves_no_mark_and_drops_no_payload(tmp_path: Path) -> None:
     run = grown(tmp_path, 4)
     await keep_house(run, "1")
     before, held = mark(run.paths.ledger), read(run.paths.ledger, KEPT)
@@ -138,14 +138,14 @@ async def test_the_mark_stays_where_an_audit_fails_and_payloads_too(tmp_path: Pa
     assert mark(run.paths.ledger) == before
     assert set(held) <= set(read(run.paths.ledger, KEPT))
     (log,) = [log for log in logs if log["event"] == "ledger out of balance"]
-    assert "trajectories unlike their checksum" in log["problems"][0]
+    assert "trajectories differ from their checksum" in log["problems"][0]
     run.ledger.close()
 
 
 KEPT = "SELECT trajectory_id FROM trajectories WHERE payload NOTNULL"
 
 
-async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
+async def test_roll_back_below_the_mark_resets_it(tmp_path: Path) -> None:
     run = grown(tmp_path, 6)
     await keep_house(run)
     run.store.roll_back(6)
@@ -164,7 +164,7 @@ async def test_a_roll_back_below_the_mark_takes_it_back(tmp_path: Path) -> None:
     run.ledger.close()
 
 
-async def test_audit_leaves_no_mark_when_its_steps_are_rolled_back_meanwhile(
+async def test_audit_stores_no_mark_if_its_steps_are_rolled_back_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = grown(tmp_path, 6)
@@ -182,7 +182,7 @@ async def test_audit_leaves_no_mark_when_its_steps_are_rolled_back_meanwhile(
     run.ledger.close()
 
 
-async def test_an_audit_is_given_up_when_the_run_ends(tmp_path: Path) -> None:
+async def test_audit_stops_when_the_run_ends(tmp_path: Path) -> None:
     run = grown(tmp_path, 30)  # more trajectories than it looks after
     over = asyncio.Event()
     over.set()
@@ -195,7 +195,7 @@ async def test_an_audit_is_given_up_when_the_run_ends(tmp_path: Path) -> None:
     run.ledger.close()
 
 
-# ---------------------------------------------------------------- payloads that go
+# ---------------------------------------------------------------- dropped payloads
 
 
 def steps_with_payloads(ledger: Path) -> list[int]:
@@ -225,7 +225,7 @@ async def test_payloads_older_than_the_newest_checkpoints_are_dropped(
     run.ledger.close()
 
 
-async def test_a_run_goes_on_from_each_checkpoint_that_has_its_payloads(tmp_path: Path) -> None:
+async def test_run_resumes_from_each_checkpoint_with_payloads(tmp_path: Path) -> None:
     run = grown(tmp_path, 9)
     await keep_house(run, "2")
     run.store.roll_back(6)
@@ -243,7 +243,7 @@ async def test_a_run_goes_on_from_each_checkpoint_that_has_its_payloads(tmp_path
     run.ledger.close()
 
 
-async def test_room_of_dropped_payloads_is_used_again(tmp_path: Path) -> None:
+async def test_space_of_dropped_payloads_is_reused(tmp_path: Path) -> None:
     sizes = dict[str, list[int]]()
     for kept in ("all", "1"):
         run = SmallRun(tmp_path / kept, Shape(tokens=2000))
@@ -281,8 +281,8 @@ print(next(count))
 
 
 @pytest.mark.processes
-async def test_a_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: Path) -> None:
-    """Killed before each of the statements in turn; the next one goes on and ends as ever."""
+async def test_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: Path) -> None:
+    """Kill it before each statement in turn; the next process resumes and ends normally."""
     run = grown(tmp_path / "run", 7)
     run.ledger.close()
     dropped, died = set[int](), 0
@@ -311,7 +311,7 @@ async def test_a_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path:
     assert len(dropped) >= 3, "killed between two steps that go"
 
 
-async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path) -> None:
+async def test_datapipe_audits_and_drops_after_each_checkpoint(tmp_path: Path) -> None:
     config = experiment(tmp_path, num_groups=2, pipe={"keep_payloads": "1"})
     path = run_paths(config).ledger
     async with piped(config) as pipe:
@@ -321,13 +321,13 @@ async def test_a_datapipe_audits_and_drops_after_its_checkpoints(tmp_path: Path)
 
         def body() -> None:
             train(link, config, steps=4, finish=False)
-            link.tell(Checkpointed(*saved(config, 4)))
+            link.report(Checkpointed(*saved(config, 4)))
 
         await in_thread(body)
         async with asyncio.timeout(60):
             while read(path, "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'") == []:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await in_thread(lambda: link.tell(Finish("over")))
+        await in_thread(lambda: link.report(Finish("over")))
         await running
         link.close()
     assert mark(path)["step"] == 4

@@ -1,4 +1,4 @@
-"""A small run's ledger, written by the datapipe's own store and ledger."""
+"""Writes the ledger of a small run with the real store and ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.system.scenes import episode, experiment, failed, payload, tasks
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a run is; a checkpoint every second step."""
+    """Size of a run; every second step has a checkpoint."""
 
     steps: int = 6
     groups: int = 3
@@ -29,7 +29,7 @@ class Shape:
 
 
 class SmallRun:
-    """A store that trains step after step; every fifth group is filtered."""
+    """Trains one step after the other; every fifth group is filtered."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         self.shape, self.dice = shape, random.Random(7)
@@ -45,22 +45,22 @@ class SmallRun:
         self.store.version = self.step = self.store.next_step
 
     def play(self, lease: Lease) -> None:
-        """Finish a lease: rewards that differ, or equal ones for a group that is filtered."""
+        """Finish a lease with different rewards, or with equal rewards to filter the group."""
         seq = int(lease.group_id[1:])
         for member in lease.members:
             if seq == 2 and not self.store.groups[lease.group_id].failures:
-                self.store.add(failed(lease, member), [])
+                self.store.add_episode(failed(lease, member), [])
                 return
             reward = 0.5 if seq % 5 == 3 else float(member)
             newest = min(self.step, lease.version + member)
             made = episode(lease, member, reward=reward, tokens=self.shape.tokens, newest=newest)
-            self.store.add(made, [payload(made.headers[0])])
+            self.store.add_episode(made, [payload(made.headers[0])])
 
     def train(self) -> None:
-        """Fill the next batch, leave one group in flight, and train it."""
+        """Complete a batch, leave one group in flight, and train the batch."""
         self.store.version = max(0, self.step - 1)  # one update behind
         while (groups := self.store.compose()) is None:
-            group = self.store.next_offer()
+            group = self.store.next_group()
             assert group is not None
             self.play(self.store.lease(group, worker_id="w", credit=2))
             self.ledger.commit()
@@ -80,9 +80,9 @@ class SmallRun:
         self.ledger.checkpoint(self.step, f"/step-{self.step:06d}")
 
     def buffer(self) -> None:
-        """Two groups more than are trained, and one that is in flight."""
+        """Add two complete groups and one group in flight."""
         for number in range(3):
-            group = self.store.next_offer()
+            group = self.store.next_group()
             assert group is not None
             lease = self.store.lease(group, worker_id="w", credit=2)
             if number < 2:
@@ -97,7 +97,7 @@ def make_run(
     leave_log: bool = False,
     on_step: Callable[[SmallRun], None] | None = None,
 ) -> Path:
-    """Write a run's ledger; `leave_log`: as a kill leaves it, with its newest part in the log."""
+    """Write a run's ledger; `leave_log` leaves its newest part in the log, as after a kill."""
     run = SmallRun(folder, shape)
     for step in range(shape.steps):
         if leave_log and step == shape.steps // 2:

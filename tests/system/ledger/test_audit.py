@@ -1,4 +1,4 @@
-"""The audit sees what is wrong, and says nothing of what is right."""
+"""The audit reports damage, and no problem of an intact ledger."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.system.scenes import episode, experiment, failed, payload, tasks
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A ledger with two trained steps, a filtered group, a complete one and one in flight."""
+    """A ledger with two trained steps, and one filtered, one complete and one leased group."""
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={"group_size": "2"})
     ppo = experiment(tmp_path, max_attempts=1).trainer.ppo
     store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
     store.version = 0
     for number in range(7):
-        group = store.next_offer()
+        group = store.next_group()
         assert group
         lease = store.lease(group, worker_id="w", credit=2)
         for member in range(2):
             if number == 5:
-                store.add(failed(lease, member), [])
+                store.add_episode(failed(lease, member), [])
             elif number != 6:
                 newest = 1 if number == 1 and member == 0 else None
                 made = episode(lease, member, newest=newest)
-                store.add(made, [payload(made.headers[0])])
+                store.add_episode(made, [payload(made.headers[0])])
     for step in range(2):
         groups = store.compose()
         assert groups
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.sqlite"
 
 
-def test_a_right_ledger(path: Path) -> None:
+def test_intact_ledger_passes_the_audit(path: Path) -> None:
     report = audit(path)
     assert report.ok, report.table()
     assert vars(report.groups) == {
@@ -65,30 +65,32 @@ def test_a_right_ledger(path: Path) -> None:
     ("harm", "line"),
     [
         ("UPDATE steps SET trained = '[]' WHERE step = 1",
-         "1 steps whose trained ids are not the batch's: 2"),
+         "1 steps whose reported ids differ from the batch: 2"),
         ("UPDATE steps SET trained = (SELECT trained FROM steps WHERE step = 0)",
-         "1 steps whose trained ids are not the batch's: 2"),
+         "1 steps whose reported ids differ from the batch: 2"),
         ("DELETE FROM trajectories WHERE trajectory_id = 'g0/1/agent'", "missing members: g0"),
         ("DELETE FROM groups WHERE seq = 2", "1 groups missing from the dataset's order: g2"),
-        ("DELETE FROM steps WHERE step = 0", "steps reported or trained only: 1"),
+        ("DELETE FROM steps WHERE step = 0", "steps with only a report or trained groups: 1"),
         ("UPDATE groups SET state = 'nowhere' WHERE seq = 0", "OUT OF BALANCE"),
         ("UPDATE groups SET state = 'batched' WHERE step = 0",
-         "1 steps without a report, which a later one has: 1"),
+         "1 unreported steps before a reported step: 1"),
         ("UPDATE trajectories SET payload = substr(payload, 1, 99) WHERE group_id = 'g1'",
-         "2 payloads unlike their checksum: g1/0/agent, g1/1/agent"),
+         "2 payloads differ from their checksum: g1/0/agent, g1/1/agent"),
         ("UPDATE trajectories SET payload = payload || payload WHERE trajectory_id = 'g1/0/agent'",
-         "1 payloads unlike their checksum: g1/0/agent"),
+         "1 payloads differ from their checksum: g1/0/agent"),
         ("UPDATE trajectories SET tokens = 9 WHERE trajectory_id = 'g2/1/agent'",
-         "1 trajectories with columns unlike their header: g2/1/agent"),
+         "1 trajectories whose columns differ from their header: g2/1/agent"),
         ("INSERT INTO turns VALUES ('g0', 1, 'agent', 0, x'', x'')",
-         "1 with turns left over of an ended episode: g0/1"),
-        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')", "ended episode: g5/0"),
+         "1 ended episodes with stored turns: g0/1"),
+        ("INSERT INTO turns VALUES ('g5', 0, 'agent', 0, x'', x'')",
+         "ended episodes with stored turns: g5/0"),
         ("INSERT INTO trajectories SELECT NULL, 'g0/1/x', group_id, member, seat, reward, tokens, "
          "trained_tokens, oldest, newest, interruptions, header, sum, payload_sum, payload FROM "
-         "trajectories WHERE trajectory_id = 'g0/1/agent'", "kept twice: g0/1/agent"),
+         "trajectories WHERE trajectory_id = 'g0/1/agent'",
+         "trajectories stored twice: g0/1/agent"),
     ],
 )  # fmt: skip
-def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
+def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
     with sqlite3.connect(path) as db:
         db.execute(harm)
     db.close()
@@ -97,7 +99,7 @@ def test_harm_is_seen(path: Path, harm: str, line: str) -> None:
     assert line in report.table()
 
 
-def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
+def test_turns_of_a_running_episode_are_no_problem(path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("INSERT INTO turns VALUES ('g6', 0, 'agent', 0, x'', x'')")
     db.close()
@@ -108,7 +110,7 @@ def test_turns_of_an_episode_under_way_are_no_harm(path: Path) -> None:
     ("bounds", "policy", "ok"),
     [((1,), "wait", True), ((0,), "wait", False), ((0, 1), "drop", True), ((0,), "mask", True)],
 )
-def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
+def test_token_age_is_checked_against_the_largest_configured_staleness(
     path: Path, bounds: tuple[int, ...], policy: str, ok: bool
 ) -> None:
     paths = RunPaths(path.parent)
@@ -120,10 +122,12 @@ def test_a_trained_token_may_be_as_old_as_any_config_of_the_run_allowed(
     report = audit(path)
     assert report.ok == ok
     if not ok:
-        assert "4 trained with tokens older than max_staleness=0: g2/0" in report.table()
+        assert (
+            "4 trained trajectories with tokens older than max_staleness=0: g2/0" in report.table()
+        )
 
 
-def test_what_is_no_ledger(tmp_path: Path) -> None:
+def test_file_that_is_not_a_ledger_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("hello, this is no database")
     with pytest.raises(UserError, match="cannot be read as a ledger"):
         audit(tmp_path / "x")

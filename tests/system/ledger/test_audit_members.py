@@ -1,4 +1,4 @@
-"""A member that failed once and is not there has not failed for good: it is lost."""
+"""A missing member that has not failed for good is lost."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     ledger = Ledger(folder / "ledger.sqlite", fingerprint={"group_size": "2"})
     store = GroupStore(ledger, tasks(5), ppo=config.trainer.ppo, seed=1, shuffle=True)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     first = store.lease(group, worker_id="w", credit=2)
-    store.add(failed(first, 0), [])
-    group.rests_until.clear()
+    store.add_episode(failed(first, 0), [])
+    group.retry_at.clear()
     second = store.lease(group, worker_id="w", credit=1)
     for lease, member in ((first, 1), (second, 0)):
         made = episode(lease, member)
-        store.add(made, [payload(made.headers[0])])
+        store.add_episode(made, [payload(made.headers[0])])
     assert group.state == "complete"
     ledger.commit()
     ledger.close()
@@ -41,7 +41,9 @@ def run(folder: Path, *, partial: str, attempts: int) -> Path:
     ("partial", "attempts", "is_lost"),
     [("retry", 2, True), ("min_size", 2, True), ("min_size", 1, False), ("drop", 2, True)],
 )
-def test_a_missing_member(tmp_path: Path, partial: str, attempts: int, is_lost: bool) -> None:
+def test_missing_member_is_lost_unless_it_failed_for_good(
+    tmp_path: Path, partial: str, attempts: int, is_lost: bool
+) -> None:
     made = "retry" if partial == "drop" else partial
     path = run(tmp_path, partial=made, attempts=max(2, attempts))
     text = (tmp_path / "config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""The ledger file: reopened at any point it holds what was committed, and tells what is wrong."""
+"""A ledger reopened at any point has exactly its commits; errors name the problem."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_store(folder: Path, ppo: PPOConfig) -> GroupStore:
 
 
 def picture(store: GroupStore) -> dict[str, object]:
-    """What must be the same after reopening."""
+    """Return the state that must be equal after reopening."""
     return {
         "offered": store.offered,
         "step": store.next_step,
@@ -45,7 +45,7 @@ def picture(store: GroupStore) -> dict[str, object]:
             key: (g.task.task_id, g.epoch, g.row, g.state, g.step, g.place, g.start,
                   [h.trajectory_id for h in g.headers], sorted(g.failures),
                   [(key, g.owners[key], x.members, x.version) for key, x in g.leases.items()],
-                  g.missing(store.ppo.max_attempts),
+                  g.leasable(store.ppo.max_attempts),
                   {member: turns for member, turns in g.turns.items() if turns})
             for key, g in store.groups.items()
         },
@@ -59,7 +59,7 @@ def picture(store: GroupStore) -> dict[str, object]:
 
 
 class Random:
-    """Random histories of a store, committed and reopened anywhere."""
+    """A random history of a store, committed and reopened at any point."""
 
     def __init__(self, folder: Path, ppo: PPOConfig, data: st.DataObject) -> None:
         self.folder, self.ppo, self.data = folder, ppo, data
@@ -77,9 +77,9 @@ class Random:
         self.store.version = self.version
         self.store.ledger.set_meta("version", str(self.version))
         for group in self.store.groups.values():
-            group.rests_until.clear()
+            group.retry_at.clear()
         for _ in range(3):
-            group = self.store.next_offer()
+            group = self.store.next_group()
             if group is not None:
                 self.begin(self.store.lease(group, worker_id="w", credit=self.some(1, 2)))
 
@@ -87,7 +87,7 @@ class Random:
         return self.data.draw(st.integers(low, high))
 
     def begin(self, lease: Lease) -> None:
-        """What a lease goes on from is in the file, with its payload, and no older than it says."""
+        """The turns of a lease are in the file, with payloads, not older than its version."""
         self.store.ledger.commit()
         headers, payloads = read_turns(self.store.ledger.path, lease)
         assert headers == lease.turns
@@ -102,7 +102,7 @@ class Random:
                 self.some(max(0, lease.version - 1), max(self.version, lease.version)),
             )  # fmt: skip
             told = Progress("w", lease.lease_id, lease.group_id, [turn])
-            self.store.keep(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
+            self.store.add_turns(told, [f"{turn.seat} {turn.index} {turn.oldest_version}".encode()])
 
     def pick(self):
         leases = [lease for g in self.store.groups.values() for lease in g.leases.values()]
@@ -118,17 +118,17 @@ class Random:
             version = self.some(lease.version, max(self.version, lease.version))
             made = episode(lease, member, reward=reward, version=version)
             for _ in range(self.data.draw(st.integers(1, 2))):  # also twice
-                self.store.add(made, [payload(made.headers[0])])
+                self.store.add_episode(made, [payload(made.headers[0])])
 
     def fail(self) -> None:
         lease, member = self.pick()
         if lease is not None:
-            self.store.add(failed(lease, member), [])
+            self.store.add_episode(failed(lease, member), [])
 
     def lose(self) -> None:
         lease, _ = self.pick()
         if lease is not None:
-            self.store.lose(lease)
+            self.store.lose_lease(lease)
 
     def compose(self) -> None:
         groups = self.store.compose()
@@ -160,7 +160,7 @@ class Random:
         self.version = min(step, self.version)
 
     def go_on(self) -> None:
-        """Whatever happened, the next batches come: nothing is waited for that cannot come."""
+        """The next batches are composed: the store waits for no impossible event."""
         begin = self.store.next_step
         for _ in range(12):
             self.lease()
@@ -168,13 +168,13 @@ class Random:
                 for lease in list(group.leases.values()):
                     for member in lease.members:
                         made = episode(lease, member, reward=float(member))
-                        self.store.add(made, [payload(made.headers[0])])
+                        self.store.add_episode(made, [payload(made.headers[0])])
             self.compose()
             self.train()
         assert self.store.next_step >= begin + 3
 
     def reopen(self) -> None:
-        """As after kill -9 just after a commit; what was queued later never happened."""
+        """Reopen as after kill -9 just after a commit; later queued writes are lost."""
         self.store.ledger.commit()
         before = picture(self.store)
         boot = self.store.ledger.boot
@@ -187,7 +187,9 @@ class Random:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), policy=POLICY, zero=st.booleans(), eta=st.integers(0, 2))
-def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int) -> None:
+def test_random_histories_survive_reopening(
+    data: st.DataObject, policy: str, zero: bool, eta: int
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ppo = experiment(folder, partial_group=policy, filter_zero_variance=zero).trainer.ppo
@@ -202,49 +204,49 @@ def test_random_histories(data: st.DataObject, policy: str, zero: bool, eta: int
         assert report.max_staleness <= eta
 
 
-def test_a_copy_taken_at_any_commit_is_a_whole_ledger(tmp_path: Path) -> None:
-    """kill -9 leaves the files as they are: database and write-ahead log, with no farewell."""
+def test_copy_taken_at_any_commit_is_consistent(tmp_path: Path) -> None:
+    """kill -9 leaves database and write-ahead log unchanged."""
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path / "live", ppo)
     store.version = 0
     for number in range(6):
-        group = store.next_offer()
+        group = store.next_group()
         assert group
         lease = store.lease(group, worker_id="w", credit=2)
         made = episode(lease, 0)
-        store.add(made, [payload(made.headers[0])])
+        store.add_episode(made, [payload(made.headers[0])])
         store.ledger.commit()
         made = episode(lease, 1)
-        store.add(made, [payload(made.headers[0])])  # queued, not committed yet
+        store.add_episode(made, [payload(made.headers[0])])  # queued, not committed yet
         copy = tmp_path / f"copy{number}"
         shutil.copytree(tmp_path / "live", copy)
         seen = open_store(copy, ppo)
         assert seen.offered == number + 1
         assert seen.groups[group.group_id].state == "leased"
-        assert seen.groups[group.group_id].missing(3) == []
-        seen.lose(lease)
-        assert seen.groups[group.group_id].missing(3) == [1]
+        assert seen.groups[group.group_id].leasable(3) == []
+        seen.lose_lease(lease)
+        assert seen.groups[group.group_id].leasable(3) == [1]
         assert audit(copy / "ledger.sqlite").ok
         seen.ledger.close()
     store.ledger.close()
 
 
-def test_the_order_is_a_new_one_each_epoch() -> None:
+def test_each_epoch_has_a_new_order() -> None:
     first, second = permutation(1, 0, 50), permutation(1, 1, 50)
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
     assert first == permutation(1, 0, 50)
 
 
-def test_unshuffled_order(tmp_path: Path) -> None:
+def test_unshuffled_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
     ppo = experiment(tmp_path).trainer.ppo
     store = GroupStore(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
-    assert [store.task_of(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [store.epoch_and_row(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     ledger.close()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"Cannot use the ledger .*/file/ledger"):
         Ledger(tmp_path / "file" / "ledger.sqlite", fingerprint={})
@@ -253,17 +255,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         Ledger(tmp_path / "junk", fingerprint={})
 
 
-def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path: Path) -> None:
+def test_full_disk_stops_the_run_and_keeps_all_commits(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path, ppo)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
     store.ledger.commit()
     pages = store.ledger.connection.execute("PRAGMA page_count").fetchone()[0]
     store.ledger.connection.execute(f"PRAGMA max_page_count = {pages}")
-    store.add(episode(lease, 0), [os.urandom(1_000_000)])
+    store.add_episode(episode(lease, 0), [os.urandom(1_000_000)])
     with pytest.raises(InvariantError, match=r"cannot write the ledger .*full"):
         store.ledger.commit()
     store.ledger.close()
@@ -272,15 +274,15 @@ def test_a_full_disk_stops_the_run_by_name_and_keeps_what_was_committed(tmp_path
     again.ledger.close()
 
 
-def test_payloads_come_back_in_order(tmp_path: Path) -> None:
+def test_payloads_are_read_in_order(tmp_path: Path) -> None:
     ppo = experiment(tmp_path).trainer.ppo
     store = open_store(tmp_path, ppo)
     store.version = 0
-    group = store.next_offer()
+    group = store.next_group()
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
     for member in range(2):
-        store.add(episode(lease, member), [b"payload %d" % member])
+        store.add_episode(episode(lease, member), [b"payload %d" % member])
     store.ledger.commit()
     found = read_payloads(store.ledger.path, ["g0/1/agent", "g0/0/agent"])
     assert found == [b"payload 1", b"payload 0"]
@@ -290,10 +292,10 @@ def test_payloads_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_bounded", [True, False])
-def test_readers_that_overlap_do_not_let_the_log_grow(
+def test_overlapping_readers_do_not_let_the_log_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
 ) -> None:
-    """SQLite alone begins its log anew only in a moment without readers, which never comes."""
+    """SQLite itself resets its log only while there is no reader, which never happens here."""
     monkeypatch.setattr(ledger_module, "LOG_BYTES", (1 << 20) if is_bounded else 1 << 40)
     monkeypatch.setattr(ledger_module, "READERS_MS", 60_000)  # a loaded machine's readers are slow
     monkeypatch.setattr(ledger_module, "MAX_READERS_MS", 60_000)
@@ -316,7 +318,7 @@ def test_readers_that_overlap_do_not_let_the_log_grow(
         assert db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (50,)
 
 
-def test_a_folder_that_cannot_be_written_is_read(
+def test_ledger_in_an_unwritable_folder_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
@@ -328,7 +330,7 @@ def test_a_folder_that_cannot_be_written_is_read(
 
 
 def overlap(path: Path) -> Generator[None, None, None]:
-    """Keep some snapshot open at every moment: each turn opens one and closes the one before."""
+    """Always have a snapshot open: each iteration opens one and closes the previous one."""
     with ExitStack() as stack:
         while True:
             reader = connect(path, read_only=True)

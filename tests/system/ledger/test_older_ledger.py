@@ -1,4 +1,4 @@
-"""A ledger that 0.1.0 wrote, before there were checksums: it is read, and no run goes on in it."""
+"""A ledger of version 0.1.0, without checksums, can be read but not resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def old(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_its_audit_says_what_cannot_be_checked(
+def test_audit_of_an_older_ledger_notes_the_missing_checksums(
     old: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["audit", str(old.root)]) == 0
@@ -42,17 +42,20 @@ def test_its_audit_says_what_cannot_be_checked(
 @pytest.mark.parametrize(
     ("harm", "line"),
     [
-        ("UPDATE trajectories SET oldest = newest", "columns unlike their header"),
+        ("UPDATE trajectories SET oldest = newest", "columns differ from their header"),
         ("UPDATE trajectories SET payload = (SELECT payload FROM trajectories t ORDER BY "
-         "newest DESC LIMIT 1) WHERE group_id = 'g0'", "payloads unlike their header (versions)"),
+         "newest DESC LIMIT 1) WHERE group_id = 'g0'",
+         "payloads differ from their header (versions)"),
         ("UPDATE trajectories SET payload = substr(payload, 1, 90) WHERE group_id = 'g0'",
-         "payloads unlike their header"),
+         "payloads differ from their header"),
         ("DELETE FROM trajectories WHERE trajectory_id = 'g0/0/agent'", "missing members: g0"),
         ("DELETE FROM groups WHERE group_id = 'g1'", "missing from the dataset's order: g1"),
-        ("DELETE FROM steps WHERE step = 1", "steps reported or trained only: 2"),
+        ("DELETE FROM steps WHERE step = 1", "steps with only a report or trained groups: 2"),
     ],
 )  # fmt: skip
-def test_what_can_be_recomputed_is(old: RunPaths, harm: str, line: str) -> None:
+def test_damage_of_an_older_ledger_is_detected_without_checksums(
+    old: RunPaths, harm: str, line: str
+) -> None:
     with closing(sqlite3.connect(old.ledger)) as db, db:
         db.execute(harm)
     report = audit(old.ledger)
@@ -60,12 +63,12 @@ def test_what_can_be_recomputed_is(old: RunPaths, harm: str, line: str) -> None:
     assert line in report.table()
 
 
-def test_its_report_is_written(old: RunPaths) -> None:
+def test_report_of_an_older_ledger_is_written(old: RunPaths) -> None:
     made = write_report(old, old.report, most=100)
     assert made["shown"] == made["trajectories"] > 0
 
 
-def test_a_run_in_it_is_refused_in_a_line(old: RunPaths, tmp_path: Path) -> None:
+def test_resume_in_an_older_ledger_is_refused(old: RunPaths, tmp_path: Path) -> None:
     copy = tmp_path / "copy.sqlite"
     shutil.copy(old.ledger, copy)
     with pytest.raises(UserError, match="was begun with schema=3, now it is 4") as error:

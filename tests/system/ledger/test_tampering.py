@@ -1,4 +1,4 @@
-"""Each edit of a run's ledger file is named by the audit, which never crashes."""
+"""The audit reports each edit of a run's ledger file, and never crashes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.system.ledger.small_run import Shape, make_run
 
 Edit = Callable[[sqlite3.Connection], None]
 ID = "g4/0/agent"
-"""Of step 1, place 0."""
+"""A trajectory of step 1, place 0."""
 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps of 3 groups of 2; some filtered, some buffered, one in flight."""
+    """A run of 6 steps of 3 groups of 2; some groups are filtered or buffered, one is in flight."""
     return make_run(tmp_path_factory.mktemp("intact"), Shape(steps=6))
 
 
@@ -87,7 +87,7 @@ def header(**changes: object) -> Edit:
 
 
 def newest_everywhere(db: sqlite3.Connection) -> None:
-    """Hide all staleness, in columns and headers."""
+    """Set the oldest to the newest version, in columns and headers."""
     for key, blob in db.execute("SELECT trajectory_id, header FROM trajectories").fetchall():
         old = decode_header(blob)
         new = msgspec.structs.replace(old, oldest_version=old.newest_version)
@@ -102,7 +102,7 @@ def twice_in_a_step(db: sqlite3.Connection) -> None:
 
 
 def without_the_unique_rule(db: sqlite3.Connection) -> None:
-    """A second row with the very id of another."""
+    """Add a second row with the id of another row."""
     db.execute("CREATE TABLE other AS SELECT * FROM trajectories")
     db.execute("INSERT INTO other SELECT (SELECT MAX(n) FROM other) + 1, trajectory_id, "
                "group_id, member, seat, reward, tokens, trained_tokens, oldest, newest, "
@@ -113,7 +113,7 @@ def without_the_unique_rule(db: sqlite3.Connection) -> None:
 
 
 def without_its_index(db: sqlite3.Connection) -> None:
-    """An index that has lost the rows of one group, as after a page of it was lost."""
+    """Remove the rows of one group from an index, as a lost page does."""
     db.execute("PRAGMA writable_schema = ON")
     db.execute("UPDATE sqlite_schema SET sql = sql || ' WHERE group_id != ''g4'' ' "
                "WHERE name = 'trajectories_by_group'")  # fmt: skip
@@ -129,10 +129,19 @@ def without_its_index(db: sqlite3.Connection) -> None:
 
 LAST_BUFFERED = "SELECT group_id FROM groups WHERE state = 'complete' ORDER BY seq DESC LIMIT 1"
 EDITS: dict[str, tuple[Edit, str]] = {
-    "a changed token": (arrays("tokens", "<i4", flip), f"payloads unlike their checksum: {ID}"),
-    "a changed logprob": (arrays("logprobs", "<f4", last_of(0.5)), f"unlike their checksum: {ID}"),
-    "a changed version": (arrays("versions", "<i4", last_of(-1)), f"unlike their checksum: {ID}"),
-    "a changed mask": (arrays("loss_mask", "u1", flip), f"unlike their checksum: {ID}"),
+    "a changed token": (
+        arrays("tokens", "<i4", flip),
+        f"payloads differ from their checksum: {ID}",
+    ),
+    "a changed logprob": (
+        arrays("logprobs", "<f4", last_of(0.5)),
+        f"differ from their checksum: {ID}",
+    ),
+    "a changed version": (
+        arrays("versions", "<i4", last_of(-1)),
+        f"differ from their checksum: {ID}",
+    ),
+    "a changed mask": (arrays("loss_mask", "u1", flip), f"differ from their checksum: {ID}"),
     "a changed reward in a payload": (arrays("rewards", "<f4", last_of(1.0)), f"checksum: {ID}"),
     "swapped payloads": (
         statements(
@@ -141,24 +150,34 @@ EDITS: dict[str, tuple[Edit, str]] = {
             "UPDATE trajectories SET (payload, payload_sum) = (SELECT payload, payload_sum FROM "
             "two WHERE two.trajectory_id != trajectories.trajectory_id) WHERE group_id = 'g4'",
         ),
-        "2 payloads unlike their checksum: g4/0/agent, g4/1/agent",
+        "2 payloads differ from their checksum: g4/0/agent, g4/1/agent",
     ),
     "oldest := newest in the columns": (
-        statements("UPDATE trajectories SET oldest = newest"), "trajectories unlike their checksum",
+        statements("UPDATE trajectories SET oldest = newest"),
+        "trajectories differ from their checksum",
     ),
-    "oldest := newest everywhere": (newest_everywhere, "trajectories unlike their checksum"),
-    "a changed reward in header and column": (header(reward=0.25), f"unlike their checksum: {ID}"),
-    "oldest - 5 in header and column": (header(oldest_version=-4), f"unlike their checksum: {ID}"),
+    "oldest := newest everywhere": (newest_everywhere, "trajectories differ from their checksum"),
+    "a changed reward in header and column": (
+        header(reward=0.25),
+        f"differ from their checksum: {ID}",
+    ),
+    "oldest - 5 in header and column": (
+        header(oldest_version=-4),
+        f"differ from their checksum: {ID}",
+    ),
     "oldest - 5": (
         statements(f"UPDATE trajectories SET oldest = oldest - 5 WHERE trajectory_id = '{ID}'"),
-        f"trajectories with columns unlike their header: {ID}",
+        f"trajectories whose columns differ from their header: {ID}",
     ),
     "tokens + 1": (
         statements(f"UPDATE trajectories SET tokens = tokens + 1 WHERE trajectory_id = '{ID}'"),
-        f"trajectories with columns unlike their header: {ID}",
+        f"trajectories whose columns differ from their header: {ID}",
     ),
-    "another id in a header": (header(trajectory_id="g4/1/agent"), f"unlike their checksum: {ID}"),
-    "another task": (header(task_id="train-9"), f"unlike their checksum: {ID}"),
+    "another id in a header": (
+        header(trajectory_id="g4/1/agent"),
+        f"differ from their checksum: {ID}",
+    ),
+    "another task": (header(task_id="train-9"), f"differ from their checksum: {ID}"),
     "a header of noise": (
         statements(f"UPDATE trajectories SET header = x'00ff' WHERE trajectory_id = '{ID}'"),
         f": {ID}",
@@ -170,16 +189,16 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "a truncated payload": (
         statements("UPDATE trajectories SET payload = substr(payload, 1, 60) "
                    f"WHERE trajectory_id = '{ID}'"),
-        f"payloads unlike their checksum: {ID}",
+        f"payloads differ from their checksum: {ID}",
     ),
     "an extended payload": (
         statements("UPDATE trajectories SET payload = payload || x'00' "
                    f"WHERE trajectory_id = '{ID}'"),
-        f"payloads unlike their checksum: {ID}",
+        f"payloads differ from their checksum: {ID}",
     ),
     "a payload taken out": (
         statements(f"UPDATE trajectories SET payload = NULL WHERE trajectory_id = '{ID}'"),
-        f"payloads gone that were not dropped: {ID}",
+        f"payloads missing without a drop: {ID}",
     ),
     "a deleted trajectory": (
         statements(f"DELETE FROM trajectories WHERE trajectory_id = '{ID}'"),
@@ -212,76 +231,77 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "groups missing from the dataset's order: g",
     ),
     "a deleted step": (
-        statements("DELETE FROM steps WHERE step = 1"), "steps reported or trained only: 2",
+        statements("DELETE FROM steps WHERE step = 1"),
+        "steps with only a report or trained groups: 2",
     ),
     "the last step deleted, its groups free": (
         statements("DELETE FROM steps WHERE step = 5",
                    "UPDATE groups SET state = 'complete', step = NULL, place = NULL "
                    "WHERE step = 5"),
-        "3 groups unlike their checksum: g",
+        "3 groups differ from their checksum: g",
     ),
     "a duplicated trajectory": (
         statements("INSERT INTO trajectories SELECT NULL, 'g4/0/x', group_id, member, seat, "
                    "reward, tokens, trained_tokens, oldest, newest, interruptions, header, sum, "
                    f"payload_sum, payload FROM trajectories WHERE trajectory_id = '{ID}'"),
-        "kept twice: g4/0/agent",
+        "trajectories stored twice: g4/0/agent",
     ),
     "a duplicated group": (
         statements("INSERT INTO groups SELECT (SELECT MAX(seq) + 1 FROM groups), 'g99', task_id, "
                    "row, epoch, state, reason, step, place, leases, sum FROM groups WHERE seq = 4"),
-        "groups unlike their checksum: g99",
+        "groups differ from their checksum: g99",
     ),
-    "an id twice in a step": (twice_in_a_step, "steps whose trained ids are not the batch's: 3"),
-    "an id twice in the table": (without_the_unique_rule, f"kept twice: {ID}"),
+    "an id twice in a step": (twice_in_a_step, "steps whose reported ids differ from the batch: 3"),
+    "an id twice in the table": (without_the_unique_rule, f"trajectories stored twice: {ID}"),
     "a moved group": (
         statements("UPDATE groups SET step = 3 WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "two groups that change their places": (
         statements("UPDATE groups SET place = 1 - place WHERE step = 1 AND place < 2"),
-        "2 groups unlike their checksum: g",
+        "2 groups differ from their checksum: g",
     ),
     "a buffered group filtered": (
         statements("UPDATE groups SET state = 'filtered', reason = 'stale' "
                    "WHERE group_id = (SELECT group_id FROM groups WHERE state = 'complete')"),
-        "groups unlike their checksum: g",
+        "groups differ from their checksum: g",
     ),
     "a trained group filtered": (
         statements("UPDATE groups SET state = 'filtered', reason = 'x' WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "another row of the data": (
         statements("UPDATE groups SET row = row + 1 WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "another task of a group": (
         statements("UPDATE groups SET task_id = 'train-99' WHERE group_id = 'g4'"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "another fingerprint": (
         statements("UPDATE steps SET fingerprint = 'ff' WHERE step = 2"),
-        "steps unlike their checksum: 3",
+        "steps differ from their checksum: 3",
     ),
     "other metrics of a step": (
         statements("UPDATE steps SET metrics = '{}' WHERE step = 2"),
-        "steps unlike their checksum: 3",
+        "steps differ from their checksum: 3",
     ),
     "a step that is no JSON": (
         statements("UPDATE steps SET trained = '[' WHERE step = 2"),
-        "steps unlike their checksum: 3",
+        "steps differ from their checksum: 3",
     ),
     "a deleted failure": (
-        statements("DELETE FROM failures"), "failures do not add up: 1 were written, 0 are here",
+        statements("DELETE FROM failures"), "failures: 1 rows were written, 0 are in the file",
     ),
     "a row put back as it was": (
         statements("UPDATE groups SET state = 'trained', sum = (SELECT sum FROM groups "
                    "WHERE seq = 5) WHERE seq = 4"),
-        "groups unlike their checksum: g4",
+        "groups differ from their checksum: g4",
     ),
     "an index that lost a group": (without_its_index, "the file is damaged: row "),
     "a head made smaller": (
         statements("UPDATE heads SET rows = rows - 1 WHERE name = 'steps'"),
-        "steps do not add up: 5 were written, 6 are here",
+        "steps: 5 rows were written, 6 are in the file",
     ),
 }  # fmt: skip
 
@@ -293,13 +313,13 @@ def shown(ledger: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def test_a_run_nobody_touched_is_right(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untouched_run_passes_the_audit(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = shown(ledger, capsys)
     assert (code, text.splitlines()[-1]) == (0, "balanced: nothing lost, nothing repeated")
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_is_named(name: str, ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edit_is_reported(name: str, ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit, line = EDITS[name]
     with closing(sqlite3.connect(ledger)) as db, db:
         edit(db)
@@ -310,7 +330,7 @@ def test_an_edit_is_named(name: str, ledger: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.97, 0.999])
-def test_a_truncated_file_is_named(
+def test_truncated_file_is_reported(
     share: float, ledger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ledger.read_bytes()
@@ -327,8 +347,8 @@ def pages(ledger: Path) -> Iterator[tuple[int, str]]:
         yield from db.execute("SELECT pageno, name FROM dbstat WHERE pageno > 1")
 
 
-def test_every_page_zeroed_in_turn_is_named(intact: Path, tmp_path: Path) -> None:
-    """Not one zeroed page that holds a record passes, or ends in something else than a line."""
+def test_each_zeroed_page_is_reported(intact: Path, tmp_path: Path) -> None:
+    """Each zeroed page with a record is reported in one line."""
     for folder in (tmp_path / "run",):
         shutil.copytree(intact.parent, folder)
     ledger = tmp_path / "run" / "ledger.sqlite"
@@ -341,17 +361,17 @@ def test_every_page_zeroed_in_turn_is_named(intact: Path, tmp_path: Path) -> Non
         assert cli.main(["audit", str(ledger.parent)]) in (1, 2), f"page {page} of {name}"
 
 
-def test_a_ledger_older_than_a_checkpoint_is_named(
+def test_ledger_older_than_a_checkpoint_is_reported(
     ledger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As when its log was deleted: what is there fits together, and is not the end."""
+    """After its log is deleted, a ledger is consistent, but its newest part is missing."""
     (RunPaths(ledger.parent).checkpoints / "step-000009").mkdir(parents=True)
     code, text = shown(ledger, capsys)
     assert code == 1
     assert "a checkpoint has 9 steps, the ledger 6 (was ledger.sqlite-wal deleted?)" in text
 
 
-def test_a_log_that_was_deleted_is_named_where_pages_are_of_two_times(
+def test_deleted_log_is_reported_if_pages_are_inconsistent(
     intact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = make_run(tmp_path / "live", Shape(steps=6), leave_log=True)
@@ -364,7 +384,7 @@ def test_a_log_that_was_deleted_is_named_where_pages_are_of_two_times(
     assert code in (1, 2), text
 
 
-def test_an_audit_writes_nothing(ledger: Path) -> None:
+def test_audit_writes_nothing(ledger: Path) -> None:
     with closing(connect(ledger, read_only=True)) as db:
         before = [*db.iterdump()]
     audit(ledger)

@@ -1,4 +1,4 @@
-"""Token stats come back as they were written, and whatever is wrong with a file is nothing."""
+"""Token statistics are read as written; damaged files are skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def stats(name: str, *values: float) -> TokenStats:
     )
 
 
-def test_ranks_are_joined_and_a_step_done_again_counts_alone(tmp_path: Path) -> None:
+def test_ranks_are_joined_and_a_repeated_step_replaces_the_first(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "token_stats"
     for rank in range(3):
         write(folder, 12, rank, stats("old", 9.0, 9.0))
@@ -30,7 +30,7 @@ def test_ranks_are_joined_and_a_step_done_again_counts_alone(tmp_path: Path) -> 
     assert min(file.name for file in folder.iterdir()) == "000012-0.msgpack"
 
 
-def test_what_is_torn_or_lacking_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_or_missing_files_are_skipped(tmp_path: Path) -> None:
     write(tmp_path, 0, 0, stats("a", 1.0, 2.0))
     write(tmp_path, 0, 1, stats("b", 1.0, 2.0))
     torn = tmp_path / "000000-0.msgpack"

@@ -1,4 +1,4 @@
-"""When the ledger is written: at once after a quiet time, else all of an interval together."""
+"""The writer commits at once after an idle interval, otherwise once per interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 0.05
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    """It notes of how many statements each transaction was."""
+    """Records the number of statements of each transaction."""
     ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
     execute, ledger.written = ledger.execute, []  # type: ignore[attr-defined]
 
@@ -37,14 +37,14 @@ def kept(ledger: Ledger, key: str) -> bool:
 
 
 async def durable(writer: LedgerWriter, *, hurry: bool = False) -> None:
-    """Return once all that is queued is."""
+    """Wait until all queued writes are committed."""
     done = asyncio.Event()
     writer.after_commit(done.set, hurry=hurry)
     async with asyncio.timeout(60):
         await done.wait()
 
 
-async def test_the_first_and_what_is_hurried_is_written_at_once(ledger: Ledger) -> None:
+async def test_first_and_hurried_writes_are_committed_at_once(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger, interval_s=600.0)
     running = asyncio.create_task(writer.run())
     ledger.set_meta("first", "1")
@@ -78,7 +78,7 @@ async def test_under_load_transactions_are_an_interval_apart(ledger: Ledger) -> 
     assert told == [(f"{n}", True) for n in range(100)], "each told in order, once it is durable"
 
 
-async def test_nothing_is_written_for_nothing(ledger: Ledger) -> None:
+async def test_no_transaction_without_writes(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger, interval_s=0.0)
     running = asyncio.create_task(writer.run())
     await durable(writer)
@@ -89,7 +89,7 @@ async def test_nothing_is_written_for_nothing(ledger: Ledger) -> None:
     assert writer.take_busy_s() == 0.0
 
 
-async def test_what_nobody_waits_for_is_written_before_the_end(ledger: Ledger) -> None:
+async def test_queued_writes_are_committed_before_the_end(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger, interval_s=INTERVAL_S)
     running = asyncio.create_task(writer.run())
     ledger.set_meta("quiet", "1")

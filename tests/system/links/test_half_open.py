@@ -1,4 +1,4 @@
-"""Connections that are open at both ends and carry nothing: both notice, and it costs nothing."""
+"""Connections that are open at both ends but deliver nothing are replaced without loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.fakes.proxy import Proxy, proxied
 from tests.system.scenes import FakeWorker, episode, experiment, in_thread, piped, saved
 
 NOTICED_S = 200.0
-"""At most; on a machine that is not busy it takes some seconds."""
+"""Deadline of the test in seconds; an idle machine needs a few seconds."""
 
 
 def address(proxy: Proxy) -> str:
     return f"tcp://127.0.0.1:{proxy.port}"
 
 
-async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> None:
-    """Worker and trainer go on over new connections; nothing is lost and nothing runs twice."""
+async def test_half_open_connection_is_replaced(tmp_path: Path) -> None:
+    """Worker and trainer continue over new connections; no result is lost or repeated."""
     config = experiment(tmp_path, pipe={"lease_ttl_s": 30.0})
     async with piped(config, rows=20) as pipe:
         port = int(pipe.address.rsplit(":", 1)[1])
@@ -55,18 +55,18 @@ async def test_a_half_open_connection_is_left_for_a_new_one(tmp_path: Path) -> N
 
 
 def train(link: TrainerLink, config: ExperimentConfig) -> list[list[str]]:
-    """Six steps; returns the trained ids."""
+    """Train six steps; return the trained ids."""
     seen = list[list[str]]()
     link.start(0)
-    link.tell(Published(0))
+    link.report(Published(0))
     for step in range(6):
         answer = link.next_batch(step)
         assert answer is not None
         ids = [h.trajectory_id for h in answer[0].headers]
         seen.append(ids)
-        link.tell(StepReport(step, ids, {}))
-        link.tell(Published(step + 1))
-    link.tell(Checkpointed(*saved(config, 6)))
-    link.tell(Finish("test over"))
+        link.report(StepReport(step, ids, {}))
+        link.report(Published(step + 1))
+    link.report(Checkpointed(*saved(config, 6)))
+    link.report(Finish("test over"))
     link.close()
     return seen

@@ -1,4 +1,4 @@
-"""Links with CURVE: a process with the trial's secret connects, others are refused and told."""
+"""With CURVE, only processes with the trial's secret connect; refused processes log the reason."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_both_directions_work_with_one_secret(secret: Secret | None) -> None:
     route, text = router.recv_multipart()
     router.send_multipart([route, text + b" answered"])
     assert dealer.recv() == b"question answered"
-    assert wire.refusals(router) == wire.refusals(dealer) == 0
+    assert wire.count_refused(router) == wire.count_refused(dealer) == 0
     end(context, [router, dealer])
 
 
 @pytest.mark.parametrize("secret", [OURS, None])
-def test_largest_frame_arrives_also_if_it_is_encrypted(secret: Secret | None) -> None:
-    """CURVE makes it longer; a worker would send it again and again."""
+def test_largest_frame_arrives_with_and_without_encryption(secret: Secret | None) -> None:
+    """CURVE adds bytes to a frame; a refused frame would be resent forever."""
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, secret, max_mb=1)
     dealer = wire.open_socket(context, zmq.DEALER, secret)
@@ -69,12 +69,12 @@ def test_another_secret_or_none_is_refused_and_counted(
     dealer.send(b"question")
     watched = router if server else dealer
     assert watched.get_monitor_socket(wire.REFUSALS).poll(60_000)
-    assert wire.refusals(watched) > 0
+    assert wire.count_refused(watched) > 0
     assert not router.poll(0)
     end(context, [router, dealer])
 
 
-def test_trainer_with_another_secret_is_told_and_ends() -> None:
+def test_trainer_with_another_secret_logs_it_and_exits() -> None:
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, OURS)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -88,12 +88,12 @@ def test_trainer_with_another_secret_is_told_and_ends() -> None:
     )
     with capture_logs() as logs, pytest.raises(RoleError, match="silent"):
         link.start(0)
-    assert wire.REFUSED in {str(line.get("why")) for line in logs}
+    assert wire.SECRET_MISMATCH in {str(line.get("why")) for line in logs}
     link.close(linger_ms=0)
     end(context, [router])
 
 
-async def test_worker_with_another_secret_is_told() -> None:
+async def test_worker_with_another_secret_logs_it() -> None:
     context: wire.Context = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER, OURS)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -101,7 +101,7 @@ async def test_worker_with_another_secret_is_told() -> None:
     link = WorkerLink(lambda: address, worker_id="w", capacity=1, context=context, secret=THEIRS)
     with capture_logs() as logs:
         running = asyncio.ensure_future(link.run())
-        why = lambda: [line for line in logs if line.get("why") == wire.REFUSED]  # noqa: E731
+        why = lambda: [line for line in logs if line.get("why") == wire.SECRET_MISMATCH]  # noqa: E731
         await eventually(why, "the line")
         running.cancel()
         await asyncio.wait([running])

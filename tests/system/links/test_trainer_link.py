@@ -1,4 +1,4 @@
-"""What a rank shows while it waits for the datapipe."""
+"""The wait that a rank shows in its vitals while it waits for the datapipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def no_other_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "table", set())
 
 
-def test_a_wait_for_a_batch_tells_the_datapipes_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_batch_shows_the_last_detail_of_the_datapipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     link = TrainerLink(lambda: None, rank=1, world_size=2)
     batch = Batch(3, [], [], [], [], {})
     answers: Iterator[Any] = iter(
@@ -38,10 +40,10 @@ def test_a_wait_for_a_batch_tells_the_datapipes_last_word(monkeypatch: pytest.Mo
     assert not waits.table
 
 
-def test_a_datapipe_that_is_nowhere_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_if_no_datapipe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     link = TrainerLink(lambda: None, rank=1, world_size=2, silence_s=0.4)
     with pytest.raises(
         RoleError, match=r"silent for \d+ s; trainer rank 1 waits for .*Published 3"
     ):
-        link.tell(Published(3))
+        link.report(Published(3))
     assert not waits.table

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and names its request."""
+"""Every message survives a round trip; answers name their request."""
 
 from __future__ import annotations
 
@@ -69,27 +69,27 @@ to_worker = st.one_of(
 
 
 @given(to_datapipe)
-def test_to_datapipe(message: wire.ToDatapipe) -> None:
+def test_messages_to_the_datapipe_survive_a_round_trip(message: wire.ToDatapipe) -> None:
     assert wire.decode_to_datapipe(wire.encode(message)) == message
 
 
 @given(to_trainer)
-def test_to_trainer(message: ToTrainer) -> None:
+def test_messages_to_the_trainer_survive_a_round_trip(message: ToTrainer) -> None:
     assert wire.decode_to_trainer(wire.encode(message)) == message
 
 
 @given(to_worker)
-def test_to_worker(message: ToWorker) -> None:
+def test_messages_to_a_worker_survive_a_round_trip(message: ToWorker) -> None:
     assert wire.decode_to_worker(wire.encode(message)) == message
 
 
-def test_a_message_of_the_other_direction_is_refused() -> None:
+def test_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode_to_worker(wire.encode(Published(3)))
 
 
 @pytest.mark.parametrize("value", [-1, 2**40 + 1, 2**63, 2**64 - 1])
-def test_a_number_that_the_ledger_cannot_store_is_no_message(value: int) -> None:
+def test_number_that_the_ledger_cannot_store_is_refused(value: int) -> None:
     low = header("g0", 0)
     result = Result("w", [Episode("l", "g0", 0, [msgspec.structs.replace(low, turns=value)], None)])
     states = [WorkerState("w", value, [], {}, ""), EvalRequest(value), Checkpointed(value, "/x")]
@@ -99,18 +99,18 @@ def test_a_number_that_the_ledger_cannot_store_is_no_message(value: int) -> None
 
 
 @pytest.mark.parametrize("size", [0, 2**16 + 1])
-def test_a_job_of_an_impossible_size_is_no_message(size: int) -> None:
+def test_impossible_world_size_is_refused(size: int) -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode_to_datapipe(wire.encode(BatchRequest(0, 0, size)))
 
 
-def test_names_of_requests_are_apart() -> None:
+def test_request_names_are_distinct() -> None:
     requests = [Published(3), StepReport(3, [], {}), EvalRequest(3), Finish("x"), Published(4)]
     assert len({wire.request_name(request) for request in requests}) == 5
     assert wire.request_name(Checkpointed(7, "/x")) == "Checkpointed 7"
 
 
-async def test_channel_delivers_bursts_both_ways_without_a_wake_up() -> None:
+async def test_channel_delivers_bursts_in_both_directions() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = wire.open_socket(context, zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")

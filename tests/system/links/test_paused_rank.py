@@ -1,4 +1,4 @@
-"""A rank that stood still for a while: what came meanwhile is there, and is what counts."""
+"""A rank that was paused uses the messages that arrived meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arealite.system.links.trainer_link import TrainerLink
 
 
 class Answers:
-    """A socket in which these answers wait."""
+    """A socket with queued answers."""
 
     def __init__(self, *answers: ToTrainer) -> None:
         self.left = list(answers)
@@ -40,19 +40,17 @@ def connected(*answers: ToTrainer) -> TrainerLink:
 
 
 @pytest.mark.parametrize("held_s", [3.0, 100.0])
-def test_an_answer_is_taken_however_late_it_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, held_s: float
-) -> None:
-    """It was dropped with its connection; the datapipe of a run that is over gives no other."""
-    held = chain([0.0], repeat(held_s))  # from the first look at the clock on
+def test_late_read_still_returns_the_answer(monkeypatch: pytest.MonkeyPatch, held_s: float) -> None:
+    """The answer must not be dropped with the connection: an ended datapipe sends no other."""
+    held = chain([0.0], repeat(held_s))  # from the first clock read on
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(held), sleep=time.sleep)
     link = connected(Done("Finish"))
     monkeypatch.setattr(trainer_link, "time", clock)
-    link.tell(Finish("over"))
+    link.report(Finish("over"))
 
 
-def test_an_evaluations_second_answer_is_not_the_next_ones() -> None:
-    """Asked again while the answer was on its way, the datapipe answers twice."""
+def test_duplicate_evaluation_answer_is_not_taken_for_the_next() -> None:
+    """The datapipe answers twice if a request is resent while its answer is in transit."""
     first, second = EvalResult(0, {"eval/reward": 0.5}), EvalResult(1, {"eval/reward": 1.0})
     link = connected(first, first, second)
     link.evaluate(0)

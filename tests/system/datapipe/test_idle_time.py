@@ -1,11 +1,11 @@
-"""The trainer's idle time goes to what it waited for; the share of pacing forgets what is past."""
+"""The trainer's idle time is counted by cause; the share of pacing is a moving average."""
 
 from __future__ import annotations
 
 import pytest
 
 from arealite.system.datapipe import trainer_request_handler
-from arealite.system.datapipe.trainer_request_handler import PACE_WINDOW_S, IdleClock
+from arealite.system.datapipe.trainer_request_handler import SHARE_WINDOW_S, IdleClock
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def wait(monkeypatch: pytest.MonkeyPatch):
     return pass_by
 
 
-def test_seconds_go_to_the_cause_named_before(wait) -> None:
+def test_seconds_count_for_the_previous_cause(wait) -> None:
     clock = IdleClock()
     wait(clock, 5.0, "groups")  # busy until now
     wait(clock, 2.0, "pace")
@@ -32,21 +32,21 @@ def test_seconds_go_to_the_cause_named_before(wait) -> None:
     assert clock.take() == {"groups_wait_s": 0.0, "pace_wait_s": 0.0}
 
 
-def test_the_share_rises_while_pace_holds_and_falls_after(wait) -> None:
+def test_share_rises_during_pacing_and_falls_after(wait) -> None:
     clock = IdleClock()
     wait(clock, 1000.0, "pace")
     assert clock.pace_share == 0.0
-    wait(clock, 0.25 * PACE_WINDOW_S, "pace")
+    wait(clock, 0.25 * SHARE_WINDOW_S, "pace")
     assert 0.2 < clock.pace_share < 0.25
     for _ in range(400):  # marks in between change nothing
-        wait(clock, 0.01 * PACE_WINDOW_S, "pace")
+        wait(clock, 0.01 * SHARE_WINDOW_S, "pace")
     assert clock.pace_share == pytest.approx(1.0, abs=0.02)
     wait(clock, 0.0, None)
-    wait(clock, PACE_WINDOW_S, None)
+    wait(clock, SHARE_WINDOW_S, None)
     assert clock.pace_share == pytest.approx(0.36, abs=0.02)
 
 
-def test_a_share_of_the_time_is_that_share(wait) -> None:
+def test_share_converges_to_the_share_of_time(wait) -> None:
     clock = IdleClock()
     for _ in range(500):
         wait(clock, 0.7, "pace")

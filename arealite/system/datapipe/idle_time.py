@@ -1,0 +1,71 @@
+"""Measures the trainer's idle time by cause, and lists the episodes that hold a batch back.
+
+*Pacing*: under staleness policy `wait`, a full batch is held back for slow episodes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from arealite.algo.staleness import blocks
+from arealite.system.datapipe.group_store import GroupStore
+from arealite.system.datapipe.workers import Workers
+
+SHARE_WINDOW_S = 30.0
+"""Time constant of the averaged share, and minimum time between two reports."""
+MAX_NAMED = 5
+"""Maximum number of slow episodes in a report."""
+
+
+class IdleClock:
+    """The trainer's idle time by cause.
+
+    `groups`: too few groups are complete. `pace`: slow episodes hold a full batch back.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = {"groups": 0.0, "pace": 0.0}
+        """By cause, since the last `take`."""
+        self.cause: str | None = None
+        """Cause of the current wait; None while the trainer does not wait."""
+        self.pace_share = 0.0
+        """Share of time lost to pacing: an exponential average over `SHARE_WINDOW_S`."""
+        self._since = time.monotonic()
+
+    def mark(self, cause: str | None) -> None:
+        """Add the time since the last call to the previous cause, and set the current cause."""
+        now = time.monotonic()
+        passed, self._since = now - self._since, now
+        if self.cause is not None:
+            self.seconds[self.cause] += passed
+        is_pace = self.cause == "pace"
+        self.pace_share += (is_pace - self.pace_share) * -math.expm1(-passed / SHARE_WINDOW_S)
+        self.cause = cause
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call as `<cause>_wait_s`, and reset them."""
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return {f"{cause}_wait_s": seconds for cause, seconds in taken.items()}
+
+
+def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
+    """List the episodes that hold back a full batch under policy `wait`, oldest first."""
+    eta, size = store.ppo.max_staleness, store.ppo.num_groups
+    if store.ppo.staleness_policy != "wait" or store.counts["complete"] < size:
+        return []
+    now = time.monotonic()
+    runs = {
+        lease_id: f"on {worker.worker_id} since {now - active.given_at:.1f} s"
+        for worker in workers.by_id.values()
+        for lease_id, active in worker.leases.items()
+    }
+    names: list[str] = []
+    for late in blocks(list(store.candidates()), store.next_step, eta=eta, num_groups=size):
+        group = store.groups[f"g{late.seq}"]
+        states = dict.fromkeys(group.leasable(store.ppo.max_attempts), "waits for a worker")
+        for lease_id, lease in group.leases.items():
+            states |= dict.fromkeys(group.unfinished(lease), runs.get(lease_id, "on a lost worker"))
+        source = f"({group.task.task_id}) of version {late.start}"
+        names += [f"{group.group_id}/{m} {source} {state}" for m, state in states.items()]
+    return names[:MAX_NAMED] + [f"and {len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)
