@@ -18,7 +18,7 @@ import msgspec
 from arealite.api.agent import Agent
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.env_server import Given, Reply, Step, Wait
+from arealite.api.env_server import Reply, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
@@ -131,7 +131,7 @@ class _Episode:
     def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
         self.channel = channel
         self.agents = agents
-        self._acting = dict[asyncio.Future[Action], Wait]()
+        self._acting = dict[asyncio.Future[Action], SeatObservation]()
         self._begun = dict.fromkeys(agents, 0)
         self._turns = dict[tuple[str, int], int]()
         """How many turns an agent's record had when it had acted for the n-th time."""
@@ -161,7 +161,7 @@ class _Episode:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat is to act")
         return reply
 
-    def _begin(self, wait: Wait) -> None:
+    def _begin(self, wait: SeatObservation) -> None:
         if wait.turn <= self._begun[wait.seat]:
             return  # told before
         self._begun[wait.seat] = wait.turn
@@ -181,7 +181,7 @@ class _Episode:
         reason = action.response.stop_reason if action.response else ""
         return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, reason)
 
-    def _reward(self, given: Given) -> None:
+    def _reward(self, given: SeatReward) -> None:
         """Give a reward to the turn for which it was meant: the agent may have gone on since."""
         agent, turns = self.agents[given.seat], self.agents[given.seat].record.turns
         meant = self._turns.get((given.seat, given.turn), 0)

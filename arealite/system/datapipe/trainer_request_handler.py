@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from arealite.algo.partition import shard
+from arealite.algo.partition import batch_for_rank
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
@@ -209,7 +209,7 @@ class TrainerRequestHandler:
         headers = [header for group in groups for header in group.headers]
         updates, seed = self.store.ppo.updates, self._config.seed
         waits = self._waits.get(request.step, {})
-        return shard(request, headers, updates=updates, seed=seed, waits=waits)
+        return batch_for_rank(request, headers, updates=updates, seed=seed, waits=waits)
 
     def _compose(self) -> None:
         store, step = self.store, self.store.next_step
@@ -260,7 +260,7 @@ class TrainerRequestHandler:
         """Name the slow episodes once pacing costs more of the time than was allowed."""
         self._mark()
         share, now = self._idle.pace_share, time.monotonic()
-        allowed = self._config.datapipe.pace_report_share
+        allowed = self._config.datapipe.wait_report_share
         if self._idle.cause != "pace" or share <= allowed or now - self._reported < PACE_WINDOW_S:
             return
         self._reported = now

@@ -87,7 +87,7 @@ def test_an_environment_makes_its_rows_and_others_to_be_held_out() -> None:
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ("mute", "Mute makes no tasks itself. Set dataset.train and dataset.eval to files."),
+        ("mute", "Mute generates no tasks. Set dataset.train and dataset.eval to files."),
         ("torn", "row 1 made by environment torn: no column `prompt`, only question"),
     ],
 )

@@ -460,7 +460,7 @@ async def test_slow_episodes_that_hold_the_trainer_are_named(
 ) -> None:
     """Batch 1 must hold g0 of version 0, whose second episode does not end until it is named."""
     monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
-    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"pace_report_share": 0.01})
+    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"wait_report_share": 0.01})
     loop, named = asyncio.get_running_loop(), asyncio.Event()
     slow: list[Lease] = []
 
