@@ -71,7 +71,7 @@ def test_failed_samples_are_told_and_not_scored(evaluate: Command) -> None:
     ]
     assert told["failures"] == {"reward_timeout": {"attempts": 1, "first": "RewardTimeout: killed"}}
     assert told["failed"] == {"hard": 1}
-    assert "1 samples of hard failed; the same command tries them again" in evaluate.out
+    assert "1 samples of hard failed; the same command retries them" in evaluate.out
 
 
 def test_seats_are_told_apart(evaluate: Command) -> None:

@@ -156,7 +156,7 @@ def test_reference_and_critic_must_read_the_policys_tokens(
     other = tiny_model(tmp_path / "other", vocab=32)
     for key, more in (("kl.reference", ""), ("critic.path", "trainer.ppo.advantage.type=gae")):
         line = refused(capsys, *dry, f"trainer.ppo.{key}={other}", *more.split())
-        assert f"trainer.ppo.{key}={other} has another vocabulary: 32 token ids" in line
+        assert f"trainer.ppo.{key}={other} has 32 token ids" in line
         assert "model.path has 64" in line
 
 
