@@ -202,7 +202,7 @@ OVERRIDES = [
     ("launcher.server_args=[llm_server.type=nope]", "Unknown llm_server type 'nope'"),
     (
         "launcher.llm_servers=2 launcher.server_args=[llm_server.port=31000]",
-        "llm_server.port=31000 is one port for 2 servers. Leave it out",
+        "llm_server.port=31000 is one port for 2 servers. Remove it",
     ),
 ]
 NUMBERS = [

@@ -1,4 +1,4 @@
-"""`arealite eval`: what it tells is what was sampled, and it goes on where it was."""
+"""`arealite eval`: the printed and written results match the samples; a second run resumes."""
 
 from __future__ import annotations
 

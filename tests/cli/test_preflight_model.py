@@ -81,7 +81,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_config(folder, hidden_size=48),
         "has shape [32], but config.json has hidden_size=48",
     ),
-    "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, its model only 64 tokens"),
+    "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, but its model only 64 tokens"),
 }
 """How a model's folder is spoiled, and what is said of it."""
 
