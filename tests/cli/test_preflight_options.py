@@ -26,7 +26,10 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
     ("options", "says"),
     [
         (f"{TWO} collector.envs.a/b.env.type=math", "collector.envs.a/b: use letters"),
-        (f"{TWO} collector.envs.a.weight=0.01 dataset.rows=9", "envs.a.weight=0.01 is less than one"),
+        (
+            f"{TWO} collector.envs.a.weight=0.01 dataset.rows=9",
+            "envs.a.weight=0.01 is less than one",
+        ),
         (f"{TWO} collector.envs.b.seats.thrid.type=judge", "duel: Unknown seat 'thrid'"),
         ("collector.env.type=duel collector.seats.agent.type=judge", "duel: Unknown seat 'agent'"),
         ("collector.autoscale.enabled=true collector.concurrency=4", "min_concurrency=8 is above"),

@@ -100,7 +100,7 @@ def test_a_lost_checkpoint_is_no_reason_to_begin_earlier(
     said = str(raised.value)
     assert "step-000002, step-000004." in said
     assert "resume=step-000004 goes back" in said and "resume=never starts a new run" in said
-    with pytest.raises(UserError, match=r"step-000006 is no good .*step-000002, step-000004\."):
+    with pytest.raises(UserError, match=r"step-000006 is no valid .*step-000002, step-000004\."):
         check(used, resume="step-000006")
     check(used, resume="step-000004")
 
@@ -126,7 +126,7 @@ def test_all_checkpoints_lost(used: ExperimentConfig) -> None:
 def test_a_lost_ledger(used: ExperimentConfig) -> None:
     run_paths(used).ledger.unlink()
     for wanted in ("auto", "must", "step-000004"):
-        with pytest.raises(UserError, match=r"ledger.sqlite is gone.*step-000006.*resume=never"):
+        with pytest.raises(UserError, match=r"ledger.sqlite is missing.*step-000006.*resume=never"):
             check(used, resume=wanted)
     run_paths(used).ledger.write_text("hello, this is no database, and it is long enough")
     with pytest.raises(UserError, match="cannot be read as a ledger"):
@@ -138,11 +138,11 @@ def test_another_dataset_seed_or_group_size(used: ExperimentConfig) -> None:
         check(used, seed=2)
     ppo = used.trainer.ppo
     groups = replace(ppo, collector=replace(ppo.collector, group_size=4))
-    with pytest.raises(UserError, match="begun with group_size=2, now it is 4"):
+    with pytest.raises(UserError, match="started with group_size=2, now it is 4"):
         check(used, trainer=replace(used.trainer, ppo=groups))
-    with pytest.raises(UserError, match="begun with dataset_rows=5, now it is 6"):
+    with pytest.raises(UserError, match="started with dataset_rows=5, now it is 6"):
         resume.check_resume(used, identity(used, tasks(6)))
-    with pytest.raises(UserError, match="begun with dataset_digest="):
+    with pytest.raises(UserError, match="started with dataset_digest="):
         resume.check_resume(used, identity(used, [*ROWS[1:], ROWS[0]]))
     anew = replace(used, seed=2, resume="never")
     resume.check_resume(anew, identity(anew, tasks(6)))
