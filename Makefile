@@ -1,17 +1,17 @@
-# Every target makes what it needs: a fresh checkout and Python 3.11+ are enough.
+# Every target installs its requirements: a fresh checkout and Python 3.11+ are enough.
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 # The pinned CPU build comes first: plain torch would bring gigabytes of CUDA to a machine without a GPU.
 TORCH ?= torch==2.13.0
 PIP := -m pip --disable-pip-version-check install --progress-bar off
-# $(call installing,WHAT,VENV) COMMAND: what it prints goes to a log, which is shown only if it fails.
+# $(call installing,WHAT,VENV) COMMAND: run with output to a log, which is printed only on failure.
 installing = tools/installing.sh "$(1)" $(2)/install.log
 # $(call install,WHAT,VENV) PACKAGES
 install = $(call installing,$(1) into $(2),$(2)) $(2)/bin/python $(PIP)
-# Versions that are known to work together (`make constraints` writes them); torch is TORCH.
+# Tested versions (`make constraints` writes them); TORCH is the version of torch.
 KNOWN_GOOD := -c constraints.txt
-# $(call venv,VENV): make it, with pip.
+# $(call venv,VENV): create a virtual environment with pip.
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(call installing,pip into $(1),$(1)) $(PYTHON) -m venv $(1)
 SEED ?= 1
 KILLS ?= 1000
@@ -20,18 +20,18 @@ WORKERS ?= 3
 # Not empty: measure which lines the tests run, also in child processes (out/coverage/index.html).
 COV ?=
 COVERAGE = $(if $(COV),--cov --cov-report=term:skip-covered --cov-report=html:out/coverage)
-# The share of all CPUs' time that is taken from tests while they run, as by a busy host (0.45).
+# Share of CPU time that is taken from the tests, like a busy host (0.45).
 STEAL ?=
 PYTEST = $(if $(STEAL),$(PY) tools/steal.py $(STEAL)) $(PY) -m pytest
-# How many simulated runs.
+# Number of simulated runs.
 SEEDS ?= 1000
-# embedded; sglang: a real SGLang server on the CPU, in a virtual environment of its own; or shared:
-# no server, the trainer's process generates.
+# embedded; sglang: a real SGLang server on the CPU, in its own virtual environment; shared: no
+# server, the trainer's process generates.
 BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
-# The peers that some tests and benchmarks compare with.
+# Virtual environment of TRL, with which some tests and benchmarks compare.
 PEERS_VENV ?= .venv-peers
-# The fuzzer of make test-attacks.
+# Virtual environment of the fuzzer of make test-attacks.
 ATTACKS_VENV ?= .venv-attacks
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
@@ -39,25 +39,25 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
 
 help:
-	@echo "make demo         the whole loop on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
-	@echo "make learn LESSON=tic_tac_toe  a tiny model learns an environment: one of tools/lessons (SEED=1)"
-	@echo "make test         the tests, in several processes (WORKERS=3); COV=1 measures coverage"
-	@echo "                  STEAL=0.45: while CPUs are taken away, as by a busy host; also test-extras, test-docs, test-faults"
-	@echo "make test-extras  the tests that make test skipped, with every extra, bubblewrap and Chromium; installs them"
-	@echo "make test-docs    every tutorial and every example, typed as written"
-	@echo "make test-faults  whole runs that are killed, stopped, blocked and starved, and replayed"
-	@echo "make test-attacks strangers, web pages and broken peers against live runs"
-	@echo "make test-clusters  runs under torchrun, and on a real Slurm and Ray where those are installed"
-	@echo "make test-sglang  the tests against real SGLang servers on the CPU; test-sglang-short: a part of two minutes"
-	@echo "make test-learning  each algorithm learns the demo's task"
-	@echo "make test-peers   losses and gradients against TRL's, in a virtual environment of its own: $(PEERS_VENV)"
-	@echo "make sglang       the virtual environment they run in: $(SGLANG_VENV)"
-	@echo "make simulate     simulated runs with crashes in virtual time; a failing one is a seed (SEEDS=1000)"
-	@echo "make soak         the demo, run after run, under random kills of every role (KILLS=1000)"
-	@echo "make check        format, lint, types, import floors, sizes, the reference"
-	@echo "make constraints  constraints.txt from the versions that are installed"
-	@echo "make docs         the site: out/site/index.html; make reference: docs/reference from the code"
-	@echo "make bench        every benchmark but bench-sglang; each prints a table and writes out/bench/<name>.json"
+	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
+	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1)"
+	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
+	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for test-extras, test-docs, test-faults"
+	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap and Chromium"
+	@echo "make test-docs    run every tutorial and every example as written"
+	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
+	@echo "make test-attacks attack live runs: unauthorized clients, web pages, broken peers"
+	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
+	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
+	@echo "make test-learning  train the demo's task with each algorithm"
+	@echo "make test-peers   compare losses and gradients with TRL's; installs TRL into $(PEERS_VENV)"
+	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV)"
+	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
+	@echo "make soak         repeat the demo while every role is killed at random (KILLS=1000)"
+	@echo "make check        check format, lint, types, import layers, sizes, language, the reference"
+	@echo "make constraints  write constraints.txt from the installed versions"
+	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
+	@echo "make bench        run every benchmark except bench-sglang; each prints a table and writes out/bench/<name>.json"
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(call venv,$(VENV))
@@ -75,39 +75,39 @@ sglang:
 demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
 	$(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
-# A tiny model learns one of tools/lessons.
+# Train a tiny model in one of tools/lessons.
 learn: $(VENV)/.run
 	$(PY) tools/learn.py $(LESSON) --seed $(SEED)
 
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done
 
-# What is skipped is written to out/skips.txt.
+# The list of skipped tests goes to out/skips.txt.
 test: $(VENV)/.dev
 	SKIPS=out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COVERAGE)
 
-# What the last `make test` skipped, with every package that it lacked.
+# The tests that the last `make test` skipped, with all packages.
 test-extras: $(VENV)/.envs
 	SKIPS=out/skips-extras.txt $(PY) tools/skips.py rerun out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Tutorials and examples, typed as they stand.
+# Tutorials and examples as written.
 test-docs: $(VENV)/.envs
 	$(PYTEST) -m "docs or examples" -n $(WORKERS) --dist worksteal tests/docs tests/examples
 
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m faults tests/e2e
 
-# In a virtual environment of its own, because it is a pytest plugin, too.
+# schemathesis is also a pytest plugin, so it has its own virtual environment.
 $(ATTACKS_VENV)/.dev: Makefile
 	@$(call venv,$(ATTACKS_VENV))
 	@$(call install,schemathesis,$(ATTACKS_VENV)) "schemathesis>=4.32,<5"
 	@touch $@
 
-# Strangers, web pages and broken peers against live runs.
+# Unauthorized clients, web pages and broken peers against live runs.
 test-attacks: $(VENV)/.envs $(ATTACKS_VENV)/.dev
 	SCHEMATHESIS=$(abspath $(ATTACKS_VENV))/bin/schemathesis $(PYTEST) -m attacks tests/attacks
 
-# Every package that a test or an environment may need, and Debian's where root installs.
+# All Python packages of tests and environments; as root also Debian packages.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
 	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
 	@tools/setup_envs.sh $(VENV)/install.log
@@ -126,7 +126,7 @@ test-clusters: $(VENV)/.ray
 test-sglang: $(VENV)/.dev sglang
 	$(PY) -m pytest -m sglang tests/contracts tests/sglang
 
-# Those that are marked sglang_short: the contract's core, a client and every way to publish, on one server.
+# Tests marked sglang_short: core of the contract, client and every publisher, on one server.
 test-sglang-short: $(VENV)/.dev sglang
 	$(PY) -m pytest -m "sglang and sglang_short" tests/contracts tests/sglang
 
@@ -157,7 +157,7 @@ check: $(VENV)/.dev
 	$(PY) tools/check_language.py
 	$(PY) tools/reference.py --check
 
-# The versions that are installed now, once `make test` and `make test-extras` passed with them.
+# Run it after `make test` and `make test-extras` have passed with the installed versions.
 constraints: $(VENV)/.envs
 	$(PY) tools/constraints.py >constraints.new && mv constraints.new constraints.txt
 
@@ -179,7 +179,7 @@ bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe be
 
 bench-train: bench-trl
 
-# The whole loop against TRL's; both sides run in the virtual environment that has TRL.
+# The whole loop compared with TRL's; both run in the virtual environment of TRL.
 bench-trl: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python tools/bench_trl.py
 

@@ -30,7 +30,7 @@ from arealite.api.logger import loggers  # noqa: E402
 from arealite.api.sampling import CollectConfig, EvaluateConfig  # noqa: E402
 from arealite.base import config as base_config  # noqa: E402
 from arealite.base import errors  # noqa: E402
-from arealite.base.extras import ours  # noqa: E402
+from arealite.base.extras import extra_requirement  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
 from arealite.impl.logger.names import catalogue  # noqa: E402
 
@@ -237,7 +237,7 @@ def help_of(name: str) -> str:
             cli.main([name, "--help"])
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
-    return out.getvalue().partition("keys, with their defaults:")[0].rstrip()
+    return out.getvalue().partition("keys and their defaults:")[0].rstrip()
 
 
 def exit_codes() -> str:
@@ -289,7 +289,7 @@ def loggers_section() -> str:
         text = " ".join(
             (inspect.getdoc(kind if package else inspect.getmodule(kind)) or "").split()
         )
-        how = f" `pip install {ours(package)}`." if package else ""
+        how = f" `pip install {extra_requirement(package)}`." if package else ""
         lines.append(f"**{name}**: {text}{how}\n")
     return "\n".join(lines)
 

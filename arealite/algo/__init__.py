@@ -1,1 +1,1 @@
-"""Floor 2: pure maths of reinforcement learning; tensors and numbers in and out, no I/O."""
+"""Layer 2: the mathematics of reinforcement learning, as pure functions without I/O."""

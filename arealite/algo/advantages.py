@@ -1,8 +1,8 @@
-"""From rewards to advantages: shaping, groups, discounted returns, GAE.
+"""From rewards to advantages: reward shaping, group statistics, discounted returns, GAE.
 
-Here without torch, as they are a few numbers a token at most. Groups are found by key, so that a
-missing or reordered sample never mixes two prompts. N = the sampled tokens of one trajectory, in
-their order, the tokens of observations skipped.
+NumPy is fast enough for a few numbers per token. Groups are identified by key, so a missing or
+reordered sample never mixes two prompts. Shapes: N = sampled tokens of one trajectory in their
+order, without the tokens of observations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from arealite.api.algorithm import ShapingConfig
 def group_advantages(
     rewards: Sequence[float], groups: Sequence[Hashable], *, kind: str, eps: float
 ) -> list[float]:
-    """Compare each reward with those of its group: R_i − mean_g, which grpo divides by std_g + eps.
+    """Return the advantage of each episode relative to its group.
 
-    rloo takes the mean of the *other* members. `groups[i]` is the key of reward i's group, which
-    has the size it really has; the std is the sample one (n − 1). A group of one, and a group of
-    equal rewards, gets 0. Sources: GRPO, arXiv 2402.03300; Dr.GRPO, arXiv 2503.20783; RLOO, arXiv
-    2402.14740.
+    grpo: (R_i − mean_g) / (std_g + eps), with the sample standard deviation (n − 1). dr_grpo:
+    R_i − mean_g. rloo: R_i − mean of the *other* members. Sources: GRPO, arXiv 2402.03300; Dr.GRPO,
+    arXiv 2503.20783; RLOO, arXiv 2402.14740.
+
+    Args:
+        rewards: The reward of each episode.
+        groups: The key of each episode's group. Groups may have different sizes.
+        kind: grpo, dr_grpo or rloo.
+        eps: Added to the standard deviation of grpo.
+
+    Returns:
+        One advantage per episode; 0 in groups of one and in groups of equal rewards.
     """
     advantages = [0.0] * len(rewards)
     for members in _members(groups):
@@ -42,7 +50,7 @@ def group_advantages(
 
 
 def group_counts(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[str, float]:
-    """Count groups, groups of one, and groups of several whose rewards are all equal."""
+    """Count groups, groups of one episode, and larger groups whose rewards are all equal."""
     found = [[rewards[i] for i in members] for members in _members(groups)]
     return {
         "groups": float(len(found)),
@@ -59,7 +67,7 @@ def _members(groups: Sequence[Hashable]) -> list[list[int]]:
 
 
 def shape_rewards(rewards_N: np.ndarray, config: ShapingConfig) -> np.ndarray:
-    """Scale, then clip each reward of one episode, then add the bias to its last; float64 [N]."""
+    """Scale and clip each reward of an episode, then add the bias to the last; float64 [N]."""
     shaped_N = rewards_N.astype(np.float64) * config.scale
     if config.clip is not None:
         shaped_N = shaped_N.clip(-config.clip, config.clip)
@@ -68,10 +76,15 @@ def shape_rewards(rewards_N: np.ndarray, config: ShapingConfig) -> np.ndarray:
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) -> float:
-    """Return what is taken off the reward of an answer of `length` tokens, in [0, penalty].
+    """Return the penalty for a long answer, in [0, penalty] (DAPO, arXiv 2503.14476 eq. 13).
 
-    Nothing up to limit − buffer, from there it grows linearly, to the penalty at the limit (DAPO,
-    arXiv 2503.14476 eq. 13). No buffer, no penalty.
+    It is 0 up to limit − buffer tokens and grows linearly to `penalty` at the limit.
+
+    Args:
+        length: Tokens of the answer.
+        limit: Largest number of tokens of an answer.
+        buffer: Number of tokens before the limit over which the penalty grows; 0: no penalty.
+        penalty: The largest penalty.
     """
     excess = length - (limit - buffer)
     return penalty * min(max(excess / buffer, 0.0), 1.0) if buffer > 0 else 0.0
@@ -91,9 +104,15 @@ def gae(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (advantages, returns) by generalized advantage estimation, float64 [N] each.
 
-    A_t = δ_t + gamma · lam · A_{t+1}, δ_t = r_t + gamma · V_{t+1} − V_t (arXiv 1506.02438 eq. 16);
-    the return is A_t + V_t. `values_N[t]` is of the state token t was sampled in, `bootstrap` of
-    the state after the last one: 0 where the episode had finished.
+    A_t = δ_t + gamma · lam · A_{t+1}, δ_t = r_t + gamma · V_{t+1} − V_t (arXiv 1506.02438 eq. 16).
+    The return is A_t + V_t.
+
+    Args:
+        rewards_N: Reward of each token.
+        values_N: Value of the state in which each token was sampled.
+        bootstrap: Value of the state after the last token; 0 if the episode has finished.
+        gamma: Discount per token.
+        lam: Lambda of GAE.
     """
     values_N = values_N.astype(np.float64)
     deltas_N = rewards_N + gamma * np.append(values_N[1:], bootstrap) - values_N
@@ -102,16 +121,22 @@ def gae(
 
 
 def m2_threshold(squares: np.ndarray, threshold: float) -> float:
-    """Return the largest square that M2PO keeps; tokens above it are masked.
+    """Return the largest square that M2PO keeps; the caller masks tokens above it.
 
-    `squares` are (log π_prox − log π_behav)² of all tokens of all ranks. The largest go, equal ones
-    together, until the mean of the others is at most `threshold` (arXiv 2510.01161). inf: none has
-    to go; −inf: all.
+    M2PO removes the largest squares, equal ones together, until the mean of the rest is at most
+    `threshold` (arXiv 2510.01161).
+
+    Args:
+        squares: (log π_prox − log π_behav)² of all tokens of all ranks.
+        threshold: Largest mean of the kept squares.
+
+    Returns:
+        The largest kept square; inf if all tokens are kept, −inf if none is.
     """
     ordered = np.sort(squares.astype(np.float64))
-    # The mean of the smallest grows with their number.
-    fits = np.cumsum(ordered) <= threshold * np.arange(1, len(ordered) + 1)
-    if fits.all():
+    # The mean of the n smallest squares grows with n.
+    is_below = np.cumsum(ordered) <= threshold * np.arange(1, len(ordered) + 1)
+    if is_below.all():
         return math.inf
-    below = ordered[ordered < ordered[int(fits.sum())]]
+    below = ordered[ordered < ordered[int(is_below.sum())]]
     return float(below[-1]) if len(below) else -math.inf

@@ -1,10 +1,12 @@
-"""Decides how many episodes run at a time: enough to keep servers busy, no more than is trained.
+"""Autoscaling: decide how many episodes run at a time.
 
-Pure, because whether it settles is a question for simulations and not for a cluster. Of N episodes
-in flight a share g generates, the others wait for their environment; servers with room for C
-requests are busy at u·C of them when N = u·C / g. As g is measured while it runs, a slow
-environment gets more episodes and a fast one fewer; like Kubernetes' pod autoscaler (desired =
-current · wanted / measured) it lands there in few steps and rests within a band.
+The number should keep the servers busy without sampling more than the trainer trains. Of N episodes
+in flight, a share g generates, and the others wait for their environment. Servers with a capacity
+of C requests reach the utilisation u at N = u·C / g. The autoscaler measures g, so a slow
+environment gets more episodes and a fast one fewer. Like Kubernetes' pod autoscaler it sets
+desired = current · wanted / measured, which converges in few steps, and ignores small changes.
+
+The code does no I/O, so that a simulation can test whether it converges.
 """
 
 from __future__ import annotations
@@ -15,82 +17,95 @@ from dataclasses import dataclass
 from statistics import fmean
 
 BAND = 0.1
-"""Changes of less than this share are not made."""
+"""The target does not change by less than this share."""
 SMOOTHING = 0.2
-"""Weight of a period in the average of g: new episodes all generate at first, so it is misread
-where a turn takes longer than five periods."""
+"""Weight of a period in the running average of g. New episodes all generate at first, so g is
+overestimated if a turn takes longer than five periods."""
 STEP = 1.5
-"""Most by which one period multiplies or divides."""
+"""Largest factor of a change in one period."""
 QUEUE = 0.1
-"""Servers at which, all the time, more than this share of what runs waits take no more, whatever
-they tell."""
+"""If the queue always exceeds this share of the running requests, the servers are at capacity,
+regardless of the capacity that they report."""
 RECOVERY = 1.05
-"""How fast that is tried again, a period."""
-FULL, EMPTY = 0.5, 0.1
-"""Of what the staleness bound lets wait after a batch: above, too much; below, too little."""
-LESS, MORE = 0.9, 1.15
-"""Factors by which a batch changes how much is rolled out then."""
+"""Factor per period by which that measured capacity grows again."""
+HIGH_SURPLUS, LOW_SURPLUS = 0.5, 0.1
+"""Shares of the groups that the staleness bound allows after a batch. A surplus above the first is
+too large, one below the second is too small."""
+DECREASE, INCREASE = 0.9, 1.15
+"""Factors of the damping after a batch with a large and a small surplus."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What servers and datapipe were like at one moment."""
+    """Load of servers and datapipe at one moment."""
 
     running: int
     waiting: int
     """Requests in the servers' queues."""
     capacity: int
-    """Requests that they can run at a time; 0 where one does not tell."""
+    """Requests that the servers can run at a time; 0 if a server does not report it."""
     in_flight: int
     """Episodes that workers run."""
 
 
 class Autoscaler:
-    """How many episodes are to run, decided once a period from the readings in it."""
+    """Decides the number of concurrent episodes, once a period, from the period's readings."""
 
     def __init__(self, *, utilisation: float, target: int) -> None:
         self.target = target
         self.damping = 1.0
-        """Share of what would keep servers busy that the trainer has use for."""
+        """Share of the busy number of episodes that the trainer needs."""
         self._utilisation = utilisation
         self._busy = float(target)
-        """Episodes that keep servers busy."""
+        """Number of episodes that keeps the servers busy."""
         self._share: float | None = None
-        """Of episodes, which generate."""
+        """Share of the episodes that generate (g)."""
         self._limit = math.inf
-        """Requests that servers do run at a time, where that is less than they tell."""
+        """Requests that the servers run at a time: the reported or a smaller measured capacity."""
 
     def decide(self, readings: Sequence[Reading], *, least: int, most: int) -> int:
-        """Return how many episodes are to run in the next period."""
-        # What waits while nothing runs, waits for new weights.
-        told = [r for r in readings if r.in_flight and (r.running or not r.waiting)]
-        if told:
-            self._learn(told)
+        """Return the number of concurrent episodes for the next period.
+
+        Args:
+            readings: The readings of the last period.
+            least: Smallest result.
+            most: Largest result.
+        """
+        # Requests that wait while none runs are paused by a weight update: skip these readings.
+        valid = [r for r in readings if r.in_flight and (r.running or not r.waiting)]
+        if valid:
+            self._update(valid)
             self._busy = min(max(self._busy, least), most)
-        # No less than has an effect, or it would take as long to come back.
+        # A damping below this has no effect, and would take as long to recover.
         self.damping = max(self.damping, least / max(self._busy, least))
         wanted = min(max(self._busy * self.damping, least), most)
         if abs(wanted - self.target) > BAND * self.target or wanted in (least, most):
             self.target = round(wanted)
         return self.target
 
-    def take_batch(self, surplus: int, *, allowed: int) -> None:
-        """Note that a batch was taken, after which `surplus` groups are left of those `allowed`.
+    def adjust_damping(self, surplus: int, *, allowed: int) -> None:
+        """Adjust the damping after the trainer has taken a batch.
 
-        Once a batch and not once a period: a buffer answers a change no sooner.
+        The surplus reacts to a change only after a batch, so this is called once per batch.
+
+        Args:
+            surplus: Number of complete groups that are left.
+            allowed: Number of groups that the staleness bound allows.
         """
-        if surplus > FULL * allowed:
-            self.damping *= LESS
-        elif surplus <= EMPTY * allowed:
-            self.damping = min(1.0, self.damping * MORE)
+        if surplus > HIGH_SURPLUS * allowed:
+            self.damping *= DECREASE
+        elif surplus <= LOW_SURPLUS * allowed:
+            self.damping = min(1.0, self.damping * INCREASE)
 
-    def _learn(self, readings: Sequence[Reading]) -> None:
+    def _update(self, readings: Sequence[Reading]) -> None:
         running, waiting = fmean(r.running for r in readings), fmean(r.waiting for r in readings)
-        told = fmean(r.capacity for r in readings) if all(r.capacity for r in readings) else None
+        capacity = math.inf
+        if all(r.capacity for r in readings):
+            capacity = fmean(r.capacity for r in readings)
         if min(r.waiting for r in readings) > QUEUE * running:
             self._limit = running
         else:
-            self._limit = min(self._limit * RECOVERY, math.inf if told is None else told)
+            self._limit = min(self._limit * RECOVERY, capacity)
         share = (running + waiting) / fmean(r.in_flight for r in readings)
         self._share = share if self._share is None else self._share
         self._share += SMOOTHING * (share - self._share)

@@ -1,6 +1,6 @@
-"""Weighs classes of tasks by how much a policy can learn from each now.
+"""The curriculum: weights of task classes by their current success rates.
 
-Pure functions of success rates, because what is drawn must follow from the ledger alone.
+The functions are pure, because the draw of tasks must be reproducible from the ledger alone.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from collections.abc import Iterable
 
 
 def success_rate(shares: Iterable[float]) -> float:
-    """Estimate a class's success rate from the share of successes in each of its recent groups.
+    """Estimate a class's success rate by Laplace's rule of succession, with a group as one trial.
 
-    Laplace's rule of succession, a group for one trial: 1/2 where nothing is known yet, and never
-    0 or 1.
+    Args:
+        shares: Share of successful episodes in each recent group of the class.
+
+    Returns:
+        The rate, above 0 and below 1; 1/2 without groups.
     """
     known = list(shares)
     return (sum(known) + 1.0) / (len(known) + 2.0)
 
 
 def learnability(rate: float, *, floor: float) -> float:
-    """Return floor + (1 - floor)·4p(1 - p): 1 at p = 1/2, and `floor` where all succeed or fail.
+    """Return the weight floor + (1 - floor)·4p(1 - p) of a class with success rate p.
 
-    p(1 - p) is the variance of a reward of 0 or 1, so the expected squared advantage within a
-    group. Sampling by it: Rutherford et al. 2024 (arXiv 2408.15099), for language models Foster and
-    Foerster 2025 (arXiv 2502.12272). The floor keeps every class seen, so that its rate is known.
+    It is 1 at p = 1/2 and `floor` at p = 0 and p = 1. p(1 - p) is the variance of a reward of 0 or
+    1, and so the expected squared advantage within a group. Sources: Rutherford et al. 2024 (arXiv
+    2408.15099); for language models Foster and Foerster 2025 (arXiv 2502.12272). With a floor above
+    0, every class is still sampled and its rate stays up to date.
     """
     return floor + (1.0 - floor) * 4.0 * rate * (1.0 - rate)

@@ -1,8 +1,8 @@
-"""Logprob and entropy of given next tokens from hidden states, without ever holding all logits.
+"""Logprobs and entropies of given tokens from hidden states, without all logits in memory.
 
-Here as one autograd function, because plain autograd would keep [N, V] logits and probabilities for
-the backward pass; this keeps one number a token and recomputes a chunk of logits at a time.
-N = tokens, H = hidden, V = vocabulary.
+Plain autograd would keep [N, V] logits and probabilities for the backward pass. This autograd
+function keeps one number per token and recomputes the logits chunk by chunk. Shapes: N = tokens,
+H = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ def token_logprobs(
     temperature_N: torch.Tensor,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logprobs_N, entropy_N) of softmax(hidden · weightᵀ / temperature), differentiable.
+    """Return differentiable logprobs and entropies under softmax(hidden · weightᵀ / temperature).
 
-    Logits are float32 from the matrix product on, `chunk` tokens at a time, in both passes.
+    Args:
+        hidden_NH: Hidden states before the head.
+        weight_VH: Weight of the head.
+        targets_N: int64, the token whose logprob is wanted.
+        temperature_N: Sampling temperature of each token.
+        chunk: Tokens whose logits are computed at a time, in the forward and the backward pass.
+
+    Returns:
+        (logprobs, entropies), float32 [N] each. Logits are converted to float32.
     """
     apply: Callable[..., Any] = _TokenLogprobs.apply  # pyright: ignore
     return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
@@ -69,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logp = _log_softmax(hidden[part], weight, temperature[part])
-            # In place: beside the head's gradient, two tensors of a chunk of logits are the peak.
+            # In place: the peak is two logit chunks, besides the gradient of the head.
             if grad_entropy is None:
                 assert grad_logp is not None
                 grad_z = logp.exp_().mul_(-grad_logp[part, None])

@@ -1,6 +1,6 @@
 """The losses of policy, critic and supervised fine-tuning, as weighted sums over loss tokens.
 
-Here as pure functions, so that they can be checked against hand-made tables. N = loss tokens.
+Shapes: N = loss tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from arealite.api.engine import LossFn, LossInput
 
 Stats = dict[str, torch.Tensor]
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here: exp of more is inf, and inf · 0 would make a gradient NaN."""
+"""Bound of log-ratios. exp of larger values may be inf, and inf · 0 would make gradients NaN."""
 
 
 def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
-    """Return Σ loss_weight · (w · objective − entropy_coef · H + kl.coef · KL).
+    """Create the loss Σ loss_weight · (w · objective(u, A) − entropy_coef · H + kl.coef · KL).
 
-    Decoupled (arXiv 2505.24298 eq. 5): u = π_θ/π_prox, and w is made of π_prox/π_behav, without a
-    gradient (see _behav_weight). Coupled (arXiv 1707.06347): u = π_θ/π_behav, w = 1. With
-    `ratio=sequence` u is one number a row (GSPO, arXiv 2507.18071). Objectives: see _objective.
+    Decoupled (arXiv 2505.24298 eq. 5): the ratio is u = π_θ/π_prox, and the behaviour weight w is
+    computed from π_prox/π_behav without a gradient (see _behav_weight). Coupled (arXiv 1707.06347):
+    u = π_θ/π_behav and w = 1. With `ratio=sequence`, u is one number per row (GSPO, arXiv
+    2507.18071). For the objectives see _objective.
 
-    Reads the fields advantages, loss_weight, behav_logprobs; decoupled also prox_logprobs; with a
-    KL in the loss ref_logprobs; and keep, where there is one (M2PO: 0 takes a token out of every
-    term, 1 leaves it), each float32 [N]. Stats are sums weighted by loss_weight, over all tokens.
+    The loss reads these fields, float32 [N] each: advantages, loss_weight, behav_logprobs;
+    prox_logprobs if decoupled; ref_logprobs if the KL is part of the loss; optional keep (M2PO),
+    where 0 removes a token from every term. Stats are sums over all tokens, weighted by
+    loss_weight.
+
+    Args:
+        config: Options of the policy loss.
+        kl: Options of the KL penalty; None: no KL term.
     """
     kl_coef = kl.coef if kl is not None and kl.place == "loss" else 0.0
 
@@ -57,10 +63,14 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
 
 
 def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """Estimate from x = log π − log π_ref of tokens sampled from π, float32 [N].
+    """Estimate KL(π ‖ π_ref) of each token, float32 [N] (Schulman, "Approximating KL divergence").
 
-    k1 = x, k2 = ½x², k3 = ρ − 1 − log ρ with ρ = π_ref/π = exp(−x) (Schulman, "Approximating KL
-    divergence", 2020). In a loss k1 has a gradient of expectation 0; that of k2 is the KL's.
+    k1 = x, k2 = ½x², k3 = ρ − 1 − log ρ with ρ = π_ref/π = exp(−x). As a loss, the gradient of k1
+    has expectation 0, and the gradient of k2 has the expectation of the KL's gradient.
+
+    Args:
+        log_ratio_N: x = log π − log π_ref of tokens sampled from π.
+        kind: The estimator.
     """
     if kind == "k1":
         return log_ratio_N
@@ -71,7 +81,7 @@ def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
 
 
 def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> torch.Tensor:
-    """Return the log of a token's ratio, or of the geometric mean of its row's, clamped."""
+    """Return each token's clamped log-ratio; at level `sequence` the mean of its row's."""
     if level == "sequence":
         index_N = (rows_N.diff(prepend=rows_N[:1]) != 0).cumsum(0)  # rows numbered without gaps
         means_N = torch.zeros_like(log_ratio_N).scatter_reduce(
@@ -84,11 +94,11 @@ def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> t
 def _objective(
     config: LossConfig, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return what is to be made small of each token, of its ratio u and its advantage A.
+    """Return the term of each token to minimize, from its ratio u and its advantage A.
 
-    ppo: −min(uA, clip(u, 1 − eps_low, 1 + eps_high)·A); dual clip (arXiv 1912.09729): for A < 0 at
-    most c·|A|. cispo (arXiv 2506.13585 eq. 4): −clip(u)·A·log π without a gradient through clip(u).
-    sapo (arXiv 2511.20347): −4/τ·σ(τ(u − 1))·A. reinforce: −A·log π.
+    ppo: −min(uA, clip(u, 1 − eps_low, 1 + eps_high)·A); dual clip (arXiv 1912.09729) bounds it by
+    c·|A| if A < 0. cispo (arXiv 2506.13585 eq. 4): −clip(u)·A·log π, without a gradient through
+    clip(u). sapo (arXiv 2511.20347): −4/τ·σ(τ(u − 1))·A. reinforce: −A·log π.
     """
     if config.objective == "reinforce":
         return -advantages_N * logprobs_N
@@ -109,10 +119,10 @@ def _objective(
 def _behav_weight(
     config: LossConfig, fields: dict[str, torch.Tensor], rows_N: torch.Tensor, stats: Stats
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return w of π_prox/π_behav and which tokens stay (None: all); tell `stats` about them.
+    """Return the behaviour weights w and the mask of kept tokens (None: all); add to `stats`.
 
-    truncate: w = min(·, cap) (TIS). mask: w = ·, and a token outside [1/cap, cap] gets no loss
-    (MIS). `behav_weight_level=sequence` takes the geometric mean of the row.
+    With r = π_prox/π_behav, truncate is w = min(r, cap) (TIS); mask is w = r, without loss outside
+    [1/cap, cap] (MIS). With `behav_weight_level=sequence`, r is the geometric mean of the row.
     """
     diff_N = fields["prox_logprobs"] - fields["behav_logprobs"]
     raw_N = _log_ratio(diff_N, rows_N, config.behav_weight_level).exp()
@@ -132,7 +142,7 @@ def _behav_weight(
 def _ratio_stats(
     config: LossConfig, ratio_N: torch.Tensor, log_ratio_N: torch.Tensor, advantages_N: torch.Tensor
 ) -> Stats:
-    """Describe the ratio; `clip_frac_*` are tokens whose gradient a clip changed."""
+    """Return stats of the ratio; `clip_frac_*` count tokens whose gradient a clip changes."""
     stats = {"ratio": ratio_N, "approx_kl": ratio_N - 1.0 - log_ratio_N}
     if config.objective in ("ppo", "cispo"):
         low_N, high_N = ratio_N < 1.0 - config.eps_low, ratio_N > 1.0 + config.eps_high
@@ -150,19 +160,20 @@ def _sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> Stats:
 
 
 def effective_sample_share(stats: dict[str, float]) -> float:
-    """Return the effective sample size of the behaviour weights per token, in (0, 1].
+    """Return the effective sample size per token, (Σw)² / (N Σw²), in (0, 1].
 
-    ESS/N = (Σw)² / (N Σw²), from summed stats of a make_policy_loss function.
+    Args:
+        stats: Summed stats of a loss of `make_policy_loss`; w are the behaviour weights.
     """
     square = stats["weight"] * stats["behav_weight_sq"]
     return stats["behav_weight"] ** 2 / square if square > 0 else 1.0
 
 
-def value_loss(config: CriticConfig) -> LossFn:
-    """Return Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
+def make_value_loss(config: CriticConfig) -> LossFn:
+    """Create the loss Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
 
-    V is the head's output; reads the fields values (V_old, of the critic before its first update),
-    returns (R) and loss_weight, each float32 [N]. Source: arXiv 2005.12729, section 3.
+    V is the critic's output. The loss reads the fields values (V_old, before the first update of
+    the step), returns (R) and loss_weight, float32 [N] each. Source: arXiv 2005.12729, section 3.
     """
 
     def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
@@ -180,7 +191,7 @@ def value_loss(config: CriticConfig) -> LossFn:
         if (bound := config.value_clip) is not None:
             moved_N = values_N - old_N
             bounded_N = (old_N + moved_N.clamp(-bound, bound) - returns_N).square()
-            beyond_N = moved_N.detach().abs() > bound  # within, the two differ by rounding
+            beyond_N = moved_N.detach().abs() > bound  # otherwise the two differ by rounding only
             stats["value_clip_frac"] = beyond_N & (bounded_N.detach() > squares_N.detach())
             squares_N = torch.maximum(squares_N, bounded_N)
         loss = 0.5 * (weight_N * squares_N).sum()
@@ -190,9 +201,10 @@ def value_loss(config: CriticConfig) -> LossFn:
 
 
 def explained_variance(stats: dict[str, float]) -> float:
-    """Return 1 − Var(R − V_old)/Var(R) from summed stats of a value_loss function; at most 1.
+    """Return the explained variance 1 − Var(R − V_old)/Var(R); 0 if all returns are equal.
 
-    Of returns that are all equal it says 0.
+    Args:
+        stats: Summed stats of a loss of `make_value_loss`.
     """
     total = stats["weight"] or 1.0
 
@@ -204,9 +216,9 @@ def explained_variance(stats: dict[str, float]) -> float:
 
 
 def cross_entropy(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
+    """Compute the loss −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
 
-    `is_answer` (1 for what the assistant wrote, 0 for what followed) only splits the sum in the
+    The field `is_answer` (1: token of the assistant, 0: other token) only splits the loss in the
     stats: `answer` + `next_state` = `loss`.
     """
     weight_N, is_answer_N = batch.fields["loss_weight"], batch.fields["is_answer"]

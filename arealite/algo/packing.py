@@ -1,7 +1,8 @@
-"""Cut rows of unequal length into micro-batches: right-padded, or packed end to end.
+"""Divide rows of unequal length into micro-batches: right-padded, or packed end to end.
 
-Here because every rank must know from lengths alone how many micro-batches the others run. A unit
-is `together` consecutive rows that stay in one micro-batch, in their order.
+The plans depend on row lengths only, so that every rank can compute how many micro-batches the
+other ranks run. An example is `rows_per_example` consecutive rows, which stay in one micro-batch in
+their order: a pair of answers of DPO, or a single row.
 """
 
 from __future__ import annotations
@@ -15,58 +16,60 @@ Plan = list[list[int]]
 """Row indices of each micro-batch."""
 
 OVERHEAD = 24
-"""What a micro-batch costs beside its tokens, in tokens; padding beyond it is cut away. Measured on
-a CPU (tools/bench_train.py): 400 for a model of 0.1 million parameters, 90 for one of 0.8 million,
-the less the larger; this keeps padding under 5 % of 512 rows, and costs the smallest model most."""
+"""Cost of a micro-batch besides its tokens, in tokens: the most padding that is accepted. Measured
+on a CPU (tools/bench_train.py): 400 for a model of 0.1 million parameters, 90 for 0.8 million, and
+less for larger models. 24 keeps padding below 5 % for 512 rows."""
 
 
-def padded(lengths: Sequence[int], budget: int, *, together: int = 1) -> Plan:
-    """Plan rows × longest row ≤ budget, unless one unit alone has more; longest units first.
+def padded(lengths: Sequence[int], budget: int, *, rows_per_example: int = 1) -> Plan:
+    """Plan micro-batches of at most `budget` tokens, padding included; longest examples first.
 
-    A micro-batch ends where its padding would cost more than another micro-batch does: on evenly
-    falling lengths that is where the sum of both costs is least.
+    A single example may exceed the budget. A micro-batch ends when its padding would cost more
+    than another micro-batch.
     """
-    longest = [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
+    size = rows_per_example
+    longest = [max(lengths[i : i + size]) for i in range(0, len(lengths), size)]
     plan: Plan = []
     width = padding = 0
-    for unit in sorted(range(len(longest)), key=lambda i: (-longest[i], i)):
-        padding += (width - longest[unit]) * together
-        if not plan or (len(plan[-1]) + together) * width > budget or padding > OVERHEAD:
+    for example in sorted(range(len(longest)), key=lambda i: (-longest[i], i)):
+        padding += (width - longest[example]) * size
+        if not plan or (len(plan[-1]) + size) * width > budget or padding > OVERHEAD:
             plan.append([])
-            width, padding = longest[unit], 0
-        plan[-1] += range(unit * together, (unit + 1) * together)
+            width, padding = longest[example], 0
+        plan[-1] += range(example * size, (example + 1) * size)
     return plan
 
 
-def packed(lengths: Sequence[int], budget: int, *, together: int = 1) -> Plan:
-    """Plan a sum of lengths ≤ budget, unless one unit alone is longer; sums are about equal.
+def packed(lengths: Sequence[int], budget: int, *, rows_per_example: int = 1) -> Plan:
+    """Plan micro-batches of at most `budget` tokens without padding, with about equal sums.
 
-    As many micro-batches as best-fit decreasing needs (about 11/9 of the fewest at most, Johnson
-    et al. 1974), or one more, with units dealt anew to the least loaded where that keeps the
-    budget.
+    A single example may exceed the budget. The number of micro-batches is that of best-fit
+    decreasing (at most about 11/9 of the optimum, Johnson et al. 1974), or one more. If it keeps
+    the budget, the examples are redistributed, each to the least loaded micro-batch.
     """
     if not lengths:
         return []
-    held = [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)]
-    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    bin_of = [0] * len(held)
-    for unit in sorted(range(len(held)), key=lambda i: (-held[i], i)):
-        at = bisect_left(room, (held[unit], 0))
-        left, number = room.pop(at) if at < len(room) else (budget, len(room))
-        bin_of[unit] = number
-        insort(room, (left - held[unit], number))
-    bins = len(room)
-    for more in (bins, bins + 1):
-        dealt = balance(held, ranks=more)
-        loads = [0] * more
-        for unit, number in enumerate(dealt):
-            loads[number] += held[unit]
-        if max(loads) <= max([budget, *held]):
-            bins, bin_of = more, dealt
+    size = rows_per_example
+    tokens = [sum(lengths[i : i + size]) for i in range(0, len(lengths), size)]
+    free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    bin_of = [0] * len(tokens)
+    for example in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        at = bisect_left(free, (tokens[example], 0))
+        left, number = free.pop(at) if at < len(free) else (budget, len(free))
+        bin_of[example] = number
+        insort(free, (left - tokens[example], number))
+    bins = len(free)
+    for count in (bins, bins + 1):
+        balanced = balance(tokens, ranks=count)
+        loads = [0] * count
+        for example, number in enumerate(balanced):
+            loads[number] += tokens[example]
+        if max(loads) <= max([budget, *tokens]):
+            bins, bin_of = count, balanced
             break
     plan: Plan = [[] for _ in range(bins)]
-    for unit, number in enumerate(bin_of):
-        plan[number] += range(unit * together, (unit + 1) * together)
+    for example, number in enumerate(bin_of):
+        plan[number] += range(example * size, (example + 1) * size)
     return plan
 
 
@@ -78,22 +81,32 @@ def microbatches(
     budget: int,
     *,
     layout: str = "padded",
-    together: int = 1,
+    rows_per_example: int = 1,
     all_lengths: Sequence[Sequence[int]] = (),
 ) -> Plan:
-    """Return the plan of this rank's `lengths`: every row once, equal inputs give equal plans.
+    """Plan the micro-batches of a rank. Equal inputs give equal plans.
 
-    Empty micro-batches follow up to the most that any rank of `all_lengths` needs, at least one,
-    so that collectives stay aligned.
+    Args:
+        lengths: The row lengths of this rank.
+        budget: Largest number of tokens of a micro-batch; a single example may exceed it.
+        layout: padded or packed.
+        rows_per_example: Consecutive rows that stay in one micro-batch.
+        all_lengths: The row lengths of every rank. The plan ends with empty micro-batches if
+            another rank needs more, so that collectives stay aligned.
+
+    Returns:
+        The row indices of each micro-batch; at least one micro-batch, every row once.
     """
-    make = LAYOUTS[layout]
-    plan = make(lengths, budget, together=together)
-    most = max([1, *(len(make(part, budget, together=together)) for part in all_lengths)])
-    return plan + [[]] * (most - len(plan))
+    plan_rows = LAYOUTS[layout]
+    plan = plan_rows(lengths, budget, rows_per_example=rows_per_example)
+    needed = [
+        len(plan_rows(part, budget, rows_per_example=rows_per_example)) for part in all_lengths
+    ]
+    return plan + [[]] * (max([1, *needed]) - len(plan))
 
 
 def computed_tokens(lengths: Sequence[int], plan: Plan, layout: str = "padded") -> int:
-    """Return how many tokens are computed, padding included."""
+    """Return the number of computed tokens, padding included."""
     if layout == "packed":
         return sum(lengths)
     return sum(len(rows) * max((lengths[i] for i in rows), default=0) for rows in plan)

@@ -1,7 +1,6 @@
-"""Deals a batch's trajectories to optimizer updates and to ranks.
+"""Assign a batch's trajectories to optimizer updates and to ranks.
 
-Pure and deterministic, because the datapipe deals once and every rank must agree, also after a
-restart.
+The functions are deterministic, so that all ranks, a restarted datapipe and a replay agree.
 """
 
 from __future__ import annotations
@@ -15,14 +14,18 @@ from arealite.api.trajectory import TrajectoryHeader
 
 
 def deal_groups(group_ids: Sequence[str], *, updates: int, seed: int | None) -> list[int]:
-    """Return the minibatch of each trajectory; groups stay whole, minibatches differ by at most one
-    group.
+    """Return the minibatch of each trajectory.
 
-    `group_ids` has one entry a trajectory. `seed` None deals in order of appearance, a number in a
-    seeded order (a batch drawn oldest first would otherwise give each update one age).
+    Groups stay whole, and the minibatches' numbers of groups differ by at most one.
+
+    Args:
+        group_ids: The group of each trajectory.
+        updates: Number of minibatches.
+        seed: Seed of a random order of groups; None: order of appearance. A batch is ordered from
+            old to new groups, so that without a seed each update would get groups of one age.
 
     Raises:
-        ValueError: fewer groups than updates.
+        ValueError: There are fewer groups than updates.
     """
     groups = list(dict.fromkeys(group_ids))
     if len(groups) < updates:
@@ -34,9 +37,11 @@ def deal_groups(group_ids: Sequence[str], *, updates: int, seed: int | None) -> 
 
 
 def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
-    """Return the rank of each row so that ranks hold about equal tokens (longest first to the least
-    loaded rank: at most 4/3 of the optimum, Graham 1969). Every rank gets a row if there are
-    enough."""
+    """Return the rank of each row, so that ranks have about equal numbers of tokens.
+
+    Each row, longest first, goes to the least loaded rank: at most 4/3 of the optimum (Graham
+    1969). Every rank gets a row if there are enough rows.
+    """
     loads = [(0, rank) for rank in range(ranks)]
     result = [0] * len(tokens)
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
@@ -64,7 +69,7 @@ def partition(
     return minibatches, rank_of
 
 
-def shard(
+def batch_for_rank(
     request: BatchRequest,
     headers: list[TrajectoryHeader],
     *,
@@ -72,7 +77,15 @@ def shard(
     seed: int,
     waits: dict[str, float],
 ) -> Batch:
-    """Deal a batch to updates and ranks: the same for all who ask, also when it is replayed."""
+    """Build the Batch message that answers a rank's request.
+
+    Args:
+        request: The request, with the rank and the world size.
+        headers: The trajectories of the batch.
+        updates: Optimizer updates of a step.
+        seed: Seed of the run.
+        waits: Metrics of the datapipe.
+    """
     group_ids = [header.group_id for header in headers]
     minibatches, ranks = partition(
         group_ids,

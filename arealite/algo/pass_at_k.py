@@ -1,4 +1,4 @@
-"""How often tasks are solved: pass@k and its uncertainty, from numbers of right samples."""
+"""pass@k and its confidence interval, from the number of right samples of each task."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 Z_95 = 1.959964
-"""Standard deviations of a normal distribution that hold 95 % of it to both sides."""
+"""A normal variable is within this many standard deviations of its mean with probability 95 %."""
 
 
 class Estimate(NamedTuple):
-    """A mean over tasks, and the interval that holds the true one with 95 % confidence."""
+    """A mean over tasks with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -20,24 +20,36 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that one of `k` samples is right, from `c` right ones of `n`.
+    """Estimate the probability that at least one of `k` samples of a task is right.
 
-    1 - C(n - c, k) / C(n, k), without bias for k <= n (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    1 - C(n - c, k) / C(n, k), unbiased for k <= n (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+
+    Args:
+        n: Number of samples of the task.
+        c: Number of right samples.
+        k: At most `n`.
     """
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-def ks(n: int) -> list[int]:
+def default_ks(n: int) -> list[int]:
     """Return the powers of two up to `n`, and `n`."""
     return sorted({n, *(1 << bit for bit in range(n.bit_length()))})
 
 
 def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None:
-    """Average pass@k over tasks, each (n, c); None where no task has `k` samples.
+    """Average pass@k over the tasks with at least `k` samples.
 
-    Tasks with fewer are left out. The interval is Wilson's (1927) for as many trials as tasks:
-    values between 0 and 1 vary at most as a coin's with their mean, so it is never too narrow for
-    that, and unlike the normal one it is no point where all tasks are solved or none.
+    The interval is Wilson's (1927), with tasks as trials. A value between 0 and 1 has at most the
+    variance of a Bernoulli variable with the same mean, so the interval is not too narrow. Unlike
+    the normal interval, it does not shrink to a point if all tasks are solved, or none.
+
+    Args:
+        counts: (samples, right samples) of each task.
+        k: The k of pass@k.
+
+    Returns:
+        The estimate; None if no task has `k` samples.
     """
     values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
     if not values:
@@ -49,10 +61,10 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None
 
 
 def mean_of_tasks(values: Sequence[float]) -> Estimate:
-    """Average one value a task; the interval is the normal one of the mean.
+    """Average one value per task, with the normal confidence interval.
 
-    Tasks are what was drawn at random, not samples: those of one task are alike (Miller 2024,
-    arXiv:2411.00640, clustered standard errors).
+    The interval treats tasks, not samples, as independent: samples of one task are correlated
+    (clustered standard errors, Miller 2024, arXiv:2411.00640).
     """
     mean = fmean(values)
     half = Z_95 * stdev(values) / sqrt(len(values)) if len(values) > 1 else float("inf")

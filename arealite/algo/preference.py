@@ -1,7 +1,6 @@
-"""Losses of pairs, of which the first answer is preferred: DPO and its variants, Bradley–Terry.
+"""Losses of preference pairs: DPO and its variants, Bradley–Terry.
 
-Here as pure functions, so that they can be checked against hand-made numbers. N = loss tokens of a
-micro-batch, R = its rows (chosen, rejected, chosen, …), P = its pairs.
+Shapes: N = loss tokens of a micro-batch, R = its rows (chosen, rejected, chosen, …), P = its pairs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,12 @@ def dpo_terms(margins: torch.Tensor, config: DPOConfig) -> torch.Tensor:
     """Return the loss of each margin h = log (π/π_ref)(chosen) − log (π/π_ref)(rejected).
 
     sigmoid: −log σ(βh) (arXiv 2305.18290 eq. 7). hinge: max(0, 1 − βh) (SLiC, arXiv 2305.10425,
-    as a loss of βh). ipo: (h − 1/(2β))² (arXiv 2310.12036 eq. 17). With label smoothing ε each is
-    (1 − ε) l(h) + ε l(−h): a pair is the wrong way round with probability ε.
+    as a loss of βh). ipo: (h − 1/(2β))² (arXiv 2310.12036 eq. 17). Label smoothing ε assumes that a
+    label is wrong with probability ε: the loss is (1 − ε) l(h) + ε l(−h).
+
+    Args:
+        margins: The margins, of any shape.
+        config: Options of DPO.
     """
     beta, smoothing = config.beta, config.label_smoothing
 
@@ -36,11 +39,12 @@ def dpo_terms(margins: torch.Tensor, config: DPOConfig) -> torch.Tensor:
 
 
 def make_dpo_loss(config: DPOConfig) -> LossFn:
-    """Return the loss of `dpo_terms`, summed with `loss_weight`, which is one number a row.
+    """Create the loss Σ loss_weight · dpo_terms over pairs; loss_weight is constant in a row.
 
-    Reads `ref_logprobs` unless `reference_free` (then π_ref is uniform and falls out of h up to a
-    length, as in TRL). Log-ratios are sums over a row's tokens; means for ipo, so that long
-    answers do not weigh more (as in TRL, by advice of the paper's authors).
+    The loss reads the field `ref_logprobs`, unless `reference_free`: then π_ref is treated as 1 (as
+    in TRL; a uniform π_ref differs by a term of the lengths). Log-ratios are sums over a row's
+    tokens. For ipo they are means, so that long answers do not weigh more (as in TRL, by advice of
+    the paper's authors).
     """
 
     def loss_fn(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -56,9 +60,10 @@ def make_dpo_loss(config: DPOConfig) -> LossFn:
 
 
 def bradley_terry(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return −log σ(r_chosen − r_rejected), summed with `loss_weight`; r is a row's only value.
+    """Compute the loss −Σ loss_weight · log σ(r_chosen − r_rejected) over pairs.
 
     P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley & Terry 1952; arXiv 2203.02155 eq. 1).
+    Each row has one loss token, whose value is the reward r.
     """
     return _finish(
         batch, _row_sums(batch, batch.outputs["values"]), 1.0, lambda h_P: -logsigmoid(h_P)
@@ -66,7 +71,7 @@ def bradley_terry(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 def _row_sums(batch: LossInput, values_N: torch.Tensor) -> torch.Tensor:
-    """Add up the tokens of each row."""
+    """Sum the values of each row's tokens, [R]."""
     rows = int(batch.rows_N[-1]) + 1
     return values_N.new_zeros(rows).index_add(0, batch.rows_N, values_N)
 
@@ -77,7 +82,7 @@ def _finish(
     scale: float,
     terms: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Weigh the terms of margins, and describe the pairs; `scale` makes scores rewards."""
+    """Return the weighted loss of the pairs and their stats; `scale` converts scores to rewards."""
     weight_R = torch.zeros_like(scores_R)
     weight_R[batch.rows_N] = batch.fields["loss_weight"]
     weight_P = weight_R[::2]

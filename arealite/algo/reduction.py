@@ -1,6 +1,6 @@
-"""Per-token loss weights that make a plain sum the wanted mean over the global minibatch.
+"""Loss weights of tokens, with which a plain sum is the required mean over the global minibatch.
 
-Here because a mean inside a micro-batch would make the gradient depend on how the batch was cut.
+A mean over each micro-batch would make the gradient depend on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from arealite.base.errors import UserError
 def token_weights(
     kind: Reduction, lengths: Sequence[int], *, divisor: float | None = None
 ) -> list[float]:
-    """Return for each row of the global minibatch the weight of each of its loss tokens.
+    """Return the loss weight of the tokens of each row.
 
-    `lengths` are loss-token counts of ALL rows of all ranks; rows without loss tokens get 0 and
-    are not counted. `token_mean`: 1 / all tokens. `seq_mean_token_mean`: 1 / (rows · own tokens).
-    `seq_mean_token_sum`: 1 / (rows · divisor), with a constant divisor such as max_new_tokens
-    (Dr.GRPO, arXiv 2503.20783).
+    token_mean: 1 / all tokens. seq_mean_token_mean: 1 / (rows · tokens of the row).
+    seq_mean_token_sum: 1 / (rows · divisor) (Dr.GRPO, arXiv 2503.20783). Rows without loss tokens
+    get 0 and do not count as rows.
+
+    Args:
+        kind: The reduction.
+        lengths: Number of loss tokens of each row of the global minibatch, of all ranks.
+        divisor: Constant of seq_mean_token_sum, for example max_new_tokens.
 
     Raises:
         UserError: `seq_mean_token_sum` without a positive divisor.

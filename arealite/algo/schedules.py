@@ -1,7 +1,4 @@
-"""Learning-rate schedules as a pure function of the update number.
-
-Here so that resuming needs one integer and nothing else.
-"""
+"""Learning-rate schedules as functions of the update number, the only state to resume from."""
 
 from __future__ import annotations
 
@@ -11,11 +8,16 @@ from arealite.api.engine_config import OptimizerConfig
 
 
 def learning_rate(update: int, *, lr: float, total: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of optimizer update `update` (the first is 0).
+    """Return the learning rate of an optimizer update.
 
-    Linear warm-up over `warmup_steps` updates, the first already at lr / warmup_steps; then
-    constant, or a linear or cosine decay that reaches lr · min_lr_ratio at the last of `total`
-    updates and stays there.
+    A linear warm-up over `warmup_steps` updates begins at lr / warmup_steps. Then the rate is
+    constant, or a linear or cosine decay reaches lr · min_lr_ratio at the last update.
+
+    Args:
+        update: Number of the update, from 0.
+        lr: The learning rate after the warm-up.
+        total: Number of updates; later ones keep the last rate.
+        config: Options of the schedule.
     """
     warmup = config.warmup_steps
     if update < warmup:

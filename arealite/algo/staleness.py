@@ -1,27 +1,30 @@
-"""Decides when a group is leased and a batch released, so that no token gets older than η.
+"""Decide when a group is leased and when a batch is released, so that no token is older than η.
 
-Pure functions of counts and versions, because the staleness bound is a contract and this is its
-proof. Version v is the policy after v steps; batch k is trained by version k; a token of version s
-that is trained in batch k has age k - s. B = groups in a batch.
+The functions are pure; this docstring is the proof of the bound. Version v is the policy after v
+steps. The weights of version k train batch k. A token that version s sampled and batch k trains has
+the age k - s. B is the number of groups in a batch.
 
-*Admission.* At confirmed version v a new group is leased only while batched + complete + leased <
+*Admission.* At confirmed version v, a new group is leased only while batched + complete + leased <
 (v + η + 1)·B. Every group of start version ≤ v then has a place in the batches up to v + η.
 
-*Wait.* Call s + η the deadline of a group of start version s: the last batch that may hold it. A
-set of groups *fits* after step k if drawing all of them oldest first, B at a time, from batch k + 1
-on would meet every deadline. Batch k is released only when the groups left out of it fit; in
-particular (the first of them) all have s ≥ k + 1 - η.
+*Wait.* A group of start version s has the deadline s + η: the last batch that may contain it. A set
+of groups *fits* after step k if drawing all of them from batch k + 1 on, oldest first and B at a
+time, meets every deadline. Batch k is released only if the groups that it leaves out fit. All of
+these then have s ≥ k + 1 - η.
 
-*Safe.* What fits when batch k goes out contains no group whose deadline is k or earlier, so all of
-batch k + 1's candidates are young enough: no token older than η, and nothing is discarded.
+*Safety.* A set that fits when batch k is released contains no group with deadline k or earlier.
+So every candidate of batch k + 1 is young enough: no token is older than η, and no group is
+dropped.
 
-*Live.* Let n(D) be the groups outstanding with deadline ≤ D when batch k is due. Claim: n(D) ≤
-(D - k + 1)·B for all D ≥ k. A release keeps it (this is what *fits* says); a lease at version v
-adds a group of deadline v + η, and admission bounds all that is outstanding by (v + η + 1 - k)·B.
-When every outstanding group is complete, the B oldest are either all of those with deadline ≤ D, or
-all have deadline ≤ D and n(D) falls by B: the rest fits, so batch k goes out. Without *fits* and
-with the first condition alone, B = 1, η = 2 deadlocks: a, b, c of start 0, d of start 1; batches
-{a}, {d}; now b and c are both due in batch 2.
+*Liveness.* Let n(D) be the number of outstanding groups with deadline ≤ D before batch k is
+released. Claim: n(D) ≤ (D - k + 1)·B for all D ≥ k. A release preserves the claim, by the
+definition of *fits*. A lease at version v adds a group with deadline v + η, and admission bounds
+the number of all outstanding groups by (v + η + 1 - k)·B. Once every outstanding group is complete,
+either the B oldest include all groups with deadline ≤ D, or all B have deadline ≤ D and n(D) falls
+by B. So the rest fits, and batch k is released.
+
+*Fits* is necessary: with s ≥ k + 1 - η alone, B = 1 and η = 2 can deadlock. Let a, b, c have start
+0, d start 1, and the batches be {a}, {d}; now both b and c must be in batch 2.
 """
 
 from __future__ import annotations
@@ -35,36 +38,52 @@ class Candidate:
     """A group that is leased or complete."""
 
     start: int
-    """Version of its oldest token, or of its oldest live lease where that is less."""
+    """The smaller of its oldest token's version and its oldest live lease's version."""
     seq: int
-    """Its place in the order of the dataset; settles ties."""
+    """Number of the group in the order of the data set; breaks ties."""
     is_complete: bool
 
 
 def may_lease(outstanding: int, version: int | None, *, eta: int, num_groups: int) -> bool:
-    """Say whether one more group may be leased at the confirmed `version` (None: none is yet).
+    """Return whether one more group may be leased.
 
-    `outstanding` counts groups batched since step 0, complete and leased; filtered ones do not.
+    Args:
+        outstanding: Groups batched since step 0, plus complete and leased groups; filtered groups
+            do not count.
+        version: The confirmed version; None before the first.
+        eta: The staleness bound η, in versions.
+        num_groups: Groups in a batch.
     """
     return version is not None and outstanding < (version + eta + 1) * num_groups
 
 
 def fits(starts: Iterable[int], step: int, *, eta: int, num_groups: int) -> bool:
-    """Say whether groups of these starts, drawn oldest first from batch `step` on, stay within η.
+    """Return whether groups drawn oldest first from batch `step` on meet all deadlines.
 
     Earliest deadline first is optimal (Jackson 1955).
+
+    Args:
+        starts: Start version of each group.
+        step: The first batch to fill.
+        eta: The staleness bound η, in versions.
+        num_groups: Groups in a batch.
     """
     return all(
         step + place // num_groups - start <= eta for place, start in enumerate(sorted(starts))
     )
 
 
-def choose(
+def select_batch(
     candidates: Sequence[Candidate], step: int, *, policy: str, eta: int, num_groups: int
 ) -> list[Candidate] | None:
-    """Return the groups of batch `step`, oldest first, or None while it may not be released.
+    """Return the groups of batch `step`, oldest first; None while it may not be released.
 
-    `policy` is wait, mask or drop; only `wait` waits for groups that are not in the batch.
+    Args:
+        candidates: All leased and complete groups.
+        step: The batch.
+        policy: wait, mask or drop. Only `wait` considers the groups that are left out.
+        eta: The staleness bound η, in versions.
+        num_groups: Groups in a batch.
     """
     complete = sorted((c for c in candidates if c.is_complete), key=lambda c: (c.start, c.seq))
     if len(complete) < num_groups:
@@ -78,12 +97,12 @@ def choose(
     return chosen
 
 
-def blocks(
+def blocking_groups(
     candidates: Sequence[Candidate], step: int, *, eta: int, num_groups: int
 ) -> list[Candidate]:
-    """Return the unfinished groups of which one has to be in batch `step`, oldest first.
+    """Return the unfinished groups that hold back batch `step`, oldest first.
 
-    [] where `wait` does not keep the batch back.
+    One of them must finish and be in the batch. [] if the policy `wait` does not delay the batch.
     """
     ordered = sorted(candidates, key=lambda c: (not c.is_complete, c.start, c.seq))
     complete = sum(c.is_complete for c in ordered)

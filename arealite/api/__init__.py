@@ -1,5 +1,5 @@
-"""Floor 1: what the parts are: abstract classes, their tables, configs and messages.
+"""Layer 1: abstract classes, the registries of their implementations, configs and messages.
 
-Imports neither torch, sglang, aiohttp nor zmq, so that every command starts fast and every role
-can load it.
+No module here imports torch, sglang, aiohttp or zmq. Commands therefore start fast, and every role
+can import all of them.
 """

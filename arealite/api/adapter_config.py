@@ -1,4 +1,4 @@
-"""The options of environments that others wrote."""
+"""Options of the adapters for third-party environments."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from arealite.api.runtime import EnvServersConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymConfig:
-    """One of reasoning-gym's datasets."""
+    """A data set of reasoning-gym."""
 
-    dataset: str = opt("chain_sum", "its name in reasoning-gym")
-    options: dict[str, Any] = sub(dict, "its own options, as in options.max_terms=3")
+    dataset: str = opt("chain_sum", "data set's name in reasoning-gym")
+    options: dict[str, Any] = sub(dict, "data set's own options, for example options.max_terms=3")
     answer_tag: str = opt(
         "answer",
-        "questions ask for the answer in <answer>…</answer>, and the last one is scored; '': the "
-        "question as it is, and the whole completion",
+        "tag for answers: the prompt asks for <answer>…</answer>, and the last tag is scored; '': "
+        "the prompt is the question alone, and the whole completion is scored",
     )
     any_scorer: bool = opt(
-        False, "also datasets whose scorer is known to be wrong, or runs answers as programs"
+        False, "allow data sets whose scorer is known to be wrong or executes answers"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GymnasiumConfig:
-    """A text environment of Gymnasium's kind."""
+    """An environment with Gymnasium's API and text observations."""
 
-    env_id: str = opt("", "as for gymnasium.make")
-    factory: str = opt("", "module:callable that makes one, instead of env_id")
-    kwargs: dict[str, Any] = sub(dict, "arguments for making it, as in kwargs.is_slippery=false")
-    rules: str = opt("", "what is told first; '': the actions, where they can be listed")
-    repeat_rules: bool = opt(False, "tell them in every turn, for agents without a memory")
+    env_id: str = opt("", "id for gymnasium.make")
+    factory: str = opt("", "module:callable that creates the environment, instead of env_id")
+    kwargs: dict[str, Any] = sub(
+        dict, "constructor arguments, for example kwargs.is_slippery=false"
+    )
+    rules: str = opt("", "text before the first observation; '': the list of actions, if finite")
+    repeat_rules: bool = opt(False, "repeat the rules in every turn, for agents without memory")
     actions: list[str] = sub(list, "names of the actions 0, 1, …; []: their numbers")
-    illegal_reward: float = opt(0.0, "for an answer that names no action; it is told so")
-    max_illegal: int = opt(3, "such answers in an episode, which ends with the last", at_least=1)
-    max_steps: int = opt(100, "turns of an episode", at_least=1)
-    threads: int = opt(8, "environments that compute at a time", at_least=1)
+    illegal_reward: float = opt(0.0, "reward of an answer that names no action")
+    max_illegal: int = opt(3, "illegal answers after which the episode ends", at_least=1)
+    max_steps: int = opt(100, "turns after which the episode ends", at_least=1)
+    threads: int = opt(8, "environments of a worker that compute at a time", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GyLLMConfig:
-    """An environment of GyLLM's kind, which speaks in Requests."""
+    """An environment with GyLLM's API of Requests."""
 
-    env_id: str = opt("", "as for gyllm.make")
-    factory: str = opt("", "module:callable that makes one, instead of env_id")
-    kwargs: dict[str, Any] = sub(dict, "arguments for making it")
-    seats: list[str] = sub(lambda: ["agent"], "its actors, as in [player_a,player_b]")
-    options: dict[str, Any] = sub(dict, "for its reset, besides the task's seed")
-    illegal_reward: float = opt(0.0, "for an answer that it refuses; the actor is told why")
-    max_illegal: int = opt(3, "such answers in an episode, which ends with the last", at_least=1)
-    max_steps: int = opt(100, "steps of an episode", at_least=1)
-    threads: int = opt(8, "environments that compute at a time", at_least=1)
+    env_id: str = opt("", "id for gyllm.make")
+    factory: str = opt("", "module:callable that creates the environment, instead of env_id")
+    kwargs: dict[str, Any] = sub(dict, "constructor arguments")
+    seats: list[str] = sub(lambda: ["agent"], "actors, for example [player_a,player_b]")
+    options: dict[str, Any] = sub(dict, "options of reset, besides the task's seed")
+    illegal_reward: float = opt(0.0, "reward of an answer that the environment rejects")
+    max_illegal: int = opt(3, "rejected answers after which the episode ends", at_least=1)
+    max_steps: int = opt(100, "steps after which the episode ends", at_least=1)
+    threads: int = opt(8, "environments of a worker that compute at a time", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextArenaConfig:
-    """One of TextArena's games."""
+    """A game of TextArena."""
 
-    env_id: str = opt("", "as for textarena.make")
-    kwargs: dict[str, Any] = sub(dict, "arguments for making it")
-    players: int = opt(2, "seats player_0, player_1, …", at_least=1)
+    env_id: str = opt("", "id for textarena.make")
+    kwargs: dict[str, Any] = sub(dict, "constructor arguments")
+    players: int = opt(2, "number of seats: player_0, player_1, …", at_least=1)
     observation: Literal["new", "whole"] = opt(
-        "new", "what happened since the player's last turn; whole: all, for agents without memory"
+        "new", "new: events since the player's last turn; whole: all, for agents without memory"
     )
-    max_turns: int = opt(200, "after which a game is over without a reward", at_least=1)
+    max_turns: int = opt(200, "turns after which a game ends without a reward", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +76,15 @@ class OpenEnvConfig(EnvServersConfig):
     """Environments behind OpenEnv servers."""
 
     observation: list[str] = sub(
-        list, "fields that the agent reads; []: the one that is its text, else all as JSON"
+        list, "fields in the prompt; []: the only text field, otherwise all fields as JSON"
     )
     action: Any = opt(
         None,
-        "what is sent, with {text} for the completion, {json} for what it says as JSON; null: "
-        "{message: '{text}'}",
+        "template of the action: {text} is the completion, {json} the completion parsed as JSON; "
+        "null: {message: '{text}'}",
     )
     instruction: str = opt(
         "Act in the environment: answer each observation with your next action.",
-        "prompt of generated tasks; a task's prompt stands before the first observation",
+        "prompt of generated tasks; each prompt precedes the first observation",
     )
-    max_steps: int = opt(100, "steps after which an episode ends", at_least=1)
+    max_steps: int = opt(100, "steps after which the episode ends", at_least=1)

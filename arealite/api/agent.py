@@ -1,4 +1,4 @@
-"""An agent turns observations into prompts, generations into actions, and records exact tokens."""
+"""The agent interface: from an observation to a prompt, a completion, and an action."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Agent(ABC):
-    """A seat in an environment; made afresh for every episode."""
+    """The player of one seat in one episode. Every episode gets a new instance."""
 
     trainable = True
-    """False for judges and frozen opponents: nothing they generate is trained on."""
+    """False for judges and frozen opponents: their tokens are not trained."""
     shared: Any = None
-    """What `share` gave all agents of this config."""
+    """The object that `share` created for all agents of this config; None without one."""
 
     def __init__(
         self, config: Any, *, client: LLMClient, tokenizer: PreTrainedTokenizerBase, seat: Seat
@@ -38,22 +38,23 @@ class Agent(ABC):
 
     @classmethod
     def share(cls, args: ExperimentConfig, config: Any) -> AbstractAsyncContextManager[Any] | None:
-        """Return what all agents of one config use in a worker, as a client of another endpoint.
+        """Return a context manager for an object that all agents of one config share, or None.
 
-        It is entered before the first episode and left after the last; `shared` is its value.
+        The worker enters it before the first episode and exits it after the last. Its value
+        becomes `shared`. Example: a client of another endpoint.
         """
         return None
 
     @abstractmethod
     async def act(self, observation: Any) -> Action:
-        """Turn an observation into a prompt, generate, and parse the completion into an action."""
+        """Build a prompt from an observation, generate, and parse the completion into an action."""
 
     def reward(self, value: float, **parts: float) -> None:
-        """Add reward to the latest turn; `parts` are summed by name over the episode.
+        """Add a reward to the latest turn, and named parts to the episode's sums.
 
         Raises:
-            RuntimeError: the agent is trained, and has not generated anything yet.
-            RewardNotFinite: the reward or a part is not a finite number.
+            RuntimeError: The agent is trainable and has not generated yet.
+            RewardNotFinite: The reward or a part is not a finite number.
         """
         value, parts = finite(value, parts)
         if self.record.turns:
@@ -64,19 +65,19 @@ class Agent(ABC):
             self.record.reward_parts[name] = self.record.reward_parts.get(name, 0.0) + part
 
     async def generate(self, input_ids: list[int]) -> LLMResponse:
-        """Generate after `input_ids` with the seat's sampling, and record the turn.
+        """Generate a completion of `input_ids` with the seat's sampling options; record the turn.
 
-        What an attempt that was cut off has recorded is returned again, or continued.
+        If an earlier attempt of the episode recorded this generation, its tokens are reused.
         """
         record, seat, begin = self.record, self.seat, time.perf_counter()
         index, temperature = record.generations, seat.sampling.temperature
-        begun = record.recall(input_ids, seat.sampling) if record.recorded else None
+        resumed = record.recall(input_ids, seat.sampling) if record.recorded else None
         record.generations += 1
-        if begun is not None and begun.stop_reason:
-            record.turns.append(Turn(input_ids, begun, temperature, index=index, is_stored=True))
-            return begun
+        if resumed is not None and resumed.stop_reason:
+            record.turns.append(Turn(input_ids, resumed, temperature, index=index, is_stored=True))
+            return resumed
 
-        def keep(partial: LLMResponse) -> None:
+        def store_partial(partial: LLMResponse) -> None:
             record.partial[index] = Turn(input_ids, partial, temperature, index=index)
 
         request = LLMRequest(
@@ -85,8 +86,8 @@ class Agent(ABC):
             input_ids=input_ids,
             sampling=seat.sampling,
             min_version=seat.min_version,
-            begun=begun,
-            on_partial=keep,
+            resumed=resumed,
+            on_partial=store_partial,
         )
         response = await self.client.generate(request)
         record.seconds_generating += time.perf_counter() - begin
@@ -111,7 +112,7 @@ agents: Registry[Agent] = Registry(
 
 
 class AgentFactory:
-    """Makes agents by the name in their config, all of them on one client and one tokenizer."""
+    """Creates agents by their `type`. All agents use one client and one tokenizer."""
 
     def __init__(
         self,
@@ -127,13 +128,13 @@ class AgentFactory:
         self._shared: dict[int, Any] = {}
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
-        """Start what all agents of `config` share; `stack` ends it."""
+        """Create the shared object of the agents of `config`; closing `stack` closes it."""
         shared = agents.get(config.type).share(self.args, agents.options(config))
         if shared is not None:
             self._shared[id(config)] = await stack.enter_async_context(shared)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
-        """Return a fresh agent for one seat of one episode (None: a seat of its own)."""
+        """Return a new agent for one seat of one episode; None: a default seat."""
         make, own = agents.get(config.type), agents.options(config)
         agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
@@ -142,7 +143,7 @@ class AgentFactory:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load a Hugging Face tokenizer; transformers is imported here, not with the module."""
-    from transformers import AutoTokenizer
+    """Load the tokenizer of a Hugging Face folder."""
+    from transformers import AutoTokenizer  # slow to import: only where a tokenizer is needed
 
     return AutoTokenizer.from_pretrained(path)  # pyright: ignore

@@ -1,7 +1,4 @@
-"""The options of the built-in agents.
-
-Apart from the contract, so that an agent is read without the options of all others.
-"""
+"""Options of the built-in agents."""
 
 from __future__ import annotations
 
@@ -14,78 +11,78 @@ from arealite.api.llm import SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MathCodeSingleStepConfig:
-    """One prompt, one completion."""
+    """An agent with one prompt and one completion."""
 
-    system_prompt: str | None = opt(None, "system message put before the task's own messages")
+    system_prompt: str | None = opt(None, "system message before the task's messages")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """A conversation of many turns."""
+    """An agent that keeps a conversation of many turns."""
 
-    system_prompt: str | None = opt(None, "system message at the beginning")
-    max_turns: int | None = opt(None, "it acts no more after this many answers", at_least=1)
+    system_prompt: str | None = opt(None, "system message at the start of the conversation")
+    max_turns: int | None = opt(None, "answers after which the agent stops", at_least=1)
     max_tokens: int | None = opt(
         None,
-        "of a whole conversation: it acts no more where the next prompt and max_new_tokens would "
-        "exceed this; best the context of the servers, beyond which episodes fail",
+        "limit of a conversation: the agent stops if the next prompt plus max_new_tokens exceeds "
+        "it; set it to the servers' context length, beyond which episodes fail",
         at_least=2,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUseConfig(ChatConfig):
-    """A conversation with tool calls."""
+    """An agent that calls tools."""
 
     format: Literal["hermes", "llama_json"] = opt(
-        "hermes", 'how the model writes calls; llama_json: a bare {"name": …, "parameters": {…}}'
+        "hermes", 'format of tool calls; llama_json: a bare {"name": …, "parameters": {…}}'
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningConfig(ChatConfig):
-    """A conversation with thoughts."""
+    """An agent that writes its reasoning before each answer."""
 
-    begin: str = opt("<think>", "mark before a thought")
-    end: str = opt("</think>", "mark after a thought; what follows is the answer")
+    begin: str = opt("<think>", "tag before the reasoning")
+    end: str = opt("</think>", "tag after the reasoning; the answer follows it")
     keep: Literal["all", "last", "none"] = opt(
-        "all", "which earlier thoughts the next prompt has; dropping begins a new segment"
+        "all", "reasoning of earlier turns in the next prompt; removing it starts a new segment"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedConfig:
-    """A seat without a model."""
+    """An agent without a model."""
 
     policy: Literal["answers", "random", "first"] = opt(
-        "answers", "random, first: of the choices that the environment offers"
+        "answers", "answers: a fixed list; random, first: one of the choices of the observation"
     )
-    answers: list[str] = sub(list, "of policy=answers, a turn each, then from the first one again")
-    seed: int = opt(0, "of random choices")
+    answers: list[str] = sub(list, "policy=answers: one answer a turn, repeated from the first")
+    seed: int = opt(0, "seed of policy=random")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPolicyConfig(ChatConfig):
-    """A seat played by another model, which is not trained."""
+    """An agent that uses another model, which is not trained."""
 
-    server: str = opt("", "EXPERIMENT/TRIAL of a launch_llm_server of its own")
-    model_path: str | None = opt(None, "the folder of that server's model; null: as model.path")
+    server: str = opt("", "EXPERIMENT/TRIAL of the launch_llm_server that serves this model")
+    model_path: str | None = opt(None, "folder of that server's model; null: model.path")
     base_url: str = opt(
-        "", "instead: an OpenAI-style endpoint, as in http://127.0.0.1:8000/v1 (no max_tokens)"
+        "", "OpenAI-compatible endpoint instead of `server`, like http://127.0.0.1:8000/v1"
     )
-    model: str = opt("default", "which model of base_url")
-    api_key_env: str | None = opt(None, "environment variable with the key for base_url")
-    timeout_s: float = opt(120.0, "one try at base_url", above=0)
-    retries: int = opt(3, "further tries after errors of base_url", at_least=0)
-    connections: int = opt(64, "requests of one worker at base_url at a time", at_least=1)
-    sampling: SamplingConfig = sub(SamplingConfig, "how its tokens are drawn")
+    model: str = opt("default", "model name at base_url")
+    api_key_env: str | None = opt(None, "environment variable with the API key of base_url")
+    timeout_s: float = opt(120.0, "timeout of one request to base_url", above=0)
+    retries: int = opt(3, "retries of a failed request to base_url", at_least=0)
+    connections: int = opt(64, "concurrent requests of one worker to base_url", at_least=1)
+    sampling: SamplingConfig = sub(SamplingConfig, "sampling of this model's tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """Which agent sits in a seat."""
+    """The agent of a seat."""
 
-    type: str = opt("math_code_single_step", "name in the table of agents")
+    type: str = opt("math_code_single_step", "registered name of the agent")
     math_code_single_step: MathCodeSingleStepConfig = sub(
         MathCodeSingleStepConfig, "options of type=math_code_single_step"
     )

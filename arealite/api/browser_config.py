@@ -1,4 +1,4 @@
-"""The options of environments in a real browser."""
+"""Options of environments in a real browser."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from arealite.api.fields import opt, sub
 
 @dataclass(frozen=True, kw_only=True)
 class BrowserConfig:
-    """One headless Chromium a rollout worker, and how its pages are told to agents."""
+    """The headless Chromium of a rollout worker, and the observations made from its pages."""
 
-    executable: str = opt("chromium-headless-shell", "Chromium, by name or path")
-    sandbox: bool = opt(False, "Chromium's own, for pages you do not trust; not as root")
-    contexts: int = opt(8, "episodes that have a page at a time; the others wait", at_least=1)
-    timeout_s: float = opt(10.0, "a page that loads or answers later has failed", above=0)
-    settle_ms: int = opt(10, "what a page is given after an action, before it is read", at_least=0)
-    max_chars: int = opt(4000, "of a page; the rest is cut off", at_least=20)
+    executable: str = opt("chromium-headless-shell", "name or path of Chromium")
+    sandbox: bool = opt(False, "enable Chromium's sandbox, for untrusted pages; not as root")
+    contexts: int = opt(8, "concurrent episodes with a page in a worker; more wait", at_least=1)
+    timeout_s: float = opt(10.0, "timeout of loading a page and of an action", above=0)
+    settle_ms: int = opt(10, "delay between an action and reading the page", at_least=0)
+    max_chars: int = opt(4000, "characters of a page in an observation", at_least=20)
     rules: Literal["full", "short", "none"] = opt(
-        "full", "how the first observation tells the actions; later ones do in short, unless none"
+        "full", "description of the actions in the first observation; later ones: short, or none"
     )
 
 
@@ -27,20 +27,22 @@ class BrowserConfig:
 class BrowserEnvConfig:
     """MiniWoB++'s tasks in headless Chromium."""
 
-    tasks: list[str] = sub(lambda: ["all"], "their names, as click-test or flight.AA; all: 128")
-    max_steps: int = opt(10, "actions of an episode", at_least=1)
-    browser: BrowserConfig = sub(BrowserConfig, "in which browser")
+    tasks: list[str] = sub(
+        lambda: ["all"], "task names, like click-test, flight.AA; all: 128 tasks"
+    )
+    max_steps: int = opt(10, "actions after which the episode ends", at_least=1)
+    browser: BrowserConfig = sub(BrowserConfig, "the browser")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebArenaConfig:
     """WebArena's tasks on sites that the user serves."""
 
-    tasks: str = opt("", "file with the tasks, a list in JSON, as WebArena publishes them")
-    sites: dict[str, str] = sub(dict, "URLs by name, as shopping; others from WA_SHOPPING, …")
-    held_out: int = opt(5, "every n-th task is for evaluation; 0: all are for both", at_least=0)
+    tasks: str = opt("", "JSON file with WebArena's list of tasks")
+    sites: dict[str, str] = sub(dict, "URL of each site, like shopping; default: $WA_SHOPPING, …")
+    held_out: int = opt(5, "hold out every n-th task; 0: train and evaluate on all", at_least=0)
     judge: bool = opt(
-        False, "a seat of that name decides fuzzy matches; else texts must be equal but for signs"
+        False, "the seat `judge` decides fuzzy matches; otherwise answers must be equal"
     )
-    max_steps: int = opt(30, "actions of an episode", at_least=1)
-    browser: BrowserConfig = sub(BrowserConfig, "in which browser")
+    max_steps: int = opt(30, "actions after which the episode ends", at_least=1)
+    browser: BrowserConfig = sub(BrowserConfig, "the browser")

@@ -1,4 +1,4 @@
-"""Checks that an agent's `act` returns an Action."""
+"""Check that an agent's `act` returns an Action."""
 
 from __future__ import annotations
 

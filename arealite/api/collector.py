@@ -1,4 +1,4 @@
-"""How episodes are run: the options of the collector."""
+"""Options of the collector, which runs episodes."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from arealite.api.llm import LLMClientConfig, SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig:
-    """One environment of several in a run."""
+    """One environment of a run with several."""
 
-    weight: float = opt(1.0, "its share of the tasks, relative to the others'", above=0)
-    env: EnvConfig = sub(EnvConfig, "where")
-    seats: dict[str, AgentConfig] = sub(dict, "who acts, by seat; others as collector.agent")
-    train: str = opt("generated", "its rows, as dataset.train")
-    eval: str | None = opt(None, "its held-out rows, as dataset.eval")
+    weight: float = opt(1.0, "share of the tasks, relative to the other environments", above=0)
+    env: EnvConfig = sub(EnvConfig, "the environment")
+    seats: dict[str, AgentConfig] = sub(dict, "agent of each seat; default: collector.agent")
+    train: str = opt("generated", "training rows of this environment, like dataset.train")
+    eval: str | None = opt(None, "held-out rows of this environment, like dataset.eval")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleConfig:
-    """How many episodes run at a time, by the servers' load and what the trainer takes."""
+    """Autoscaling of concurrent episodes by the servers' load and the trainer's demand."""
 
-    enabled: bool = opt(False, "adapt; collector.concurrency is then the most a worker runs")
-    min_concurrency: int = opt(8, "the least a worker runs", at_least=1)
+    enabled: bool = opt(False, "adapt the concurrency, up to collector.concurrency a worker")
+    min_concurrency: int = opt(8, "lower limit of concurrent episodes of a worker", at_least=1)
     utilisation: float = opt(
-        0.9, "share of the requests that servers can run to be running", above=0, at_most=1
+        0.9, "target: running requests as a share of the servers' capacity", above=0, at_most=1
     )
-    period_s: float = opt(5.0, "between decisions; at least a fifth of a turn's time", above=0)
+    period_s: float = opt(5.0, "time between decisions; at least a fifth of a turn", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorConfig:
-    """How episodes are run: who sits where, how many at a time."""
+    """The collector: agents, environments, sampling and concurrency of episodes."""
 
-    agent: AgentConfig = sub(AgentConfig, "who acts")
+    agent: AgentConfig = sub(AgentConfig, "agent of every seat without an entry in `seats`")
     seats: dict[str, AgentConfig] = sub(
-        dict, "who acts instead in some seats, as in seats.judge.type=fixed_policy"
+        dict, "agents of single seats, for example seats.judge.type=fixed_policy"
     )
-    env: EnvConfig = sub(EnvConfig, "where")
+    env: EnvConfig = sub(EnvConfig, "the environment")
     envs: dict[str, PartConfig] = sub(
-        dict, "several environments, by names of your choice, instead of `env` and `seats`"
+        dict, "several environments by names of your choice, instead of `env` and `seats`"
     )
-    client: LLMClientConfig = sub(LLMClientConfig, "through which client it generates")
-    sampling: SamplingConfig = sub(SamplingConfig, "how training tokens are drawn")
-    group_size: int = opt(8, "episodes a task; advantages compare them", at_least=1)
-    concurrency: int = opt(256, "episodes one rollout worker has in flight", at_least=1)
-    autoscale: AutoscaleConfig = sub(AutoscaleConfig, "adapts the concurrency")
-    episode_timeout_s: float = opt(600.0, "longer ones fail and are offered again", above=0)
+    client: LLMClientConfig = sub(LLMClientConfig, "client of the LLM servers")
+    sampling: SamplingConfig = sub(SamplingConfig, "sampling of training tokens")
+    group_size: int = opt(8, "episodes per task; advantages compare them", at_least=1)
+    concurrency: int = opt(256, "concurrent episodes of one rollout worker", at_least=1)
+    autoscale: AutoscaleConfig = sub(AutoscaleConfig, "automatic concurrency")
+    episode_timeout_s: float = opt(600.0, "longer episodes fail and are retried", above=0)
 
     @property
     def parts(self) -> dict[str, PartConfig]:
@@ -59,12 +59,12 @@ class CollectorConfig:
         return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
 
     def constraints(self) -> Constraints:
-        """Yield the constraints on environments' names, sampling and concurrency."""
+        """Yield the constraints on names of environments, temperature and concurrency."""
         bad = [name for name in self.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]
         yield not bad, f"envs.{''.join(bad[:1])}: use letters, digits, '_' and '-' only."
         yield (
             self.sampling.temperature > 0,
-            "sampling.temperature must be above 0: greedy cannot explore.",
+            "sampling.temperature must be above 0: greedy sampling does not explore.",
         )
         least, most = self.autoscale.min_concurrency, self.concurrency
         yield (
@@ -76,9 +76,11 @@ class CollectorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Held-out evaluation, run beside training through the same servers."""
+    """Held-out evaluation during training, on the same servers."""
 
-    every_steps: int = opt(0, "0: only before the first and after the last step", at_least=0)
-    num_prompts: int = opt(0, "first rows of the held-out set; 0 takes all", at_least=0)
-    samples: int = opt(1, "completions a prompt", at_least=1)
-    sampling: SamplingConfig = sub(SamplingConfig, "how held-out tokens are drawn")
+    every_steps: int = opt(
+        0, "steps between evaluations; 0: only before the first and after the last", at_least=0
+    )
+    num_prompts: int = opt(0, "use the first so many held-out rows; 0: all", at_least=0)
+    samples: int = opt(1, "completions per prompt", at_least=1)
+    sampling: SamplingConfig = sub(SamplingConfig, "sampling of held-out tokens")

@@ -1,6 +1,6 @@
 """The two root configs: an experiment (`train.py`) and a server (`launch_llm_server`).
 
-Defaults stand here and nowhere else; the YAML files hold only what differs.
+Config classes hold all defaults. YAML files hold only values that differ from them.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from arealite.base.places import check_name
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model, for servers and trainer alike."""
+    """The model of servers and trainer."""
 
     path: str = opt("", "Hugging Face folder with config, tokenizer and safetensors; required")
-    dtype: str = opt("float32", "of the weights a server holds")
+    dtype: str = opt("float32", "data type of a server's weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL; those of sft, dpo
+    """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL. Rows of sft, dpo
     and reward have other columns."""
 
     train: str = opt(
         "",
-        "path of the training rows (of sft also a run's folder), or `generated` by the "
-        "environment; required",
+        "path of the training rows (sft also reads a run's folder), or `generated`: the "
+        "environment makes them; required",
     )
     eval: str | None = opt(None, "path of the held-out rows, or `generated`; null: no evaluation")
-    rows: int = opt(4096, "training rows to generate, or to draw for several parts", at_least=1)
+    rows: int = opt(
+        4096, "training rows to generate, or to draw from several environments", at_least=1
+    )
     eval_rows: int = opt(256, "held-out rows to generate, or to draw", at_least=1)
-    shuffle: bool = opt(True, "a new seeded order each epoch")
+    shuffle: bool = opt(True, "shuffle the rows each epoch, in an order given by the seed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Metric loggers besides metrics.jsonl, and the log level."""
 
     types: list[str] = sub(
-        lambda: ["tensorboard"], "tensorboard, wandb, trackio, or registered ones; [] for none"
+        lambda: ["tensorboard"], "tensorboard, wandb, trackio, or registered names; []: none"
     )
     level: Literal["debug", "info", "warning", "error"] = opt("info", "log level of every role")
 
@@ -60,23 +62,23 @@ class ExperimentConfig(TrialConfig):
 
     resume: str = opt(
         "auto",
-        "auto: go on from the newest checkpoint, or begin; must; never: move what is there aside "
-        "and begin; step-000040: go on from that checkpoint",
+        "auto: newest checkpoint, or a new run; must: newest checkpoint; never: new run, the old "
+        "folder is renamed; step-000040: that checkpoint",
     )
-    server_wait_s: float = opt(60.0, "how long to look for a server before giving up", at_least=0)
+    server_wait_s: float = opt(60.0, "longest wait for the first LLM server", at_least=0)
     model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
     llm_server: ExternalServersConfig = sub(
         ExternalServersConfig, "servers not started by launch_llm_server"
     )
-    trainer: TrainerConfig = sub(TrainerConfig, "the learning")
-    datapipe: DatapipeConfig = sub(DatapipeConfig, "the ledger's process")
-    launcher: LauncherConfig = sub(LauncherConfig, "the processes")
+    trainer: TrainerConfig = sub(TrainerConfig, "the trainer")
+    datapipe: DatapipeConfig = sub(DatapipeConfig, "the datapipe")
+    launcher: LauncherConfig = sub(LauncherConfig, "the processes of the run")
     logger: LoggerConfig = sub(LoggerConfig, "metrics and logs")
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out rows."""
+        """Whether the run has held-out rows."""
         parts = self.trainer.ppo.collector.envs.values()
         return self.dataset.eval is not None or any(part.eval for part in parts)
 
@@ -91,8 +93,8 @@ class ExperimentConfig(TrialConfig):
         most, least = launcher.max_workers, launcher.rollout_workers
         yield (
             most == 0 or (most >= least and ppo.collector.autoscale.enabled),
-            f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}, with "
-            "collector.autoscale.enabled=true. 0 keeps that many.",
+            f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}, and "
+            "needs collector.autoscale.enabled=true. Use 0 for a fixed number of workers.",
         )
         if ppo.publisher.type != "shared":
             return
@@ -103,31 +105,31 @@ class ExperimentConfig(TrialConfig):
         )
         yield (
             not (self.llm_server.addresses or launcher.llm_servers),
-            f"{key} updates no other server: remove llm_server.addresses and launcher.llm_servers.",
+            f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers.",
         )
         yield (
             not fsdp.cpu_offload and (fsdp.dtype == "float32" or fsdp.lora.rank > 0),
-            f"{key} generates from the parameters that are trained: use engine.fsdp.dtype=float32, "
-            "or lora.rank above 0, and cpu_offload=false.",
+            f"{key} generates from the trained parameters: use engine.fsdp.dtype=float32 or "
+            "lora.rank above 0, and cpu_offload=false.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(TrialConfig):
-    """Root of `launch_llm_server`; its names are those of the experiment that uses the server."""
+    """Root of `launch_llm_server`. The names are those of the experiment that uses the server."""
 
     model: ModelConfig = sub(ModelConfig, "the model")
     llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")
 
     @property
     def reachable_host(self) -> str:
-        """The host under which others reach a server that binds `llm_server.host`."""
+        """The address under which clients reach a server that binds `llm_server.host`."""
         host = self.llm_server.host
         return self.cluster.host if host in ("0.0.0.0", "::", "") else host
 
 
 def run_paths(config: TrialConfig) -> RunPaths:
-    """Return where the experiment's trial keeps its files."""
+    """Return the paths of the trial's files."""
     root = Path(config.cluster.run_root).expanduser().absolute()
     return RunPaths(root / config.experiment_name / config.trial_name)
 
@@ -136,7 +138,7 @@ def name_dir(config: TrialConfig) -> Path:
     """Return the trial's folder in the name registry.
 
     Raises:
-        UserError: an experiment, trial or user name cannot be the name of a folder.
+        UserError: The name of experiment, trial or user is no valid folder name.
     """
     check_name("experiment_name", config.experiment_name)
     check_name("trial_name", config.trial_name)

@@ -1,7 +1,4 @@
-"""The options of the process between rollout workers and trainer.
-
-Apart from the root configs, which only say what an experiment consists of.
-"""
+"""Options of the datapipe, the process between rollout workers and trainer."""
 
 from __future__ import annotations
 
@@ -13,17 +10,18 @@ from arealite.api.fields import Constraints, opt, sub
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """Which tasks come next: those of classes whose outcome is the least certain come more often.
+    """The curriculum: tasks of classes with a success rate near 0.5 are drawn more often.
 
-    A class is drawn by its rows times floor + (1 - floor)·4p(1 - p), p its success rate.
+    The probability of a class is proportional to its rows times floor + (1 - floor)·4p(1 - p),
+    where p is its success rate.
     """
 
-    by: str = opt("", "key of extra_info whose values are the classes, as level or env; '': off")
-    threshold: float = opt(0.5, "an episode with at least this reward has succeeded")
+    by: str = opt("", "key of extra_info with a task's class, like level or env; '': off")
+    threshold: float = opt(0.5, "an episode with at least this reward is a success")
     floor: float = opt(
-        0.1, "weight of a class where all succeed or all fail; 1 is even", above=0, at_most=1
+        0.1, "weight of a class with success rate 0 or 1; 1: no curriculum", above=0, at_most=1
     )
-    window: int = opt(32, "latest groups of a class that its success rate is of", at_least=1)
+    window: int = opt(32, "newest groups of a class that count for its success rate", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +29,29 @@ class DatapipeConfig:
     """The process between rollout workers and trainer."""
 
     lease_ttl_s: float = opt(
-        15.0, "a worker silent for this long loses its leases; they are offered again", above=0
+        15.0, "silence after which a worker's leases expire and are offered again", above=0
     )
     commit_interval_s: float = opt(
-        0.05, "results share ledger transactions this far apart; awaited ones do not", at_least=0
+        0.05, "time between ledger commits; results that a batch needs commit at once", at_least=0
     )
     max_failed_share: float = opt(
-        0.5, "share of failed episodes, over the last 256, that stops the run", at_least=0
+        0.5, "stop the run if more of the last 256 episodes failed", at_least=0
     )
     stall_timeout_s: float = opt(
-        300.0, "no finished episode for this long, while some are due, stops the run", above=0
+        300.0, "stop the run if episodes are leased and none finishes for this long", above=0
     )
-    pace_report_share: float = opt(
-        0.2, "share of time lost to pacing above which slow episodes are named", at_least=0
+    wait_report_share: float = opt(
+        0.2, "log the slow episodes if this share of time is lost waiting for them", at_least=0
     )
     keep_payloads: str = opt(
         "all",
-        "payloads (tokens) that the ledger keeps: all, for replay and report of every step; or a "
-        "number N, which drops those of steps older than the N newest checkpoints",
+        "payloads (tokens) in the ledger: all, for replay and report of every step; a number N "
+        "drops those of steps older than the N newest checkpoints",
     )
     max_frame_mb: int = opt(
-        64, "largest trajectory, in MB; a token takes 17 bytes; a larger one fails", at_least=1
+        64, "limit of a trajectory, in MB; a token takes 17 bytes; larger ones fail", at_least=1
     )
-    curriculum: CurriculumConfig = sub(CurriculumConfig, "the order of tasks by success")
+    curriculum: CurriculumConfig = sub(CurriculumConfig, "order of tasks by success rate")
 
     def constraints(self) -> Constraints:
         """Yield the constraint on `keep_payloads`."""

@@ -1,6 +1,6 @@
-"""Train engines: one model each, with its shards and optimizer; trainers pass ragged rows.
+"""The train-engine interface: an engine has one model, its shards and its optimizer.
 
-Shape letters: B = rows of a micro-batch, T = tokens of a row, V = vocabulary.
+Trainers pass rows of different lengths. Shapes: T = tokens of a row, N = loss tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 Head = Literal["lm", "value"]
-"""Output of a model for each token: logprob and entropy, or one value (critics, reward models)."""
+"""Output per token: logprob and entropy (lm), or one number (value: critics, reward models)."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The optimizer of an engine; an engine without it is frozen, as a reference policy is."""
+    """Optimizer and schedule of an engine. An engine without them is frozen (reference policy)."""
 
     optimizer: OptimizerConfig
     lr: float
     total_updates: int
-    """Updates after which the schedule ends."""
+    """Optimizer updates after which the schedule ends."""
 
 
 @dataclass
@@ -40,34 +40,34 @@ class Sequence:
     tokens: np.ndarray
     """int32 [T]"""
     loss_mask: np.ndarray
-    """bool [T]: the tokens in the loss, never the first. The output for a token depends on the ones
-    before it: its logprob, or the value of the state in which it was sampled."""
+    """bool [T]: the tokens in the loss, never the first. The output for a token depends on earlier
+    tokens only: the token's logprob, or the value of the state in which it was sampled."""
     temperature: float
     fields: dict[str, np.ndarray] = field(default_factory=lambda: dict[str, "np.ndarray"]())
-    """Of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …"""
+    """Inputs of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …"""
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """Input of a loss function: one micro-batch, flat over its loss tokens N (loss_mask true), row
-    after row."""
+    """Input of a loss function: the loss tokens of a micro-batch (loss_mask true), row after row.
+    N is their number."""
 
     outputs: dict[str, torch.Tensor]
     """float32 [N] each, under the current parameters, with gradient. Head lm: `logprobs` at the
-    row's temperature, `entropy` of the whole next-token distribution. Head value: `values`."""
+    row's temperature, `entropy` of the next-token distribution. Head value: `values`."""
     rows_N: torch.Tensor
-    """int64: the row of each token in the micro-batch; for sequence-level ratios."""
+    """int64: the index of each token's row in the micro-batch, for sequence-level ratios."""
     fields: dict[str, torch.Tensor]
     """float32 [N] each, as in Sequence.fields."""
 
 
 LossFn = Callable[[LossInput], "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
-"""Returns (loss, stats). The loss is a sum over tokens, weighted by `loss_weight`, so micro-batches
-and ranks add up to the global loss. Stats are sums with the same weights, and are added up too."""
+"""Returns (loss, stats). The loss is a sum over tokens weighted by `loss_weight`; the losses of all
+micro-batches and ranks sum to the global loss. Stats are sums with the same weights."""
 
 
 class TrainEngine(ABC):
-    """One model, its shards and its optimizer. All ranks call every method, in the same order."""
+    """A model, its shards and its optimizer. All ranks call the same methods in the same order."""
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:
@@ -80,7 +80,8 @@ class TrainEngine(ABC):
         """Return the head's outputs (see LossInput) without gradient.
 
         Args:
-            all_lengths: row lengths by rank, so that all ranks run equally many micro-batches.
+            rows: the rows of this rank.
+            all_lengths: the row lengths of each rank; all ranks run equally many micro-batches.
 
         Returns:
             {output: values by row, float32 [T] each, 0 outside loss_mask}.
@@ -101,8 +102,8 @@ class TrainEngine(ABC):
         An update whose gradient norm is not finite is skipped.
 
         Args:
-            all_lengths: as in `forward`.
-            rows_per_example: so many consecutive rows stay in one micro-batch, in their order;
+            rows, all_lengths: as in `forward`.
+            rows_per_example: consecutive rows that stay in one micro-batch, in their order;
                 2 for pairs of a preferred and a rejected answer.
             record_outputs: {output: field}: outputs of this pass that become fields of the rows,
                 without gradient, before the loss function is called. They replace a `forward`.
@@ -113,11 +114,11 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule and `extra` into `folder`; every rank its shards."""
+        """Write model, optimizer, schedule and `extra` to `folder`; each rank writes its shards."""
 
     @abstractmethod
     def load(self, folder: Path) -> dict[str, Any]:
-        """Read what `save` wrote, at any number of ranks; return `extra`.
+        """Load a folder that `save` wrote, with any number of ranks; return `extra`.
 
         Raises:
             UserError: the folder is of another model or another optimizer.
@@ -132,15 +133,15 @@ class TrainEngine(ABC):
         """Yield (Hugging Face name, full tensor) on rank 0, and nothing on other ranks.
 
         Args:
-            on_device: yield tensors on the model's device, perhaps the parameters themselves, which
-                the next update changes. Otherwise each tensor is a copy on the CPU.
+            on_device: yield tensors on the model's device; they may be the parameters themselves,
+                which the next update changes. Otherwise each tensor is a copy on the CPU.
         """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return 16 hex digits, equal on all ranks, that change with any bit of any parameter.
+        """Return a checksum of all parameters: 16 hex digits, equal on all ranks.
 
-        Fingerprints of different world sizes differ. They are no protection against tampering.
+        It depends on the world size, and does not protect against deliberate changes.
         """
 
 

@@ -1,5 +1,4 @@
-"""An environment is an async program: one episode is one call of `run`, in plain Python control
-flow."""
+"""The environment interface: one episode is one call of the coroutine `run`."""
 
 from __future__ import annotations
 
@@ -16,83 +15,98 @@ from arealite.base.registry import Registry
 
 
 class Env(ABC):
-    """A world that agents act in. One instance a worker process; `run` is called concurrently."""
+    """An environment. Each worker process has one instance; calls of `run` are concurrent."""
 
     seats: tuple[str, ...] = ("agent",)
-    """Names of the keyword arguments under which `run` gets its agents."""
+    """Names of the keyword arguments of `run` that are agents."""
     resumable: bool = False
-    """Whether `run`, called anew with the same task and the same generations, does the same: it
-    draws nothing at random, reads no clock, each seat generates one turn at a time, and what it
-    does outside may be done twice. Then an episode whose worker died goes on from its last durable
-    turn: `run` begins again, and the agents' first generations are the recorded ones. Rewards are
-    computed again. Where a prompt is another one after all, sampling goes on from there."""
+    """Whether `run` is deterministic: with the same task and the same generations it does the same.
+
+    Such an environment draws no random numbers, reads no clock, lets each seat generate one turn at
+    a time, and has no external effect that must not happen twice. If the worker of an episode
+    crashes, another worker calls `run` again; the agents reuse the recorded generations, and
+    rewards are computed again. If a prompt differs from the recorded one, the agent samples from
+    there on.
+    """
 
     def __init__(self, args: TrialConfig, config: Any) -> None:
         self.args = args
         """Names, seed and cluster of the run, or of the server that hosts the environment."""
         self.config = config
-        """This environment's own config."""
+        """Options of this environment."""
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield rows of tasks (`prompt`, `ground_truth`, `extra_info`) without end, for
-        `dataset.train=generated`: the same for the same arguments, others for another `split`.
+        """Yield an endless sequence of generated tasks, for `dataset.train=generated`.
+
+        Equal arguments give equal rows. Rows of different splits differ.
+
+        Args:
+            config: Options of the environment.
+            split: "train" or "eval".
+            seed: Seed of the rows.
+
+        Yields:
+            Rows with `prompt`, `ground_truth` and `extra_info`.
 
         Raises:
-            UserError: this environment makes no tasks.
+            UserError: This environment generates no tasks.
         """
         raise UserError(
-            f"{cls.__name__} makes no tasks itself. Set dataset.train and dataset.eval to files."
+            f"{cls.__name__} generates no tasks. Set dataset.train and dataset.eval to files."
         )
 
     @staticmethod  # noqa: B027  (optional hook)
     def check_row(task: Task, /) -> object:
-        """Raise an exception if `run` could not use this row of a file.
+        """Raise an exception if `run` cannot use this row of a file.
 
-        A run calls this for the first rows of each file, before any process starts.
+        A run checks the first rows of each file before it starts any process.
 
         Raises:
-            Exception: the row is unusable; its text is shown with the file and the line.
+            Exception: The row is unusable. The error is shown with file and line.
         """
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)
-        """Start what is shared and costly: a browser, a pool of sandboxes."""
+        """Start shared, expensive resources: a browser, a pool of sandboxes."""
 
     @abstractmethod
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Play one episode: let agents act and give them rewards.
+        """Run one episode: call `act` of agents and give them rewards.
+
+        Args:
+            task: The task.
+            **agents: The agent of each seat of `seats`, by name.
 
         Raises:
-            EpisodeError: the episode failed; it is counted and offered again, never rewarded.
+            EpisodeError: The episode failed. It is counted and offered again, never rewarded.
         """
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
-        """Stop what `setup` started, also where it failed half-way."""
+        """Stop the resources of `setup`; also called if `setup` failed."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step of a StepEnv gives back."""
+    """The result of one step of a StepEnv."""
 
-    observation: Any
+    observation: object
     reward: float
     done: bool
 
 
 class StepEnv(Env):
-    """For those who prefer reset and step: one acting seat, Gymnasium-like. State is per
-    episode."""
+    """An environment with Gymnasium's `reset` and `step`, and one seat."""
 
     @abstractmethod
     async def reset(self, task: Task) -> tuple[Any, Any]:
-        """Begin an episode; return (state, first observation)."""
+        """Begin an episode; return its state and the first observation."""
 
     @abstractmethod
     async def step(self, state: Any, action: Any) -> StepResult:
-        """Apply one action to the episode's state."""
+        """Apply an action to the state of an episode."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Step until done, or until the agent acts no more."""
+        """Run steps until the episode is done or the agent's last action."""
         (agent,) = agents.values()
         state, observation = await self.reset(task)
         done = False

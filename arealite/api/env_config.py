@@ -1,4 +1,4 @@
-"""Which environment, and where it runs; the options of each kind are in files of their own."""
+"""Options of an environment: its type, its runtime, and the options of each type."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from arealite.api.game_config import (
 )
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.sandbox import CodeEnvConfig
-from arealite.api.tool import ToolsEnvConfig
+from arealite.api.tool_config import ToolsEnvConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """Which environment the episodes run in."""
+    """The environment of the episodes."""
 
-    type: str = opt("math", "name in the table of environments")
-    runtime: RuntimeConfig = sub(RuntimeConfig, "where it runs")
+    type: str = opt("math", "registered name of the environment")
+    runtime: RuntimeConfig = sub(RuntimeConfig, "process and host of the environment")
     math: MathEnvConfig = sub(MathEnvConfig, "options of type=math")
     code: CodeEnvConfig = sub(CodeEnvConfig, "options of type=code")
     tools: ToolsEnvConfig = sub(ToolsEnvConfig, "options of type=tools")

@@ -1,7 +1,7 @@
-"""`arealite serve`: its config, and the messages between an environment's server and its clients.
+"""`arealite serve`: its config, and the messages between an environment server and its clients.
 
-OpenEnv's wire format: JSON over a WebSocket, each message answered by one. What OpenEnv leaves to
-an environment, its observations and actions, are View and Step.
+The wire format is OpenEnv's: JSON over a WebSocket, one reply to each message. OpenEnv leaves the
+format of observations and actions to the environment; here they are EnvObservation and Step.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from arealite.api.trial import TrialConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EnvServerOptions:
-    """Where it listens, and what it bears."""
+    """Address and limits of an environment server."""
 
-    host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
-    port: int = opt(0, "0 takes a free port", at_least=0, at_most=65535)
+    host: str = opt("127.0.0.1", "address to bind; other than loopback: open to the network")
+    port: int = opt(0, "port; 0: a free port", at_least=0, at_most=65535)
     token_env: str = opt("", "environment variable with the bearer token that clients must send")
-    max_sessions: int = opt(1024, "episodes at a time; who comes then is refused", at_least=1)
+    max_sessions: int = opt(1024, "concurrent episodes; further ones are refused", at_least=1)
     max_message_kb: int = opt(1024, "longest message, in both directions", at_least=1)
-    idle_s: float = opt(900.0, "a session without a message for this long is closed", above=0)
-    episode_s: float = opt(3600.0, "longer episodes fail", above=0)
-    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "what is logged")
+    idle_s: float = opt(900.0, "close a session after this long without a message", above=0)
+    episode_s: float = opt(3600.0, "longest episode; longer ones fail", above=0)
+    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "lowest level to log")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvServerConfig(TrialConfig):
-    """Root of `arealite serve`; names and cluster are for the environment."""
+    """Root of `arealite serve`. The environment gets the names and the cluster."""
 
-    tasks: str = opt("generated", "path of the rows of a reset without a task, or `generated`")
-    env: EnvConfig = sub(EnvConfig, "which environment")
+    tasks: str = opt("generated", "path of the rows for resets without a task, or `generated`")
+    env: EnvConfig = sub(EnvConfig, "the environment")
     server: EnvServerOptions = sub(EnvServerOptions, "the server")
 
 
 class Message(msgspec.Struct):
-    """What a client sends."""
+    """A request of a client."""
 
     type: str
     """reset, step, state or close."""
@@ -49,12 +49,12 @@ class Message(msgspec.Struct):
 
 
 class Reset(msgspec.Struct):
-    """Begin an episode, of a task or of one that the server draws."""
+    """Begin an episode."""
 
     task: dict[str, Any] | None = None
-    """A row: `prompt`, `ground_truth`, `extra_info`, and perhaps `task_id`."""
+    """A row: `prompt`, `ground_truth`, `extra_info`, optional `task_id`. None: the server draws."""
     seed: int | None = None
-    """Which row to draw; None: the next one."""
+    """Seed that selects the row to draw; None: the next row."""
     split: str = "train"
     episode_id: str | None = None
     untrained: tuple[str, ...] = ()
@@ -62,65 +62,65 @@ class Reset(msgspec.Struct):
 
 
 class Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a seat does."""
+    """The action of a seat."""
 
     text: str
     seat: str = ""
-    """"" where only one waits."""
+    """"": the only seat that has to act."""
     turn: int = 0
-    """Which of the seat's waits is answered; 0: the one there is."""
+    """`turn` of the SeatObservation that this action answers; 0: the pending one."""
     calls: tuple[ToolCall, ...] = ()
     is_last: bool = False
     stop_reason: str = ""
-    """Of the generation behind it; "" where there was none."""
+    """stop_reason of the generation; "" without a generation."""
     metadata: dict[str, Any] = {}
-    """OpenEnv's actions have it; not used."""
+    """A field of OpenEnv's actions; not used."""
 
 
-class Wait(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A seat that is to act, and what it sees."""
+class SeatObservation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The observation of a seat that has to act."""
 
     seat: str = ""
     turn: int = 0
-    """1, 2, …: by it a client tells a new wait from one that it was told before."""
+    """1, 2, …: the number of the seat's observation; a repeated number is a repeated message."""
     content: str | list[dict[str, Any]] = ""
     choices: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
 
-class Given(msgspec.Struct, frozen=True):
-    """A reward, as the environment gave it."""
+class SeatReward(msgspec.Struct, frozen=True):
+    """A reward of a seat."""
 
     seat: str
     turn: int
-    """The seat's last finished turn when it was given."""
+    """The seat's last finished turn at the time of the reward."""
     value: float
     parts: dict[str, float]
 
 
-class View(Wait, frozen=True, omit_defaults=True):
-    """An observation: that of the seat in an environment with one, else of all that wait."""
+class EnvObservation(SeatObservation, frozen=True, omit_defaults=True):
+    """The observation of the only seat, or, with several seats, of all that have to act."""
 
-    waiting: list[Wait] = []
-    rewards: list[Given] = []
-    """Those since the last answer."""
+    waiting: list[SeatObservation] = []
+    rewards: list[SeatReward] = []
+    """Rewards since the last reply."""
 
 
 class Reply(msgspec.Struct, frozen=True):
     """The answer to reset and step."""
 
-    observation: View
+    observation: EnvObservation
     reward: float | None = None
-    """The sum of `rewards`; None with several seats, or where none was given."""
+    """The sum of `rewards`; None with several seats or without rewards."""
     done: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The answer to a message that brought no observation."""
+    """The answer to a message that failed."""
 
     message: str
     code: str = "EXECUTION_ERROR"
-    """OpenEnv's: INVALID_JSON, UNKNOWN_TYPE, VALIDATION_ERROR, EXECUTION_ERROR,
+    """A code of OpenEnv: INVALID_JSON, UNKNOWN_TYPE, VALIDATION_ERROR, EXECUTION_ERROR,
     CAPACITY_REACHED."""
     failure_class: str = ""
-    """Of a failed episode, as `errors.failure_class` names it; "": the session is as it was."""
+    """`errors.failure_class` of a failed episode; "": the session is unchanged."""

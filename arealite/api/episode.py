@@ -1,4 +1,4 @@
-"""What agents leave behind in an episode: seat, actions, and the record of their turns."""
+"""The data of an agent in an episode: its seat, its actions, and the record of its turns."""
 
 from __future__ import annotations
 
@@ -17,77 +17,78 @@ from arealite.base.errors import RewardNotFinite
 
 
 class Action(msgspec.Struct, frozen=True):
-    """What an agent decided."""
+    """The result of `Agent.act`."""
 
     text: str
-    """The completion, decoded for the environment; never tokenised again."""
+    """The decoded completion, for the environment; never tokenised again."""
     response: LLMResponse | None = None
-    """The generation behind it; None when the policy was not asked."""
+    """The generation with this completion; None without a generation."""
     calls: tuple[ToolCall, ...] = ()
-    """The tools it calls, in order; also those that could not be read."""
+    """Tool calls in their order, malformed ones included."""
     is_last: bool = False
-    """The agent has reached its own cap on turns or tokens: it will not act again."""
+    """Whether the agent has reached its limit of turns or tokens and does not act again."""
 
 
 class Turn(msgspec.Struct):
-    """One generation of an agent, and the reward it received."""
+    """One generation of an agent, and its reward."""
 
     input_ids: list[int]
     response: LLMResponse
     temperature: float
     reward: float = 0.0
     index: int = 0
-    """Which of the seat's generations, in the order of their beginnings."""
+    """Number of the generation within its seat, by start time, from 0."""
     is_stored: bool = False
-    """The datapipe was told of it, or told it."""
+    """Whether the datapipe has this turn."""
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """A turn as the ledger keeps it while its episode runs. Arrays are raw little-endian bytes."""
+    """A turn in the ledger, while its episode runs. Arrays are raw little-endian bytes; T is the
+    number of sampled tokens."""
 
     prompt: bytes
-    """`digest` of the prompt's token ids: prompts of many turns would add up."""
+    """`digest` of the prompt's token ids, which would take too much space."""
     temperature: float
     output_ids: bytes
-    """int32 [T]: what was sampled so far."""
+    """int32 [T]: the sampled tokens so far."""
     logprobs: bytes
     """float32 [T]."""
     versions: bytes
     """int32 [T]."""
     stop_reason: str
-    """As in LLMResponse; "" while the generation is not whole."""
+    """As in LLMResponse; "" while the generation is not finished."""
     interruptions: int
 
     def response(self) -> LLMResponse:
-        """Return what was sampled, as the client returned it."""
+        """Return the sampled tokens as a response."""
         lists = _list("i", self.output_ids), _list("f", self.logprobs), _list("i", self.versions)
         return LLMResponse(*lists, self.stop_reason, self.interruptions)
 
 
 class Record(msgspec.Struct):
-    """What one agent did in one episode."""
+    """The turns and counters of one agent in one episode."""
 
     turns: list[Turn] = []
     partial: dict[int, Turn] = {}
-    """By index: what a generation under way had sampled when it was last cut."""
+    """Unfinished generations at their last interruption, by index."""
     recorded: tuple[StoredTurn, ...] = ()
-    """Generations of an attempt that was cut, to be had again."""
+    """Generations of an earlier attempt, whose worker crashed; `recall` reuses them."""
     resumed_tokens: int = 0
-    """Taken from `recorded` instead of a server."""
+    """Tokens taken from `recorded` instead of a server."""
     resumed_diverged: int = 0
-    """1: a prompt was another than the recorded one, and the rest of the record was dropped."""
+    """1: a prompt differed from the recorded one, and the rest of the record was dropped."""
     reward_parts: dict[str, float] = {}
     generations: int = 0
-    """Started ones, finished or not."""
+    """Number of started generations."""
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
     """Filled by environments that wait for a reward function."""
 
     def recall(self, input_ids: list[int], sampling: SamplingConfig) -> LLMResponse | None:
-        """Return what is recorded of the next generation, whole or to be continued.
+        """Return the record of the next generation, finished or to be continued; None without one.
 
-        Where it is of another prompt or temperature, or as long as a generation may be and not
-        whole, the rest of the record is dropped.
+        The rest of the record is dropped if prompt or temperature differ, or if the generation is
+        unfinished and already has `max_new_tokens` tokens.
         """
         if self.generations >= len(self.recorded):
             return None
@@ -103,7 +104,7 @@ class Record(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Seat:
-    """Which seat of which episode an agent sits in. Filled by the collector."""
+    """The seat of an agent in an episode. Filled by the collector."""
 
     name: str = "agent"
     group_id: str = "group"
@@ -111,16 +112,16 @@ class Seat:
     min_version: int = 0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     recorded: tuple[StoredTurn, ...] = ()
-    """Its generations in an attempt that a worker's death cut, in order."""
+    """The seat's generations in an earlier attempt, whose worker crashed, in order."""
 
 
 def digest(input_ids: Sequence[int]) -> bytes:
-    """Return 16 bytes that no other prompt has."""
+    """Return the 16-byte BLAKE2b hash of a prompt's token ids."""
     return hashlib.blake2b(array("i", input_ids).tobytes(), digest_size=16).digest()
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """Pack a turn, whole or so far, into one payload frame."""
+    """Pack a turn, finished or not, into one payload frame."""
     response = turn.response
     lists = zip("ifi", (response.output_ids, response.logprobs, response.versions), strict=True)
     ids, logprobs, versions = (array(kind, each).tobytes() for kind, each in lists)
@@ -141,7 +142,7 @@ def finite(value: float, parts: dict[str, float]) -> tuple[float, dict[str, floa
     """Return a reward and its parts as floats.
 
     Raises:
-        RewardNotFinite: one of them, or their sum, is not a finite number.
+        RewardNotFinite: a number or the sum is not finite.
     """
     value, parts = float(value), {name: float(part) for name, part in parts.items()}
     if not isfinite(sum(parts.values(), value)):

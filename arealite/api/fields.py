@@ -1,7 +1,7 @@
-"""Config fields that carry their own documentation and range.
+"""Config fields with a help text and a range.
 
-The text of `help` is what `--help` and the reference print; a field without it does not pass the
-tests. The range is checked wherever a config is loaded.
+`--help` and docs/reference/config.md print the help text; `make check` requires one for each
+field. Loading a config checks the ranges.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import field
 from typing import Any
 
 Constraints = Iterator[tuple[bool, str]]
-"""Yielded by a config's method `constraints`: whether each holds, and the error where it does not.
-The error begins with an option's name; base.config.check_constraints puts the section before it."""
+"""Result of a config's method `constraints`: pairs of (whether the constraint holds, its error).
+The error begins with an option's name; base.config.check_constraints prefixes the section."""
 
 
 def opt(
@@ -25,10 +25,16 @@ def opt(
     below: float | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare a config field with a default, one line of documentation, and a number's range.
+    """Declare a config field.
 
-    A number with a range must also be finite; `above=-inf` asks for nothing else. None is left to
-    the field's type. `renamed` maps former values of a choice to their new names.
+    Args:
+        default: The default value.
+        help: One line of documentation.
+        at_least: Smallest valid number. Any bound also requires a finite number; None is exempt.
+        above: Bound that a valid number exceeds; `-inf` only requires a finite number.
+        at_most: Largest valid number.
+        below: Bound that exceeds every valid number.
+        renamed: Former values of a choice and their new names, for the error message.
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     given = {word: at for word, at in bounds.items() if at is not None}
@@ -37,5 +43,5 @@ def opt(
 
 
 def sub(factory: Callable[[], Any], help: str) -> Any:
-    """Declare a nested config (or list) made by `factory`, with one line of documentation."""
+    """Declare a nested config, list or dict with the default `factory()` and a line of help."""
     return field(default_factory=factory, metadata={"help": help})

@@ -1,4 +1,4 @@
-"""Launchers bring up a run's processes, bring back those that die, and end them."""
+"""The launcher interface: start the processes of a run, restart crashed ones, stop all of them."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """Parts of a Slurm job, each in sbatch's own words; one without words is on the head's nodes.
+    """The components of a heterogeneous Slurm job, each with its sbatch options.
 
-    What a node of a part has (CPUs, GPUs) is asked for per node.
+    A component without options runs on the nodes of `head`. Resources are per node.
     """
 
-    every: list[str] = sub(list, "words for every part: [--account=a,--time=24:00:00]")
-    head: list[str] = sub(lambda: ["--cpus-per-task=4"], "the supervisor's and the datapipe's")
-    servers: list[str] = sub(list, "of launcher.llm_servers: [--nodes=4,--gres=gpu:8]")
-    workers: list[str] = sub(list, "of launcher.rollout_workers: [--nodes=2,--partition=cpu]")
-    trainers: list[str] = sub(list, "of launcher.trainer_ranks: [--nodes=4,--gres=gpu:8]")
-    start_s: float = opt(300.0, "how long nodes may take to answer before they are named", above=0)
+    every: list[str] = sub(list, "options of all components: [--account=a,--time=24:00:00]")
+    head: list[str] = sub(lambda: ["--cpus-per-task=4"], "options of supervisor and datapipe")
+    servers: list[str] = sub(list, "options of the LLM servers: [--nodes=4,--gres=gpu:8]")
+    workers: list[str] = sub(list, "options of the workers: [--nodes=2,--partition=cpu]")
+    trainers: list[str] = sub(list, "options of the trainer ranks: [--nodes=4,--gres=gpu:8]")
+    start_s: float = opt(300.0, "time for nodes to respond; later ones are reported", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """What each process takes of a Ray cluster; the datapipe stays with the supervisor."""
+    """Resources of each process in a Ray cluster. The datapipe runs beside the supervisor."""
 
-    address: str = opt("auto", "of the cluster; auto: RAY_ADDRESS, or the one of this machine")
-    cpus: float = opt(1.0, "of each llm server and rollout worker", at_least=0)
-    server_gpus: float = opt(0.0, "of each llm server: its tensor parallelism", at_least=0)
-    trainer_cpus: float = opt(1.0, "of each trainer rank", at_least=0)
-    trainer_gpus: float = opt(0.0, "of each trainer rank: 1 to train on GPUs", at_least=0)
-    start_s: float = opt(300.0, "how long to wait for a place for all of them", above=0)
+    address: str = opt("auto", "address of the cluster; auto: $RAY_ADDRESS, or a local cluster")
+    cpus: float = opt(1.0, "CPUs of each LLM server and rollout worker", at_least=0)
+    server_gpus: float = opt(0.0, "GPUs of each LLM server: its tensor parallelism", at_least=0)
+    trainer_cpus: float = opt(1.0, "CPUs of each trainer rank", at_least=0)
+    trainer_gpus: float = opt(0.0, "GPUs of each trainer rank: 1 to train on GPUs", at_least=0)
+    start_s: float = opt(300.0, "longest wait for the resources of all processes", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    """Which processes a run has, where they are started, and when they are started again."""
+    """The processes of a run, the launcher, and the rules of restarts."""
 
-    type: str = opt("local", "name in the table of launchers")
-    trainer_ranks: int = opt(1, "trainer processes", at_least=1)
-    rollout_workers: int = opt(1, "rollout processes", at_least=1)
+    type: str = opt("local", "registered name of the launcher")
+    trainer_ranks: int = opt(1, "number of trainer processes", at_least=1)
+    rollout_workers: int = opt(1, "number of rollout workers", at_least=1)
     max_workers: int = opt(
-        0, "rollout processes at most, with collector.autoscale; 0: rollout_workers", at_least=0
+        0, "largest number of workers with collector.autoscale; 0: rollout_workers", at_least=0
     )
-    llm_servers: int = opt(0, "servers started with the run; 0: by launch_llm_server", at_least=0)
+    llm_servers: int = opt(
+        0, "LLM servers to start with the run; 0: you start them yourself", at_least=0
+    )
     server_args: list[str] = sub(
-        list, "overrides for those, as serve-llm takes them: [llm_server.type=sglang, …]"
+        list, "options of these LLM servers, as for serve-llm: [llm_server.type=sglang, …]"
     )
     trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU", at_least=1)
     drain_timeout_s: float = opt(
-        60.0, "after the first Ctrl-C, for the step and a checkpoint", above=0
+        60.0, "time after the first Ctrl-C to finish the step and write a checkpoint", above=0
     )
     max_restarts: int = opt(5, "restarts of a role without a trained step in between", at_least=0)
-    silent_s: float = opt(8.0, "a role without a sign of life for this long is restarted", above=0)
-    blocked_s: float = opt(60.0, "a role whose loop is blocked for this long is restarted", above=0)
-    slurm: SlurmConfig = sub(SlurmConfig, "for `arealite launch slurm`")
-    ray: RayConfig = sub(RayConfig, "for `arealite launch ray`")
+    silent_s: float = opt(8.0, "restart a role after this long without a heartbeat", above=0)
+    blocked_s: float = opt(60.0, "restart a role whose event loop is blocked this long", above=0)
+    slurm: SlurmConfig = sub(SlurmConfig, "options of `arealite launch slurm`")
+    ray: RayConfig = sub(RayConfig, "options of `arealite launch ray`")
 
 
 class Launcher(ABC):
@@ -73,8 +75,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def run(self) -> int:
-        """Run the experiment to its end; return the exit code. No process it started survives
-        it."""
+        """Run the experiment to its end and stop every process that it started.
+
+        Returns:
+            The exit code: 0 after a complete run.
+        """
 
 
 launchers: Registry[Launcher] = Registry(

@@ -1,6 +1,6 @@
-"""Language-model generation: request and answer, and the client that agents use.
+"""Language-model generation: request, response, and the client interface.
 
-Tokens in, tokens out: text exists only inside an agent.
+Requests and responses have token ids. Only agents convert between text and tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are drawn. The defaults sample from the policy itself, as training needs."""
+    """Sampling of tokens. The defaults sample from the policy itself, as training requires."""
 
-    temperature: float = opt(1.0, "0: greedy; the trainer divides logits by it, too", at_least=0)
-    top_p: float = opt(1.0, "1 keeps all; less makes training off-policy", above=0, at_most=1)
-    top_k: int = opt(-1, "-1 keeps all; anything else makes training off-policy", at_least=-1)
-    max_new_tokens: int = opt(256, "token budget of one generation", at_least=1)
+    temperature: float = opt(1.0, "0: greedy; the trainer divides logits by it", at_least=0)
+    top_p: float = opt(1.0, "1: all tokens; less makes training off-policy", above=0, at_most=1)
+    top_k: int = opt(-1, "-1: all tokens; less makes training off-policy", at_least=-1)
+    max_new_tokens: int = opt(256, "longest generation, in tokens", at_least=1)
     min_new_tokens: int = opt(0, "no stop token before this many tokens", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
     stop_token_ids: list[int] = sub(list, "token ids that end a generation besides the model's EOS")
@@ -36,17 +36,17 @@ class SamplingConfig:
 class SGLangClientConfig:
     """Client of servers that speak SGLang's native HTTP protocol."""
 
-    request_timeout_s: float = opt(300.0, "one generation, resubmissions included", above=0)
-    connect_timeout_s: float = opt(3.0, "to reach a server before another one is tried", above=0)
-    refresh_s: float = opt(1.0, "how often the list of servers is read again", above=0)
-    max_connections: int = opt(1024, "open connections of one worker, over all servers", at_least=1)
+    request_timeout_s: float = opt(300.0, "timeout of a generation, with resubmissions", above=0)
+    connect_timeout_s: float = opt(3.0, "timeout of a connection; then another server", above=0)
+    refresh_s: float = opt(1.0, "time between reads of the list of servers", above=0)
+    max_connections: int = opt(1024, "open connections of a worker, to all servers", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMClientConfig:
-    """Which client the agents generate through."""
+    """The client of the LLM servers."""
 
-    type: str = opt("sglang", "name in the table of clients")
+    type: str = opt("sglang", "registered name of the client")
     sglang: SGLangClientConfig = sub(SGLangClientConfig, "options of type=sglang")
 
 
@@ -54,62 +54,62 @@ class LLMRequest(msgspec.Struct, frozen=True):
     """One generation. Filled by the agent."""
 
     request_id: str
-    """Unique; the server's `rid`, so that it can be aborted."""
+    """Unique id; the server's `rid`, by which a request is aborted."""
     group_id: str
-    """Requests of one group share a prompt and go to the same server."""
+    """Requests of one group share a prompt and use the same server."""
     input_ids: list[int]
     sampling: SamplingConfig
     deadline_s: float | None = None
-    """Seconds from now; None takes the client's `request_timeout_s`."""
+    """Seconds from now; None: the client's `request_timeout_s`."""
     min_version: int = 0
-    """Servers that have not confirmed this version get no part of the request."""
-    begun: LLMResponse | None = None
-    """What an attempt that was cut off sampled of this very generation; it goes on after that."""
+    """Only servers that have confirmed this version or a newer one get the request."""
+    resumed: LLMResponse | None = None
+    """Tokens that an earlier attempt sampled; the generation continues after them."""
     on_partial: Callable[[LLMResponse], None] | None = None
-    """Called with all that is sampled so far (stop_reason "") when the generation was cut and goes
-    on; of a server that keeps cut generations itself nothing is known before the end."""
+    """Called with the tokens so far (stop_reason "") when a generation is interrupted and
+    continues. A server that continues interrupted generations itself does not report them."""
 
 
 class LLMResponse(msgspec.Struct, frozen=True):
-    """What was sampled. Filled by the client; the three lists have one length."""
+    """The sampled tokens. Filled by the client; the three lists have the same length."""
 
     output_ids: list[int]
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature."""
     versions: list[int]
-    """Policy version that sampled each token, as told by the server."""
+    """Policy version that sampled each token, as reported by the server."""
     stop_reason: str
-    """"stop" (a stop token or string) or "length" (the budget is used up)."""
+    """"stop" (a stop token or string) or "length" (max_new_tokens is reached)."""
     interruptions: int = 0
-    """Times it was cut: retractions told by the server, and resubmissions."""
+    """Number of interruptions: retractions reported by the server, and resubmissions."""
 
 
 class LLMClient(ABC):
-    """Generates through whichever servers are alive; an interrupted generation is finished before
-    it returns."""
+    """Generates on any live server. An interrupted generation is continued until it is finished."""
 
     @abstractmethod
     def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
-        """Remember where the servers of the run `args` are registered; connect nothing yet."""
+        """Create a client of the servers of the run `args`; open no connection yet."""
 
     @abstractmethod
     async def generate(self, request: LLMRequest) -> LLMResponse:
         """Return the finished generation.
 
         Raises:
-            ContextOverflow: prompt + budget exceed the server's context (found before sending).
-            GenerationRefused: the request is invalid.
-            ServerUnavailable: no server finished it before the deadline.
+            ContextOverflow: Prompt plus `max_new_tokens` exceed the server's context. The client
+                checks this before it sends the request.
+            GenerationRefused: The request is invalid.
+            ServerUnavailable: No server finished the generation before the deadline.
         """
 
     async def start(self) -> None:  # noqa: B027  (optional hook)
-        """Open connections and find the first server."""
+        """Open connections and wait for the first server."""
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
         """Close connections."""
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, by the metric's name below `client/`."""
+        """Return counters since the start; the keys are metric names without `client/`."""
         return {}
 
 

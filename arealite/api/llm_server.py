@@ -1,87 +1,92 @@
-"""Language-model servers: which one `launch_llm_server` runs, and which others a run uses."""
+"""The interface and options of the LLM servers that `launch_llm_server` and `launcher` start."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from arealite.api.fields import opt, sub
 from arealite.base.registry import Registry
 
+if TYPE_CHECKING:
+    from arealite.api.config import ServerConfig
+
 UNTRUSTED = "-1"
-"""The version of weights that are of no version; clients give such a server no traffic."""
+"""Version of a server whose weights belong to no version. Clients send it no requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedServerConfig:
-    """The server for laptops: a transformers model behind SGLang's protocol, one process."""
+    """The built-in server: a transformers model behind SGLang's protocol, in one process."""
 
     max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
     num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
     max_restarts: int = opt(
-        5, "restarts in a row of a server that dies before it serves", at_least=0
+        5, "consecutive restarts of a server that exits before it serves", at_least=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangServerConfig:
-    """SGLang servers on this host: `sglang.launch_server` processes, watched and restarted."""
+    """SGLang servers on this host: supervised processes of `sglang.launch_server`."""
 
     python: str | None = opt(
-        None, "the Python that has sglang, perhaps of another virtual environment; null: this one"
+        None, "Python with sglang, for example of another virtual environment; null: this one"
     )
-    num_servers: int = opt(1, "on this host; the i-th takes port + i and next devices", at_least=1)
-    device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda where there is a GPU")
+    num_servers: int = opt(
+        1, "servers on this host; server i has port + i and its own devices", at_least=1
+    )
+    device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda if the host has a GPU")
     tp: int = opt(1, "tensor parallelism: devices of one copy of the model", at_least=1)
     dp: int = opt(1, "data parallelism: copies in one server; disk publisher only", at_least=1)
     mem_fraction: float | None = opt(
-        None, "share of a device's memory for weights and KV; null: SGLang's", above=0, below=1
+        None, "share of GPU memory for weights and KV; null: SGLang's default", above=0, below=1
     )
-    attention_backend: str | None = opt(None, "null leaves it to SGLang; torch_native on a CPU")
-    extra_args: list[str] = sub(list, "more arguments of sglang.launch_server, as they are")
-    start_timeout_s: float = opt(
-        600.0, "longest time from a server's start to its first answer", above=0
+    attention_backend: str | None = opt(
+        None, "SGLang's attention backend; null: its default, torch_native on a CPU"
     )
-    silence_s: float = opt(30.0, "a server silent for this long is killed and restarted", above=0)
-    drain_timeout_s: float = opt(10.0, "at SIGTERM: time for requests to end", at_least=0)
+    extra_args: list[str] = sub(list, "further arguments of sglang.launch_server")
+    start_timeout_s: float = opt(600.0, "timeout of a server's start", above=0)
+    silence_s: float = opt(30.0, "kill and restart a server that is silent this long", above=0)
+    drain_timeout_s: float = opt(10.0, "time for open requests to end after SIGTERM", at_least=0)
     max_restarts: int = opt(
-        10, "starts in a row that do not last a minute; then it is given up", at_least=0
+        10, "consecutive starts that fail within a minute before it gives up", at_least=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMServerConfig:
-    """Which server `launch_llm_server` starts, and where it listens."""
+    """The server of `launch_llm_server`."""
 
-    type: str = opt("embedded", "name in the table of servers")
-    host: str = opt("127.0.0.1", "address to bind; anything but loopback opens it to the network")
-    port: int = opt(0, "0 takes a free port", at_least=0, at_most=65535)
+    type: str = opt("embedded", "registered name of the server")
+    host: str = opt("127.0.0.1", "address to bind; other than loopback: open to the network")
+    port: int = opt(0, "port; 0: a free port", at_least=0, at_most=65535)
     context_length: int | None = opt(
-        None, "prompt + output tokens; null takes the model's own limit", at_least=1
+        None, "limit of prompt plus output, in tokens; null: the model's limit", at_least=1
     )
-    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "what is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "lowest level to log")
     embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")
     sglang: SGLangServerConfig = sub(SGLangServerConfig, "options of type=sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalServersConfig:
-    """Servers that others started, besides those in the name registry."""
+    """External servers: running servers that are not in the name registry."""
 
     addresses: list[str] = sub(
-        list, "host:port of running SGLang servers; used and updated, never stopped"
+        list, "host:port of running SGLang servers; the run updates them and never stops them"
     )
-    api_key_env: str = opt("", "environment variable with their API key; empty: they have none")
+    api_key_env: str = opt("", "environment variable with their API key; '': no key")
 
 
 class LLMServer(ABC):
-    """A server process, seen from the command that runs it."""
+    """A server as `launch_llm_server` runs it."""
 
     @abstractmethod
-    def __init__(self, args: Any) -> None:
-        """Take the whole ServerConfig; load nothing yet."""
+    def __init__(self, args: ServerConfig) -> None:
+        """Store the config; load nothing yet."""
 
     @abstractmethod
     async def serve(self) -> None:

@@ -1,4 +1,4 @@
-"""Metric loggers get one flat dict of numbers a step."""
+"""The metric-logger interface. A logger gets one flat dict of numbers per step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from arealite.base.registry import Registry
 
 
 class MetricLogger(ABC):
-    """Writes metrics somewhere people look."""
+    """Writes metrics to a file or a service."""
 
     @abstractmethod
     def __init__(self, run_root: Path) -> None:
-        """Open below the run's folder."""
+        """Open the logger of the run whose folder is `run_root`."""
 
     @classmethod  # noqa: B027  (optional hook)
     def check(cls) -> None:
-        """Refuse a run, with a UserError, where what the logger needs is not there."""
+        """Check before a run that the logger can work.
+
+        Raises:
+            UserError: A package or a login is missing.
+        """
 
     @abstractmethod
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write metrics, named `group/name`: of step `step`, counted from 1, or of an evaluation
-        after it (0: before the first step)."""
+        """Write the metrics of a step, or of an evaluation after it.
+
+        Args:
+            step: The step, from 1; 0 for an evaluation before the first step.
+            metrics: Values by `group/name`.
+        """
 
     def rewind(self, step: int) -> None:  # noqa: B027  (optional hook)
-        """Forget metrics of later steps and evaluations at `step` or later: a resumed run repeats
-        them."""
+        """Delete metrics of steps after `step` and of evaluations at `step` or later.
+
+        A resumed run calls this, because it logs them again.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""What passes between an environment and an agent besides plain text: observations with choices or
-tools, and the tool calls that an action holds."""
+"""Observations with choices and tools, and the tool calls of an action."""
 
 from __future__ import annotations
 
@@ -9,54 +8,59 @@ import msgspec
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What a seat sees. Filled by the environment; plain text or a list of messages will do where
-    there is nothing else to say."""
+    """The observation of a seat. Filled by the environment.
+
+    An environment without choices and tools may pass a plain text or a list of chat messages.
+    """
 
     content: str | list[dict[str, Any]]
-    """What is new to the seat: the user's text, or chat messages (role "tool" answers a call)."""
+    """New text for the seat, or new chat messages. Messages with role "tool" answer tool calls."""
     choices: tuple[str, ...] = ()
-    """The actions that are allowed, () where there are too many to list. Scripted seats choose
-    among them; no trained agent is told."""
+    """Legal actions; () if they are too many to list. For scripted agents: prompts do not contain
+    them."""
     tools: tuple[dict[str, Any], ...] = ()
-    """OpenAI function schemas of the tools that may be called; the same in every turn."""
+    """OpenAI function schemas of the available tools; the same in every turn."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call that an agent wrote. Filled by the agent's parser."""
+    """A tool call in a completion. Filled by the agent's parser."""
 
     call_id: str
     name: str
-    """"" where the call could not be read."""
+    """"" if the call cannot be parsed."""
     arguments: dict[str, Any]
     error: str = ""
-    """What is wrong with the call, "" for one that can be made; told to the agent as its result."""
+    """Error of a malformed call, which the agent gets as its result; "" for a valid call."""
 
 
-def observe(observation: Any) -> Observation:
-    """Return any kind of observation as an Observation.
+def observe(observation: object) -> Observation:
+    """Convert a text or a list of chat messages to an Observation.
 
     Raises:
-        TypeError: it is neither a text nor messages.
+        TypeError: The observation is neither a text nor chat messages.
     """
-    seen = observation if isinstance(observation, Observation) else Observation(observation)
-    said = cast("Any", seen.content)
-    is_chat = isinstance(said, list) and all(map(_is_message, cast(list[Any], said)))
-    if not (isinstance(said, str) or is_chat):
-        raise TypeError(f"an observation is a text or messages, not {said!r:.100}")
-    return seen
+    if isinstance(observation, Observation):
+        result = observation
+    else:
+        result = Observation(cast("str | list[dict[str, Any]]", observation))
+    content = cast("object", result.content)
+    is_chat = isinstance(content, list) and all(map(_is_message, cast(list[object], content)))
+    if not (isinstance(content, str) or is_chat):
+        raise TypeError(f"an observation is a text or chat messages, not {content!r:.100}")
+    return result
 
 
-def _is_message(said: Any) -> bool:
-    """Whether something is a chat message: of some role, and of text unless it is the model's."""
-    if not isinstance(said, dict):
+def _is_message(value: object) -> bool:
+    """Return whether a value is a chat message. Only the assistant's may have no text."""
+    if not isinstance(value, dict):
         return False
-    message = cast(dict[str, Any], said)
+    message = cast(dict[str, object], value)
     role, text = message.get("role"), message.get("content")
     return isinstance(role, str) and (isinstance(text, str) or role == "assistant")
 
 
-def messages(observation: Any, *, system: str | None = None) -> list[dict[str, Any]]:
-    """Return an observation as chat messages, after the system message if there is one."""
+def messages(observation: object, *, system: str | None = None) -> list[dict[str, Any]]:
+    """Convert an observation to chat messages, after the system message if `system` is given."""
     content = observe(observation).content
-    said = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    return said if system is None else [{"role": "system", "content": system}, *said]
+    chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    return chat if system is None else [{"role": "system", "content": system}, *chat]

@@ -1,4 +1,4 @@
-"""Weight publishers update every server to a new policy version while requests are in flight."""
+"""The weight-publisher interface: update every server to a new version during generation."""
 
 from __future__ import annotations
 
@@ -18,39 +18,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """Costs of one publish. Seconds are those of the slowest server."""
+    """Costs of one publish. Durations are those of the slowest server."""
 
     version: int
     stage_s: float = 0.0
-    """Gathering and writing, before any pause."""
+    """Seconds of gathering and writing the weights, before any pause."""
     pause_s: float = 0.0
     load_s: float = 0.0
     continue_s: float = 0.0
     stall_s: float = 0.0
-    """From the effect of the pause to the effect of the continue: generation paused this long."""
+    """Seconds without generation: from the end of the pause request to the end of the continue
+    request."""
     num_bytes: int = 0
     servers: int = 1
     """Servers that confirmed the version."""
     quarantined: list[str] = field(default_factory=list[str])
-    """Ids of servers that failed; they get no traffic until they hold the newest version."""
+    """Ids of servers that failed. They get no requests until they have the newest version."""
 
 
 class WeightPublisher(ABC):
-    """Publishes from trainer rank 0; the other ranks only take part in gathering."""
+    """Publishes from trainer rank 0. The other ranks only take part in gathering the weights."""
 
     wants_device = False
-    """Whether `stage` takes tensors where the engine has them, not on the CPU."""
+    """Whether `stage` takes tensors on the engine's device instead of CPU copies."""
 
     @abstractmethod
     def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
-        """Start publishing for an experiment whose trainer trains `engine`.
+        """Create the publisher of an experiment.
+
+        Args:
+            config: The experiment.
+            engine: The train engine of the policy.
 
         Raises:
             UserError: This publisher cannot publish the parameters of that engine.
         """
 
     def pause_generation(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Pause an in-process generator until `stage`: its parameters are about to change.
+        """Pause an in-process generator before its parameters change; `stage` ends the pause.
 
         Raises:
             RoleError: The generator does not answer.
@@ -58,11 +63,11 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Take the weights of a version. When this returns, they may change.
+        """Read the weights of a version. After the return, the parameters may change.
 
         Args:
             version: The version.
-            weights: Name and tensor of each parameter, used up.
+            weights: Name and tensor of each parameter; consumed.
 
         Returns:
             Whether the weights are needed again: call again with a new iterator.
@@ -73,10 +78,10 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def push(self, version: int) -> PublishReport:
-        """Update every server to the staged version; may run beside training.
+        """Update every server to the staged version; may run during training.
 
         Returns:
-            The costs, after every server in traffic has confirmed the version.
+            The costs, after every server that gets requests has confirmed the version.
 
         Raises:
             RoleError: No server confirmed the version.
@@ -84,12 +89,12 @@ class WeightPublisher(ABC):
 
     @property
     def needs_republish(self) -> bool:
-        """Whether a server lacks the newest version and can get it only through `stage`."""
+        """Whether a server needs the newest version, and only `stage` can provide it."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Stop watching for servers and remove staged files."""
+        """Stop background threads and remove staged files."""
 
 
 publishers: Registry[WeightPublisher] = Registry(

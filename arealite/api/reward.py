@@ -1,5 +1,4 @@
-"""Reward functions: from an answer and its ground truth to a number, possibly through costly,
-killable helpers."""
+"""The reward-function interface: score an answer against its ground truth."""
 
 from __future__ import annotations
 
@@ -13,22 +12,22 @@ from arealite.base.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerifyConfig:
-    """Compares a completion's answer with the ground truth mathematically."""
+    """The reward for an answer that is mathematically equal to the ground truth."""
 
     workers: int = opt(1, "checker processes of one rollout worker", at_least=1)
-    timeout_s: float = opt(2.0, "CPU seconds of a check; an answer that needs more gets 0", above=0)
+    timeout_s: float = opt(2.0, "CPU seconds of a check; slower ones give reward 0", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Which reward function an environment scores with."""
+    """The reward function of an environment."""
 
-    type: str = opt("math_verify", "name in the table of rewards")
+    type: str = opt("math_verify", "registered name of the reward function")
     math_verify: MathVerifyConfig = sub(MathVerifyConfig, "options of type=math_verify")
 
 
 class Score(float):
-    """A reward with named parts, which are logged as metrics `reward/parts/NAME`."""
+    """A reward with named parts. Each part is logged as the metric `reward/parts/NAME`."""
 
     def __new__(cls, value: float, **parts: float) -> Self:
         """Return the reward `value` with its parts."""
@@ -40,24 +39,24 @@ class Score(float):
 
 
 class Reward(ABC):
-    """Scores completions. One instance a worker process, shared by all episodes."""
+    """Scores completions. Each worker process has one instance for all episodes."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @abstractmethod
     async def score(self, completion: str, ground_truth: str) -> float:
-        """Return the reward of `completion`: a number, or a `Score` with named parts.
+        """Return the reward of a completion: a number, or a `Score` with named parts.
 
         Raises:
-            EpisodeError: the completion cannot be scored, for a reason that is not its own.
+            EpisodeError: Scoring failed for a reason outside the completion.
         """
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)
-        """Start what is shared and costly."""
+        """Start shared, expensive resources."""
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
-        """Stop it."""
+        """Stop the resources of `setup`."""
 
 
 rewards: Registry[Reward] = Registry(
@@ -70,5 +69,5 @@ rewards: Registry[Reward] = Registry(
 
 
 def make_reward(config: RewardConfig) -> Reward:
-    """Return a new reward function; call its `setup` before the first score."""
+    """Create a reward function. Call its `setup` before the first `score`."""
     return rewards.get(config.type)(rewards.options(config))

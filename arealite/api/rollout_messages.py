@@ -1,9 +1,8 @@
-"""What rollout workers and the datapipe say to each other over ZeroMQ.
+"""Messages between rollout workers and the datapipe, over ZeroMQ.
 
-On the wire a message is one msgpack frame followed by the raw payload frames it announces. Every
-field says who fills it.
-Delivery is at least once: each message may arrive twice, so each is idempotent by the id it
-carries.
+On the wire, a message is one msgpack frame and the raw payload frames that it announces. Delivery
+is at least once: a message may arrive twice, and its id makes it idempotent. Each docstring names
+the process that fills the message.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from arealite.api.trajectory import Count, TrajectoryHeader
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why an episode ended without trajectories. Filled by the collector."""
+    """The reason why an episode has no trajectories. Filled by the collector."""
 
     failure_class: str
     detail: str
@@ -27,60 +26,65 @@ class EpisodeIds(msgspec.Struct, frozen=True):
     lease_id: str
     group_id: str
     member: Count
-    """Which of the group's episodes, 0 … group_size - 1."""
+    """Number of the episode within its group, 0 … group_size - 1."""
 
 
 class Episode(EpisodeIds, frozen=True):
-    """The end of one episode of a leased group. Filled by the worker."""
+    """The result of one episode of a leased group. Filled by the worker."""
 
     headers: list[TrajectoryHeader]
-    """One a trainable seat that generated; [] exactly when `failure` is set. Their payloads follow
-    as frames, in this order."""
+    """One for each trainable seat that generated; [] exactly if `failure` is set. Their payloads
+    follow as frames, in this order."""
     failure: Failure | None
-    """None when the episode finished."""
+    """None if the episode finished."""
 
 
 class TurnHeader(msgspec.Struct, frozen=True):
-    """One generation of an unfinished episode, whole or so far; a longer version replaces a shorter
-    one. Filled by the worker; its payload (`episode.encode_turn`) follows as a frame."""
+    """One generation of an unfinished episode. Filled by the worker.
+
+    The generation may be unfinished: a longer record replaces a shorter one. The payload
+    (`episode.encode_turn`) follows as a frame.
+    """
 
     member: Count
     seat: str
     index: Count
-    """Which of the seat's generations in this episode, from 0."""
+    """Number of the generation within its seat and episode, from 0."""
     oldest_version: Count
-    """Of its tokens."""
+    """Smallest policy version of its tokens."""
 
 
 # ---------------------------------------------------------------- worker → datapipe
 
 
 class WorkerState(msgspec.Struct, frozen=True, tag=True):
-    """Credit and sign of life, on connecting, after each result and at least once a second."""
+    """Heartbeat and credit. Sent on connecting, after each result, and at least once a second."""
 
     worker_id: str
     capacity: Count
-    """Episodes the worker wants to have in hand; 0 while it drains."""
+    """Largest number of episodes of this worker; 0 while it drains."""
     held: list[str]
-    """Lease ids it knows. A lease that the datapipe gave this process and that is missing here is
-    sent again."""
+    """Lease ids that the worker has. The datapipe resends a lease of this process that is
+    missing here."""
     split_metrics: dict[str, float]
-    """Counters since the worker's start (waits in seconds, interruptions, …); {} where it has
-    none."""
+    """Counters since the worker's start (waits in seconds, interruptions, …); may be {}."""
     process: str
-    """Tells a worker that was started again from the one before: what that one ran is lost."""
+    """Unique id of the worker's process. A new id means that the worker was restarted and the
+    episodes of the old process are lost."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """Finished episodes; kept by the worker until they are acknowledged."""
+    """Finished episodes. The worker keeps and resends them until they are acknowledged."""
 
     worker_id: str
     episodes: list[Episode]
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Turns of episodes that run on, kept in case their worker dies. Never acknowledged: what is
-    lost is sampled again. Sent only for environments that are `resumable`."""
+    """Turns of unfinished episodes, from which another worker can resume them after a crash.
+
+    Sent only for `resumable` environments and never acknowledged: lost turns are sampled again.
+    """
 
     worker_id: str
     lease_id: str
@@ -93,7 +97,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lease(msgspec.Struct, frozen=True, tag=True):
-    """A task and which episodes of its group to run."""
+    """The order to run some episodes of a group. Filled by the datapipe."""
 
     lease_id: str
     group_id: str
@@ -101,25 +105,25 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     """"train", or "eval-<n>" for evaluation n."""
     task: Task
     members: list[Count]
-    """The group's episodes still to be run, one each."""
+    """Members (episodes) of the group to run."""
     version: Count
-    """No token may be older: the policy version that every server had confirmed when the lease was
-    given, or the oldest of `turns` where that is less."""
+    """Oldest policy version that a token may have: the version that every server had confirmed at
+    the time of the lease, or the oldest version of `turns` if that is smaller."""
     turns: list[TurnHeader] = []
-    """Durable turns of these members from a worker that died, by member, seat and index; their
-    payloads follow as frames. [] for a fresh group."""
+    """Durable turns of these members from a crashed worker, by member, seat and index; their
+    payloads follow as frames. [] for a new group."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """The worker may forget a result: it is durable in the ledger, or it is unreadable and the
-    datapipe gives its leases again."""
+    """The worker may delete a result: it is durable in the ledger, or it is unreadable and the
+    datapipe leases its episodes again. Filled by the datapipe."""
 
     checksum: int
     """`zlib.crc32` of the result's first frame; 0 answers a WorkerState."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """The run ends: finish nothing new, hand in what is finished, then exit with code 0."""
+    """The run ends: abandon unfinished episodes, send finished ones, and exit with code 0."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Where an environment runs: in the worker, in a process of its own, or on another host."""
+"""Options of an environment's runtime: the worker, a child process, or another host."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from arealite.api.fields import opt, sub
 
 @dataclass(frozen=True, kw_only=True)
 class EnvServersConfig:
-    """Servers of environments, seen from a rollout worker."""
+    """Environment servers that a rollout worker uses."""
 
-    addresses: list[str] = sub(list, "host:port or URL of each server; episodes are spread by load")
-    token_env: str = opt("", "environment variable with the bearer token that they ask for")
+    addresses: list[str] = sub(
+        list, "host:port or URL of each environment server; the least loaded is used first"
+    )
+    token_env: str = opt("", "environment variable with the servers' bearer token")
     max_message_kb: int = opt(1024, "longest message, in both directions", at_least=1)
-    answer_s: float = opt(300.0, "longest wait for the answer to a step", above=0)
-    wait_s: float = opt(60.0, "how long an episode waits for a server with room", above=0)
-    silence_s: float = opt(10.0, "a server whose /health is silent for this long is lost", above=0)
+    answer_s: float = opt(300.0, "timeout of the answer to a step", above=0)
+    wait_s: float = opt(60.0, "longest wait of an episode for a server with capacity", above=0)
+    silence_s: float = opt(10.0, "a server is lost if /health is silent this long", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(EnvServersConfig):
-    """Where an environment's episodes run; the agents always stay in the rollout worker."""
+    """The process and host of an environment. Its agents always run in the rollout worker."""
 
     type: Literal["in_process", "subprocess", "remote"] = opt(
         "in_process",
-        "subprocess: survives crashes and leaks of the environment; remote: `arealite serve` at "
-        "`addresses`",
+        "in_process: the worker; subprocess: children of the worker, which may crash or leak; "
+        "remote: `arealite serve` at `addresses`",
     )
-    processes: int = opt(1, "subprocess: how many share a worker's episodes", at_least=1)
-    recycle_episodes: int = opt(0, "subprocess: renewed after so many; 0: never", at_least=0)
-    max_memory_mb: int = opt(0, "subprocess: renewed when it holds more; 0: never", at_least=0)
-    max_restarts: int = opt(10, "subprocess: deaths in a row with no episode between", at_least=0)
+    processes: int = opt(1, "subprocess: number of children of a worker", at_least=1)
+    recycle_episodes: int = opt(
+        0, "subprocess: restart a child after so many episodes; 0: never", at_least=0
+    )
+    max_memory_mb: int = opt(
+        0, "subprocess: restart a child that uses more memory; 0: never", at_least=0
+    )
+    max_restarts: int = opt(
+        10, "subprocess: consecutive crashes without an episode in between", at_least=0
+    )

@@ -1,4 +1,4 @@
-"""What `arealite eval` and `arealite collect` may be told besides what a run is told."""
+"""The root configs of `arealite eval` and `arealite collect`: a run's options and their own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from arealite.api.fields import opt, sub
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRunConfig(ExperimentConfig):
-    """An experiment of which tasks are only sampled."""
+    """An experiment that samples tasks and trains nothing."""
 
-    n: int = opt(1, "samples a task", at_least=1)
-    tasks: int = opt(0, "first tasks of the data; 0 takes all", at_least=0)
-    name: str = opt("samples", "folder of the samples, below the trial's")
+    n: int = opt(1, "samples per task", at_least=1)
+    tasks: int = opt(0, "use the first so many tasks of the data; 0: all", at_least=0)
+    name: str = opt("samples", "folder of the samples, inside the trial's folder")
     out: str | None = opt(None, "file of the result")
 
     @property
     def folder(self) -> Path:
-        """Where samples are kept until they are all there."""
+        """Folder of the samples."""
         return run_paths(self).root / self.name
 
 
@@ -28,18 +28,18 @@ class SamplingRunConfig(ExperimentConfig):
 class EvaluateConfig(SamplingRunConfig):
     """Root of `arealite eval`."""
 
-    name: str = opt("eval", "folder of the samples, below the trial's; one an evaluation")
+    name: str = opt("eval", "folder of the samples, in the trial's folder; one per evaluation")
     out: str | None = opt(None, "JSON file of the result; null: eval.json in that folder")
-    k: list[int] = sub(list, "of pass@k, up to n; []: powers of two, and n")
-    solved: float = opt(1.0, "reward from which a sample is right")
+    k: list[int] = sub(list, "values of k in pass@k, at most n; []: powers of two, and n")
+    solved: float = opt(1.0, "smallest reward of a right sample")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig(SamplingRunConfig):
     """Root of `arealite collect`."""
 
-    name: str = opt("collect", "folder of the samples, below the trial's; one a collection")
+    name: str = opt("collect", "folder of the samples, in the trial's folder; one per collection")
     out: str | None = opt(None, "file.parquet or file.jsonl of the result; required")
-    min_reward: float | None = opt(None, "leaves out what has less")
-    max_reward: float | None = opt(None, "leaves out what has more")
-    best_of: int = opt(0, "keeps so many of a task and seat, the best; 0 keeps all", at_least=0)
+    min_reward: float | None = opt(None, "skip samples with a lower reward")
+    max_reward: float | None = opt(None, "skip samples with a higher reward")
+    best_of: int = opt(0, "keep the so many best samples of each task and seat; 0: all", at_least=0)

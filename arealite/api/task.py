@@ -1,4 +1,4 @@
-"""One row of the dataset, as environments get it."""
+"""The task: a row of the data set, as environments get it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from arealite.base.errors import EpisodeError
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One row of the dataset, as an environment gets it. Filled by the datapipe."""
+    """A row of the data set. Filled by the datapipe."""
 
     task_id: str
-    """`<split>-<row>`: the same row has the same id in every epoch."""
+    """`<split>-<row>`; a row has the same id in every epoch."""
     prompt: Any
     """The row's `prompt`: a string, or a list of chat messages."""
     ground_truth: str | None
-    """The row's `ground_truth`; None where the column is absent or null."""
+    """The row's `ground_truth`; None if the column is missing or null."""
     extra_info: dict[str, Any]
-    """The row's `extra_info`, {} where absent."""
+    """The row's `extra_info`; {} if it is missing."""
 
     @property
     def text(self) -> str:
-        """The prompt as a text: of chat messages, what the last one says."""
+        """The prompt, or the content of its last chat message."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     @property
@@ -31,7 +31,7 @@ class Task(msgspec.Struct, frozen=True):
         """The ground truth, for environments that require one.
 
         Raises:
-            EpisodeError: the row has no ground truth.
+            EpisodeError: The row has no ground truth.
         """
         if self.ground_truth is None:
             raise EpisodeError(f"{self.task_id} has no ground_truth, which its environment needs")
@@ -39,6 +39,6 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """Its environment, where a run has several, else the row's `data_source`; "" where it has
-        neither. Metrics are told by it."""
+        """The label by which metrics are grouped: the name of the environment in a run with
+        several, else the row's `data_source`, else ""."""
         return str(self.extra_info.get("env") or self.extra_info.get("data_source") or "")

@@ -1,6 +1,6 @@
 """Messages between trainer ranks, the launcher and the datapipe, over ZeroMQ.
 
-A request is sent again until it is answered; its step or id makes it idempotent.
+A sender repeats a request until it is answered. Its step or id makes it idempotent.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from arealite.api.trajectory import Count, Ranks, TrajectoryHeader
 
 
 class TrainerStart(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 begins at `step` (0, or a checkpoint's); later steps in the ledger are rolled back.
+    """Rank 0 begins at `step` (0 or a checkpoint's); the datapipe rolls back later steps.
     Answer: TrainerReady."""
 
     step: Count
     world_size: Count
     ticket: Count = 0
-    """0 asks for a Ticket; the request is sent again with its number. The newest ticket wins."""
+    """0 requests a Ticket, whose number the sender then uses. The newest ticket wins."""
 
 
 class TrainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Any later request; the datapipe ignores a request of another ticket than the newest."""
+    """Base of later requests. The datapipe ignores a request without the newest ticket."""
 
     ticket: Count = 0
-    """The ticket of the TrainerStart that the sender's job began with."""
+    """Ticket of the TrainerStart of the sender's job."""
 
 
 class BatchRequest(TrainerRequest, frozen=True, tag=True):
-    """A rank asks for its shard of batch `step`. Answer: Batch, until then Waiting."""
+    """A rank requests its shard of batch `step`. Answer: Batch, until then Waiting."""
 
     step: Count
     rank: Count
@@ -36,61 +36,61 @@ class BatchRequest(TrainerRequest, frozen=True, tag=True):
 
 
 class StepReport(TrainerRequest, frozen=True, tag=True):
-    """Rank 0: the optimizer has applied batch `step`. Answer: Done."""
+    """Rank 0: the ranks have trained batch `step`. Answer: Done."""
 
     step: Count
     trained: list[str]
-    """Trajectory ids the ranks really trained on; the audit holds them against the ledger."""
+    """Ids of the trained trajectories; the audit compares them with the ledger."""
     metrics: dict[str, float]
     ranks: Count = 1
-    """World size that trained it."""
+    """World size of the trainer."""
     fingerprint: str = ""
-    """`TrainEngine.fingerprint` after the step, for replay; "" where it was not taken."""
+    """`TrainEngine.fingerprint` after the step, for replay; "" if it was not computed."""
 
 
 class Published(TrainerRequest, frozen=True, tag=True):
-    """Rank 0: every server in traffic has confirmed `version`. Answer: Done."""
+    """Rank 0: every server that gets requests has confirmed `version`. Answer: Done."""
 
     version: Count
 
 
 class Checkpointed(TrainerRequest, frozen=True, tag=True):
-    """Rank 0: a checkpoint that holds steps < `step` is durable at `path`. Answer: Done."""
+    """Rank 0: a checkpoint with all steps below `step` is durable at `path`. Answer: Done."""
 
     step: Count
     path: str
 
 
 class Unusable(TrainerRequest, frozen=True, tag=True):
-    """A rank cannot train some groups of batch `step`. Answer: Done, once they are set aside."""
+    """A rank cannot train some groups of batch `step`. Answer: Done, after their removal."""
 
     step: Count
     groups: dict[str, str]
-    """By group id: what is wrong with it."""
+    """The error of each group, by group id."""
 
 
 class EvalRequest(TrainerRequest, frozen=True, tag=True):
-    """Rank 0: run the held-out set beside training. Answer: EvalResult, until then Waiting."""
+    """Rank 0: evaluate the held-out set during training. Answer: EvalResult, until then Waiting."""
 
     eval_id: Count
-    """The step it was asked at."""
+    """The step of the request."""
 
 
 class Finish(TrainerRequest, frozen=True, tag=True):
-    """Rank 0: training ends; send Finished to ranks, drain the workers, exit. Answer: Done."""
+    """Rank 0: training ends; the datapipe drains the workers and exits. Answer: Done."""
 
     reason: str
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
-    """Answers TrainerStart without one."""
+    """Answers a TrainerStart with ticket 0."""
 
     number: Count
-    """Larger than all given before."""
+    """Larger than every earlier ticket."""
 
 
 class TrainerReady(msgspec.Struct, frozen=True, tag=True):
-    """The ledger stands at `step`. Answers TrainerStart."""
+    """The ledger is at `step`. Answers TrainerStart."""
 
     step: Count
     rolled_back_groups: Count
@@ -101,15 +101,15 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 
     step: Count
     headers: list[TrajectoryHeader]
-    """The whole batch, in the order all ranks agree on; group statistics come from here."""
+    """The whole batch, in the same order for all ranks; for group statistics."""
     ranks: list[Count]
-    """Which rank trains each header; same length as `headers`."""
+    """The rank that trains each trajectory; same length as `headers`."""
     minibatches: list[Count]
-    """Which update of the step trains each header, 0 … updates - 1; same length as `headers`."""
+    """The update (0 … updates - 1) that trains each trajectory; same length as `headers`."""
     mine: list[Count]
-    """Indices into `headers` whose payloads follow."""
+    """Indices into `headers` of the receiving rank's trajectories."""
     waits: dict[str, float]
-    """Metrics of the datapipe while the batch was filled."""
+    """Metrics of the datapipe while it composed the batch."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, tag=True):
@@ -120,26 +120,26 @@ class EvalResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """Answers BatchRequest after Finish: there will be no further batch; checkpoint and exit."""
+    """Answers BatchRequest after Finish: there is no further batch; checkpoint and exit."""
 
     reason: str
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Sent once a second while a request cannot be answered; `detail` names what it waits for."""
+    """Sent once a second until a request is answered; `detail` names the missing event."""
 
     request: str
     detail: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The request named by `request` is durable."""
+    """The effect of the request of type `request` is durable."""
 
     request: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request can never be answered; the receiver stops the run with `reason`."""
+    """The request is invalid; the receiver stops the run with `reason`."""
 
     request: str
     reason: str

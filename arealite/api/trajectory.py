@@ -1,8 +1,7 @@
-"""The unit of training data: one seat's view of one episode, with exact tokens.
+"""Trajectories, the unit of training data: the exact tokens of one seat in one episode.
 
-Split in two, because the datapipe needs only the header: it stores and forwards the payload
-without looking inside.
-Shape letters: T = tokens of one segment.
+A trajectory has a header and a payload. The datapipe reads only the header; it stores and forwards
+the payload as bytes. Shapes: T = tokens of one segment.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from typing import Annotated
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-"""A number in a message. SQLite can store it, and the sum of millions of them."""
+"""A non-negative number in a message, small enough for SQLite to store the sum of millions."""
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True):
-    """What the ledger, the batch composer and the metrics need to know. Filled by the collector."""
+    """Metadata of a trajectory, for ledger, batches and metrics. Filled by the collector."""
 
     trajectory_id: str
-    """`<group_id>/<member>/<seat>`: unique in a trial, the key of idempotent inserts."""
+    """`<group_id>/<member>/<seat>`: unique in a trial; the key of idempotent inserts."""
     group_id: str
     member: Count
     seat: str
     """Advantages are normalised within (group_id, seat)."""
     task_id: str
     reward: float
-    """Sum of all rewards of the episode for this seat."""
+    """Sum of all rewards of this seat in the episode."""
     reward_parts: dict[str, float]
-    """Named parts of the reward; {} where the environment names none."""
+    """Named parts of the reward; {} without parts."""
     segment_lengths: list[Count]
     """T of each segment."""
     trained_tokens: Count
@@ -41,27 +40,27 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     newest_version: Count
     turns: Count
     truncated: bool
-    """The last generation stopped at its token limit."""
+    """Whether the last generation stopped at its token limit."""
     interruptions: Count
-    """How often a weight update cut one of its generations (retracted, or aborted and
+    """Times that a weight update interrupted a generation (retracted, or aborted and
     resubmitted)."""
     seconds: float
     """Wall time of the episode."""
     waits: dict[str, float]
-    """Where the seconds went: generation, reward, environment."""
+    """Seconds spent on generation, reward and environment."""
     source: str = ""
-    """The task's."""
+    """`Task.source`."""
     payload_sum: Count = 0
     """`ledger.payloads.payload_sum` of the payload; 0 if the worker computed none."""
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, prompts included."""
+        """Number of tokens, prompts included."""
         return sum(self.segment_lengths)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """One token sequence in which every turn extends the one before. Arrays are raw little-endian
+    """A token sequence in which each turn extends the turn before. Arrays are raw little-endian
     bytes."""
 
     tokens: bytes
@@ -74,13 +73,13 @@ class Segment(msgspec.Struct, frozen=True):
     versions: bytes
     """int32 [T]: policy version that sampled the token; -1 where loss_mask is 0."""
     rewards: bytes
-    """float32 [T]: reward received at that token (the last of its turn), else 0."""
+    """float32 [T]: the turn's reward at its last sampled token, else 0."""
     temperature: float
     """The sampling temperature; the trainer divides logits by it."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return each name's mean over the records that have it, as of headers' parts; sorted."""
+    """Return the mean of each name over the records that have it, sorted by name."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -101,6 +100,6 @@ def decode_segments(payload: bytes | memoryview) -> list[Segment]:
     """Unpack a payload frame.
 
     Raises:
-        msgspec.DecodeError: the bytes are not a payload.
+        msgspec.DecodeError: The bytes are not a payload.
     """
     return _decoder.decode(payload)

@@ -1,1 +1,1 @@
-"""Floor 0: errors, the registry, logging and names; imports nothing of the package."""
+"""Layer 0: errors, config loading, registries, logging and paths; imports no other layer."""

@@ -1,7 +1,7 @@
-"""From YAML files and dotted overrides to one frozen dataclass tree, checked once.
+"""Load a config: YAML files and dotted overrides become one validated, frozen dataclass tree.
 
-OmegaConf does the typing; here its errors become one line each, and third parties' configs become
-typed fields.
+OmegaConf checks the types. This module converts its errors to one line, and adds the options of
+registered third-party parts as typed fields.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from arealite.base.errors import UserError
 
 C = TypeVar("C")
 Parts = Mapping[type, Mapping[str, type]]
-"""For each part's config dataclass (AgentConfig, …): name → config dataclass of the parts
-registered from outside."""
+"""For each kind of part (AgentConfig, …): the config class of each registered third-party part, by
+name."""
 READ_ERRORS = (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
 """Exceptions of OmegaConf for an unreadable file."""
-HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
-"""What each bound of an option (api.fields.opt) asks of a number."""
+COMPARE = {"at least": ge, "above": gt, "at most": le, "below": lt}
+"""The comparison of each bound of an option (api.fields.opt)."""
 LIMIT = 10**9
 """Largest absolute value of a number whose option sets no bound. A product of a few such numbers
 does not overflow float32, and every timer accepts this many seconds."""
@@ -44,15 +44,19 @@ def load(
     *,
     is_saved: bool = False,
 ) -> C:
-    """Merge `files`, then `overrides` ("a.b=1"), into the defaults of `schema`; return it frozen.
+    """Merge `files` and then `overrides` into the defaults of `schema`; return a frozen config.
 
     Args:
+        schema: The root config class.
+        files: YAML files; later ones win.
+        overrides: Items like "a.b=1"; they win over files.
+        parts: The third-party parts.
         is_saved: Another version may have written `files`: keys that `schema` does not have are
             ignored, and former values are read under their new names.
 
     Raises:
-        UserError: a file is missing or no YAML, a key is unknown, or a value has the wrong type or
-            is out of range.
+        UserError: A file is missing or is not YAML, a key is unknown, or a value has the wrong type
+            or is out of range.
     """
     grown = extend(schema, parts)
     node = OmegaConf.merge(_defaults(grown))  # a copy
@@ -73,7 +77,7 @@ def load(
 
 
 def convert_saved(layer: Any, schema: Any) -> None:
-    """Remove from `layer` what the config class `schema` does not have; rename former values."""
+    """Remove keys from `layer` that the config class `schema` does not have; rename old values."""
     if not (isinstance(layer, DictConfig) and dataclasses.is_dataclass(schema)):
         return
     hints, items = _hints(schema), {item.name: item for item in dataclasses.fields(schema)}
@@ -91,13 +95,12 @@ def convert_saved(layer: Any, schema: Any) -> None:
 
 @lru_cache(maxsize=4)
 def _defaults(schema: type) -> Any:
-    """Return a schema as a node: two thirds of what a load takes, so a command of stages makes it
-    once."""
+    """Return a schema as an OmegaConf node. Cached: this takes two thirds of the time of a load."""
     return OmegaConf.structured(schema)
 
 
 def nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key with a trailing dot, config) of every config object of a tree."""
+    """Yield (dotted key with a trailing dot, config object) of a tree, the root included."""
     yield prefix, config
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -110,17 +113,17 @@ def nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_ranges(config: Any) -> None:
-    """Check every number of a config tree against the range beside its option.
+    """Check every number of a config tree against the range of its option.
 
     Raises:
-        UserError: a number is out of its range, is not finite, or is above LIMIT although its
-            option sets no upper bound.
+        UserError: A number is out of range or not finite, or its absolute value exceeds LIMIT and
+            the option sets no bound.
     """
     for prefix, node in nodes(config):
         for item in dataclasses.fields(node):
             value = getattr(node, item.name)
             limits = {"at least": -LIMIT, "at most": LIMIT} | item.metadata.get("bounds", {})
-            bounds = [(HOLDS[word], at) for word, at in limits.items()]
+            bounds = [(COMPARE[word], at) for word, at in limits.items()]
             wrong = [n for n in _numbers(value) if not all(holds(n, at) for holds, at in bounds)]
             if not wrong:
                 continue
@@ -137,11 +140,11 @@ def check_ranges(config: Any) -> None:
 def check_constraints(config: Any, prefix: str) -> None:
     """Check the constraints between options of the config tree below the key `prefix`.
 
-    A config class states them beside its options, in a method `constraints` that yields
-    (whether it holds, error where it does not). The error begins with an option's name.
+    A config class defines them in its method `constraints`, which yields pairs of (whether the
+    constraint holds, error). The error begins with an option's name.
 
     Raises:
-        UserError: the first constraint that does not hold.
+        UserError: A constraint does not hold; the message is its error.
     """
     for key, node in nodes(config, prefix):
         for holds, error in node.constraints() if hasattr(node, "constraints") else ():
@@ -150,7 +153,7 @@ def check_constraints(config: Any, prefix: str) -> None:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return every number of an option's value: a number, or a list or dict of such values."""
+    """Return every number in a value: in a number, and in nested lists and dicts."""
     inner: Any = cast(dict[Any, Any], value).values() if isinstance(value, dict) else value
     if isinstance(value, list | dict):
         return [number for each in inner for number in _numbers(each)]
@@ -158,8 +161,12 @@ def _numbers(value: Any) -> list[float]:
 
 
 def read(file: Path) -> DictConfig:
-    """Read one YAML file; an empty one is an empty config."""
-    if not os.path.isfile(file):  # a FIFO would block, a device would never end
+    """Read a YAML file. An empty file is an empty config.
+
+    Raises:
+        UserError: The file is missing or unreadable, or is not a mapping.
+    """
+    if not os.path.isfile(file):  # reading a FIFO would block, a device may have no end
         what = "does not exist or is not a regular file"
         raise UserError(f"config file {file} {what}. Name another with --config.")
     try:
@@ -173,17 +180,21 @@ def read(file: Path) -> DictConfig:
 
 
 def dotlist(overrides: Sequence[str]) -> DictConfig:
-    """Parse dotted overrides; each must be `key=value`."""
+    """Parse dotted overrides.
+
+    Raises:
+        UserError: An override is not of the form `key=value`.
+    """
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
             raise UserError(
-                f"'{item}' is not an override. Write key=value, as in trainer.ppo.lr=1e-5."
+                f"'{item}' is not an override. Write key=value, for example trainer.ppo.lr=1e-5."
             )
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
-        raise UserError(f"an override is not readable: {line}") from error
+        raise UserError(f"an override cannot be parsed: {line}") from error
 
 
 def save(config: Any, file: Path) -> None:
@@ -194,11 +205,9 @@ def save(config: Any, file: Path) -> None:
 
 
 def extend(schema: type, parts: Parts) -> type:
-    """Return a subclass of `schema` in which each part's config also has the fields of outside
-    parts.
+    """Return a subclass of `schema` that also has the options of third-party parts.
 
-    A class on the way down is replaced by a subclass too; where nothing changes, the class itself
-    comes back.
+    Nested config classes are extended in the same way. A class without changes is returned itself.
     """
     fields: list[tuple[str, Any, Any]] = []
     hints = _hints(schema)
@@ -224,13 +233,13 @@ def extend(schema: type, parts: Parts) -> type:
 
 
 def element(held: Any) -> type | None:
-    """Return the config class of a field's values, where the field is a dict of configs."""
+    """Return the config class of the values of a dict field; None for other fields."""
     value = get_args(held)[1] if get_origin(held) is dict else None
     return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
 
 
 def keys(schema: type) -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted key, default, help with the range) of every leaf of a config class."""
+    """Yield (dotted key, default, help and range) of every option of a config class."""
     for path, item, _ in leaves(schema):
         factory = item.default_factory
         default = item.default if factory is dataclasses.MISSING else factory()
@@ -239,7 +248,7 @@ def keys(schema: type) -> Iterator[tuple[str, Any, str]]:
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield (dotted key, field, type) of every leaf of a config class."""
+    """Yield (dotted key, field, type) of every option of a config class."""
     hints = _hints(schema)
     for item in dataclasses.fields(schema):
         held, path = hints[item.name], f"{prefix}{item.name}"
@@ -250,7 +259,7 @@ def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
 
 
 def explain(error: OmegaConfBaseException, schema: type) -> str:
-    """Turn an OmegaConf error into one line with the key, what is wrong, and what was meant."""
+    """Convert an OmegaConf error to one line with the key, the error and a suggestion."""
     key = error.full_key or ""
     if isinstance(error, ConfigKeyError):
         return f"unknown key '{key}'.{_suggest(key, schema)}"
@@ -259,12 +268,12 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
         return f"{key}={old} is called {new} now. Write {key}={new}."
     what = str(error.msg or error).splitlines()[0]
     if "value 'None'" in what or "is not Optional" in what:
-        return f"{key} has no value. Write {key}=VALUE, or leave it out."
+        return f"{key} has no value. Write {key}=VALUE, or remove it."
     return f"{key}: {what}." if key else f"{what}."
 
 
 def range_of(item: dataclasses.Field[Any]) -> str:
-    """Return a field's range in words, as in "above 0 and at most 1"; "" where it has none."""
+    """Return a field's range in words, like "above 0 and at most 1"; "" without a range."""
     bounds = item.metadata.get("bounds", {}).items()
     return " and ".join(f"{word} {at}" for word, at in bounds if at > -inf)
 
@@ -282,6 +291,6 @@ def _suggest(key: str, schema: type) -> str:
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == leaf]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    is_slip = difflib.get_close_matches(key, close, cutoff=0.9)  # a letter or two
-    near = is_slip or same_leaf or close
+    typo_of = difflib.get_close_matches(key, close, cutoff=0.9)  # differs by a letter or two
+    near = typo_of or same_leaf or close
     return f" Did you mean '{near[0]}'?" if near else ""

@@ -1,50 +1,53 @@
-"""Every exception of AReaLite, as one tree.
+"""The tree of AReaLite's exceptions. The type of an exception determines its handling.
 
-One place, so that a boundary can decide by type: refuse and name the fix, stop the run, or count a
-failed episode.
-
-    ArealiteError
-    ├── UserError            the input is wrong: one line with the fix, exit code 2
-    ├── InvariantError       a promise of the system is broken: stop the run, exit code 3
-    ├── RoleError            a process of the run died or stopped answering: the role ends with exit
-    │   │                    code 4, and is started again within its budget
-    │   └── DeadlineError    a named wait took longer than its owner allowed
-    └── EpisodeError         one episode failed: data, counted by `failure_class`, never a reward
-        ├── EpisodeTimeout       the whole episode
-        ├── RewardTimeout        its reward check
-        ├── RewardNotFinite      infinity or no number
-        ├── ContextOverflow      prompt + max_new_tokens do not fit the server's context
-        ├── GenerationRefused    the server answered 4xx
-        └── ServerUnavailable    no server could finish the request before its deadline
+ArealiteError
+├── UserError            wrong input: one line with the fix, exit code 2
+├── InvariantError       a broken invariant: the run stops, exit code 3
+├── RoleError            a process of the run exited or does not respond: the role that raises
+│   │                    it exits with code 4 and is restarted within its budget
+│   └── DeadlineError    a named wait reached its deadline
+└── EpisodeError         a failed episode: counted by `failure_class`, never rewarded
+    ├── EpisodeTimeout       the episode reached its timeout
+    ├── RewardTimeout        the reward check reached its timeout
+    ├── RewardNotFinite      a reward is infinite or not a number
+    ├── ContextOverflow      prompt + max_new_tokens exceed the server's context
+    ├── GenerationRefused    the server answered 4xx
+    └── ServerUnavailable    no server finished the request before its deadline
 """
 
 
 class ArealiteError(Exception):
-    """Root of all errors raised on purpose."""
+    """Base class of AReaLite's errors."""
 
     exit_code = 1
 
 
 class UserError(ArealiteError):
-    """Wrong input, found before anything was started; the message names the fix."""
+    """Wrong input, found before any process starts. The message names the fix."""
 
     exit_code = 2
 
 
 class InvariantError(ArealiteError):
-    """Something that must always hold does not; continuing could lose or repeat samples."""
+    """A broken invariant. A run that continues could lose or repeat samples."""
 
     exit_code = 3
 
 
 class RoleError(ArealiteError):
-    """A process of the run is gone or silent; the message names it."""
+    """A process of the run has exited or does not respond. The message names it."""
 
     exit_code = 4
 
 
 class DeadlineError(RoleError):
-    """A wait with a name and an owner ran out of time."""
+    """A named wait reached its deadline.
+
+    Args:
+        waiting_for: The name of the wait.
+        owner: The role or component that waits.
+        seconds: The deadline.
+    """
 
     def __init__(self, waiting_for: str, *, owner: str, seconds: float) -> None:
         super().__init__(f"{owner} waited {seconds:.1f} s for {waiting_for}")
@@ -54,25 +57,25 @@ class DeadlineError(RoleError):
 
 
 class EpisodeError(ArealiteError):
-    """One episode could not be finished; retried a bounded number of times, then filtered."""
+    """An episode failed. It is retried up to `max_attempts` times; then its group is filtered."""
 
     failure_class = "episode"
 
 
 class EpisodeTimeout(EpisodeError):
-    """The episode ran past `collector.episode_timeout_s`."""
+    """The episode took longer than `collector.episode_timeout_s`."""
 
     failure_class = "episode_timeout"
 
 
 class RewardTimeout(EpisodeError):
-    """The reward check ran past its limit and was killed; the sample has no reward."""
+    """The reward check reached its timeout and was killed. The sample has no reward."""
 
     failure_class = "reward_timeout"
 
 
 class RewardNotFinite(EpisodeError):
-    """A reward, a part of one or their sum is infinity or no number."""
+    """A reward, one of its parts or their sum is infinite or not a number."""
 
     failure_class = "reward_not_finite"
 
@@ -96,7 +99,7 @@ class ServerUnavailable(EpisodeError):
 
 
 def failure_class(error: BaseException) -> str:
-    """Name the class under which a failed episode is counted."""
+    """Return the failure class that counts an episode that failed with `error`."""
     if isinstance(error, EpisodeError):
         return error.failure_class
     return f"error:{type(error).__name__}"

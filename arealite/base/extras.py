@@ -1,7 +1,4 @@
-"""Packages that are no dependencies are imported here, when they are used.
-
-One place, so that each is missed in the same words.
-"""
+"""Import optional packages, with one error message for all of them."""
 
 from __future__ import annotations
 
@@ -11,16 +8,20 @@ from typing import Any
 from arealite.base.errors import UserError
 
 
-def ours(name: str) -> str:
-    """Return what `pip install` is given, in the checkout, for an extra of this package."""
+def extra_requirement(name: str) -> str:
+    """Return the argument of `pip install` that installs an extra of this package."""
     return f"-e '.[{name}]'"
 
 
-def extra(module: str, fix: str) -> Any:
-    """Import what `pip install FIX` installs.
+def import_optional(module: str, fix: str) -> Any:
+    """Import an optional module.
+
+    Args:
+        module: The module.
+        fix: The argument of `pip install` that installs it, for the error.
 
     Raises:
-        UserError: it is not installed.
+        UserError: The module is not installed.
     """
     try:
         return importlib.import_module(module)

@@ -1,7 +1,4 @@
-"""structlog, set up once a process: human-readable lines on stderr with the role in each.
-
-Here so that no module configures logging at import.
-"""
+"""Logging with structlog: readable lines on stderr, each with the role of its process."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import structlog
 
 
 def setup(role: str, level: str = "info") -> None:
-    """Configure structlog for this process; every event carries `role` and the process id."""
+    """Configure structlog for this process. Every event has `role` and the process id."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -32,5 +29,5 @@ def setup(role: str, level: str = "info") -> None:
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:
-    """Return a logger whose events carry `module=name`."""
+    """Return a logger whose events have `module=name`."""
     return structlog.get_logger(module=name)

@@ -1,7 +1,6 @@
-"""Reads what a Hugging Face folder says of its model, without loading it.
+"""Read and check a Hugging Face model folder without loading the model.
 
-Shared by client, servers and checks. Imports no torch and reads no weight, so a bad folder is
-refused in milliseconds.
+The module imports no torch and reads only file headers, so a bad folder is found in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidde
 
 
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
-    """Return a JSON file of a model's folder; {} where there is none to read."""
+    """Return the content of a JSON file in a folder; {} if it is missing or invalid."""
     with suppress(OSError, ValueError):
         return json.loads((Path(folder).expanduser() / name).read_text(encoding="utf-8"))
     return {}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that transformers would load; the folder may hold others."""
+    """List the safetensors files that transformers loads from a folder."""
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
     index: dict[str, str] = read_json(folder, "model.safetensors.index.json").get("weight_map", {})
@@ -41,9 +40,10 @@ Shapes = Mapping[str, list[int]]
 
 
 def read_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a Hugging Face folder, from the files' headers alone.
+    """Return the shape of every tensor in a Hugging Face folder; {} without safetensors files.
 
-    {} where it has no safetensors; RoleError: a file is broken.
+    Raises:
+        RoleError: A file is broken.
     """
     shapes, opened = dict[str, list[int]](), cast(Any, safe_open)
     for path in weight_files(folder):
@@ -70,7 +70,7 @@ def check_shapes(sent: Shapes, held: Shapes, *, where: str | Path, whole: bool =
             to the embedding.
 
     Raises:
-        RoleError: Names the first tensor that does not fit, and both shapes.
+        RoleError: A tensor does not match. The message has its name and both shapes.
     """
     if not held:
         return
@@ -94,14 +94,14 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
         Its config.json, and the shape of each tensor by name.
 
     Raises:
-        UserError: a file is missing, broken or does not match config.json.
+        UserError: A file is missing, broken, or does not match config.json.
     """
     folder = Path(path).expanduser()
     for name in "config.json", "*.safetensors":
         if not any(folder.glob(name)):
             raise UserError(
                 f"{key}={path} is no Hugging Face model folder (no {name} in it). "
-                "Give the folder that save_pretrained wrote or that you downloaded."
+                "Use a folder that save_pretrained wrote or that you downloaded."
             )
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -121,8 +121,8 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
     size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
     if size and (top := max(ids())) >= size:
         raise UserError(
-            f"{key}={path}: its tokenizer has token {top}, its model only {size} tokens. Use the "
-            "tokenizer that the model was trained with."
+            f"{key}={path}: its tokenizer has token {top}, but its model only {size} tokens. Use "
+            "the tokenizer that the model was trained with."
         )
     return config, shapes
 
@@ -133,55 +133,60 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
-"""Config fields by which some models (Gemma, Cohere, Granite, Falcon-H1, …) change their logits."""
+"""Fields of config.json that change the logits of a model (Gemma, Cohere, Granite, Falcon-H1, …).
+"""
 
 
 def check_logits(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model whose logits are more than hidden · weightᵀ."""
+    """Raise UserError for a model whose logits are not hidden · weightᵀ."""
     text = text_part(config)
     for name in LOGIT_CHANGES:
         if (value := text.get(name)) not in (None, 0, 1):
-            raise UserError(f"'{path}' changes its logits ({name}={value}): not supported.")
+            raise UserError(
+                f"'{path}' changes its logits ({name}={value}), which is not supported. Use "
+                "another model."
+            )
 
 
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model with layers for which the embedded server has no cache."""
+    """Raise UserError for a model with layers that the embedded server does not support."""
     layers: list[str] = text_part(config).get("layer_types") or []
     if other := {*layers} - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"model.path={path}: has layers of {', '.join(sorted(other))}; the embedded server "
-            "runs models with full and sliding attention only. Use SGLang for this one."
+            f"model.path={path} has layers of {', '.join(sorted(other))}; the embedded server "
+            "runs only full and sliding attention. Use llm_server.type=sglang for this model."
         )
 
 
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
-"""Matches the tensors that transformers fuses or renames as it loads them."""
+"""Matches tensors that transformers fuses or renames when it loads them."""
 
 
 def check_tensor_names(shapes: dict[str, list[int]], path: str) -> None:
-    """Raise UserError if the trainer renames tensors of the folder: servers know the old names."""
+    """Raise UserError if the trainer would rename tensors, which servers have under old names."""
     if renamed := next((name for name in shapes if RENAMED.search(name)), None):
         raise UserError(
-            f"model.path={path}: the trainer holds '{renamed}' under another name, or fused with "
+            f"model.path={path}: the trainer renames the tensor '{renamed}' or fuses it with "
             "others, and cannot publish it to servers. Use trainer.ppo.publisher.type=shared, or "
             "save the model again with save_pretrained(folder, save_original_format=False)."
         )
 
 
 def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> None:
-    """Raise UserError if the model at `path`, which option `key` sets, has other token ids.
+    """Raise UserError if two models have vocabularies of different size.
 
     Args:
-        path: None and "initial" name no other model.
-        model: config.json of the model that is trained.
+        path: Folder of the other model; None and "initial": there is none.
+        model: config.json of the trained model.
+        key: The option that sets `path`, for the error.
     """
     if path is None or path == "initial":
         return
     theirs, ours = vocab_size(read_model(path, key)[0]), vocab_size(model)
     if theirs != ours:
         raise UserError(
-            f"{key}={path} has another vocabulary: {theirs} token ids, model.path has {ours}. "
-            "Give a model of the same family."
+            f"{key}={path} has {theirs} token ids, but model.path has {ours}. Use a model with "
+            "the same vocabulary."
         )
 
 
@@ -196,9 +201,13 @@ SIZES = (
 )
 
 
-def other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """Say in what a server's model, as far as it is told, differs from our config.json, if it
-    does."""
+def model_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Return an error if a server's model differs from model.path, else None.
+
+    Args:
+        theirs: Fields that the server reports of its config.json; may be incomplete.
+        ours: config.json of model.path.
+    """
     theirs, ours = ({**each, "vocab_size": vocab_size(each)} for each in (theirs, ours))
     for key in ("architectures", "model_type", *SIZES):
         if theirs.get(key) not in (None, []) and theirs[key] != ours.get(key):
@@ -208,14 +217,14 @@ def other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
 
 
 def vocab_size(config: dict[str, Any]) -> int | None:
-    """Return how many token ids a config.json allows: its text part's, where it has one."""
+    """Return the vocabulary size in a config.json; None if it has none."""
     return text_part(config).get("vocab_size") or config.get("vocab_size")
 
 
 def exact_length(config: dict[str, Any]) -> int | None:
-    """Return the longest row whose positions do not depend on other rows of its batch; None: any.
+    """Return the longest row whose positions are independent of other rows; None: no limit.
 
-    Rotary positions of types dynamic and longrope depend on the longest row of a batch.
+    Rotary embeddings of types dynamic and longrope depend on the longest row of a batch.
     """
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) not in ("dynamic", "longrope"):
@@ -225,7 +234,7 @@ def exact_length(config: dict[str, Any]) -> int | None:
 
 
 def eos_tokens(path: str) -> set[int]:
-    """Return the token ids with which the model in a folder itself ends a generation."""
+    """Return the EOS token ids of the model in a folder."""
     for name in ("generation_config.json", "config.json"):
         eos = read_json(path, name).get("eos_token_id")
         if eos is not None:

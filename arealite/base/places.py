@@ -1,7 +1,4 @@
-"""Checks the folder names, folders and addresses that a config gives for this machine.
-
-Shared by the name registry, servers and commands; they check before they start anything.
-"""
+"""Check folder names, folders and addresses of a config before any process starts."""
 
 from __future__ import annotations
 
@@ -16,41 +13,46 @@ from arealite.base.errors import UserError
 
 
 def check_name(key: str, name: str) -> None:
-    """Raise UserError if the value `name` of option `key` cannot be the name of a folder."""
+    """Raise UserError if the value `name` of option `key` is no valid folder name."""
     if not re.fullmatch(r"\w[\w.-]{0,199}", name):
         raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
 
 
 def check_folder(folder: Path, what: str, key: str) -> int:
-    """Check that a folder can be made and written, leave nothing there, and return the free bytes.
+    """Check that a folder can be created and written; return the free bytes of its disk.
 
     Args:
-        folder: absolute; it may be missing.
+        folder: An absolute path; the folder may be missing and is not created.
         what: The folder's purpose, for the error.
-        key: the option that sets it.
+        key: The option that sets it, for the error.
 
     Raises:
-        UserError: the folder cannot be written, or its disk is full.
+        UserError: The folder is not writable, or its disk is full.
     """
     try:
-        there = next(p for p in (folder, *folder.parents) if p.is_symlink() or p.exists())
-        with tempfile.TemporaryFile(dir=there, buffering=0) as probe:
+        existing = next(p for p in (folder, *folder.parents) if p.is_symlink() or p.exists())
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(bytes(4096))
-            return shutil.disk_usage(there).free
+            return shutil.disk_usage(existing).free
     except OSError as error:
         fix = f"Set {key} to a folder that is writable."
         raise UserError(f"{what} {folder} cannot be written: {error.strerror}. {fix}") from error
 
 
 def check_address(host: str, port: int = 0, *, at: str) -> None:
-    """Check that this process can listen at an address; `at`.host and `at`.port name the options.
+    """Check that this process can listen at an address.
+
+    Args:
+        host: Name or address; "": all interfaces.
+        port: The port; 0: any free port.
+        at: The config section whose options `host` and `port` set the address, for the error.
 
     Raises:
-        UserError: the host is no address of this machine, or the port is in use.
+        UserError: The host is no address of this machine, or the port is in use.
     """
     flags = socket.AI_PASSIVE | (0 if re.search(r"[^\d.]", host) else socket.AI_NUMERICHOST)
     try:
-        if port >> 16:  # getaddrinfo would take its last 16 bits
+        if port >> 16:  # getaddrinfo would use the last 16 bits
             raise OSError(errno.EINVAL, "no such port")
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
         with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
@@ -60,5 +62,5 @@ def check_address(host: str, port: int = 0, *, at: str) -> None:
         why = getattr(error, "strerror", None) or error
         is_used = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES, errno.EINVAL)
         wrong = f"{at}.port={port}" if is_used else f"{at}.host={host}"
-        fix = "Use another, or 0 for a free one" if is_used else "Give one of this machine's"
+        fix = "Use another port, or 0 for a free one" if is_used else "Use one of this machine"
         raise UserError(f"{wrong}: cannot listen on {host}:{port}: {why}. {fix}.") from error

@@ -1,6 +1,6 @@
-"""Replaces control characters in all output, so that foreign text cannot control a terminal.
+"""Replace control characters in all output, so that untrusted text cannot control a terminal.
 
-`guard_output` puts the filter before stdout and stderr, for every `print` and every logger.
+`guard_output` installs the filter on stdout and stderr, for every `print` and every logger.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with each control character as an escape that can be read, such as \x1b."""
+    r"""Return `text` with each control character replaced by a visible escape such as \x1b."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class PrintableStream(codecs.StreamWriter):
-    """A text stream that replaces control characters in everything written to it."""
+    """A text stream that replaces control characters in its output."""
 
     def encode(self, input: str, errors: str = "strict") -> tuple[str, int]:  # type: ignore[override]
         """Return the filtered text, and the length of `input`."""
@@ -32,14 +32,14 @@ class PrintableStream(codecs.StreamWriter):
 
 
 def guard_output() -> None:
-    """Replace control characters in all that this process writes to stdout and stderr from now on.
+    """Install the filter on stdout and stderr of this process.
 
-    Call it again after a library has replaced these streams; else a second call is a no-op.
+    Call it again after a library has replaced these streams; otherwise a second call is a no-op.
     """
     for name in ("stdout", "stderr"):
         setattr(sys, name, PrintableStream(unguarded(getattr(sys, name))))
 
 
 def unguarded(stream: Any) -> Any:
-    """Return the stream below the filter, for terminal codes of the program itself."""
+    """Return the stream without the filter, for the program's own terminal codes."""
     return stream.stream if isinstance(stream, PrintableStream) else stream

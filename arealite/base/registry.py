@@ -1,7 +1,6 @@
-"""A table from a name in the config to a class, one per kind of part.
+"""Registries: each maps the names of one kind of part ("agent", "env", …) to classes.
 
-Here a name becomes a class, and nowhere else. Built-in lines are strings, so that listing the
-table imports nothing.
+Built-in entries are strings, so that listing the names imports nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from arealite.base.errors import UserError
 
 ENTRY_POINT_GROUP = "arealite.plugins"
-"""Installed packages list modules under this entry point group; importing one registers its
-parts."""
+"""Entry point group of installed packages; importing its modules registers their parts."""
 
 
 T = TypeVar("T")
@@ -26,20 +24,29 @@ C = TypeVar("C", bound=type)
 
 
 class Registry(Generic[T]):
-    """Names of one kind of part ("agent", "env", …) and the classes behind them."""
+    """The names and classes of one kind of part ("agent", "env", …).
+
+    Args:
+        kind: The kind, for errors.
+        table: The built-in parts: "module:class" by name.
+    """
 
     def __init__(self, kind: str, table: Mapping[str, str]) -> None:
         self.kind = kind
         self.configs: dict[str, type] = {}
-        """Config dataclass of each part registered from outside, by name."""
+        """Config class of each third-party part, by name."""
         self._table: dict[str, str | type[T]] = dict(table)
         self._built_in = {line: name for name, line in table.items()}
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
-        """Return a class decorator that adds a part, and its config dataclass, under `name`.
+        """Return a class decorator that registers a part under `name`.
+
+        Args:
+            name: The part's `type` in a config.
+            config: The config class of its options; None: no options, or those of its base class.
 
         Raises:
-            UserError: the name is taken by another class.
+            UserError: Another class has this name.
         """
 
         def add(cls: C) -> C:
@@ -57,17 +64,21 @@ class Registry(Generic[T]):
         return add
 
     def check(self, name: str) -> None:
-        """Refuse an unknown name, without importing the class behind a known one.
+        """Check that a name is registered, without importing its class.
 
         Raises:
-            UserError: no such name; says what was meant, and which exist.
+            UserError: The name is unknown. The message has a suggestion and all known names.
         """
         if name not in self._table:
             line = unknown(f"{self.kind} type", name, self.names())
-            raise UserError(f"{line} One of your own needs imports=[MODULE].")
+            raise UserError(f"{line} If it is your own, add imports=[MODULE].")
 
     def get(self, name: str) -> type[T]:
-        """Import and return the class behind `name`; raises as `check` does."""
+        """Import and return the class with this name.
+
+        Raises:
+            UserError: The name is unknown.
+        """
         self.check(name)
         target = self._table[name]
         if isinstance(target, str):
@@ -77,7 +88,7 @@ class Registry(Generic[T]):
         return target  # type: ignore[return-value]
 
     def base_of(self, name: str) -> str:
-        """Return the built-in part that part `name` is or extends; `name` if there is none."""
+        """Return the built-in part that part `name` is or extends; without one, `name`."""
         classes = getattr(self._table.get(name), "__mro__", ())
         lines = [f"{cls.__module__}:{cls.__qualname__}" for cls in classes]
         return next((self._built_in[line] for line in lines if line in self._built_in), name)
@@ -93,19 +104,21 @@ class Registry(Generic[T]):
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
-    """Write the error line for an unknown name, with the nearest known one."""
+    """Format the error for an unknown name, with the nearest known name as a suggestion."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}."
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Import what `imports=[…]` names, modules or .py files, and installed packages' entry points.
+    """Import the entry points of installed packages, and `modules`.
 
-    A file may import what is beside it, as where it is run.
+    Args:
+        modules: Values of the option `imports`: modules or .py files. A file can import modules of
+            its own folder.
 
     Raises:
-        UserError: a module of `imports` cannot be found, or fails; names it.
+        UserError: A module cannot be found, or its import fails.
     """
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         entry.load()

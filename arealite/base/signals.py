@@ -1,5 +1,8 @@
-"""The signal by which whoever started a process asks it to end: SIGTERM, unless a scheduler sends
-that to every process of a run at once, when one of them is to ask the others in its order."""
+"""The signal that stops a process of a run: SIGTERM, or SIGUSR2 under a scheduler.
+
+A scheduler sends SIGTERM to all processes of a run at once. The supervisor then stops the other
+processes in order, with SIGUSR2, and they ignore SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import signal
 from types import FrameType
 
 OWN_STOP = "AREALITE_OWN_STOP"
-"""Environment variable that makes SIGTERM say nothing, and SIGUSR2 what SIGTERM says else."""
+"""Environment variable that replaces SIGTERM by SIGUSR2 as the stop signal."""
 STOP = signal.SIGUSR2 if os.environ.get(OWN_STOP) else signal.SIGTERM
 
 
-def heed_only_stop() -> None:
-    """Let SIGTERM do nothing where it is not the signal to stop."""
+def ignore_other_stops() -> None:
+    """Ignore SIGTERM if it is not the stop signal."""
     if STOP is not signal.SIGTERM:
         signal.signal(signal.SIGTERM, _do_nothing)  # SIG_IGN would be inherited
 

@@ -1,1 +1,1 @@
-"""Floor 5: the commands, and the only place that wires every part together."""
+"""Layer 5: the commands. They connect the parts of all layers."""

@@ -1,4 +1,4 @@
-"""`arealite audit RUN`: the ledger's balance as a table; exit code 1 when it is off."""
+"""`arealite audit RUN`: print the balance of a run's ledger; exit with 1 if the audit fails."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from arealite.system.ledger.audit import audit
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the audit of a run folder (or of a ledger file)."""
-    description = "Balance a run's ledger: no sample lost, none repeated."
+    """Print the audit of a run folder or of a ledger file; return 1 if it fails."""
+    description = "Check from a run's ledger that no sample was lost or repeated."
     run: Path = run_parser("audit", description).parse_args(argv).run
     ledger = run if run.is_file() else RunPaths(run).ledger
     if not ledger.is_file():
-        raise UserError(f"no ledger at {ledger}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
+        raise UserError(f"no ledger at {ledger}. Name a run folder, like runs/EXPERIMENT/TRIAL.")
     console = Console(file=sys.__stderr__)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("trajectories", total=None)

@@ -1,4 +1,4 @@
-"""`arealite collect`: what a model does as rows of a file, for `sft` or for people."""
+"""`arealite collect`: sample a model, and write its trajectories as rows of a file."""
 
 from __future__ import annotations
 
@@ -27,37 +27,35 @@ Sample a model on training tasks, and write its trajectories as rows of a file.
     arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
         out=good.parquet launcher.llm_servers=1
 
-sft learns from the file: dataset.train=good.parquet. A row is a segment: exact
-tokens, loss_mask, logprobs, versions, reward. Agents, environments and servers
-are those of train.py, as are all other keys. Interrupted, the same command goes
-on."""
+sft can train on the file: dataset.train=good.parquet. Each row is a segment:
+tokens, loss_mask, logprobs, versions, reward. Agents, environments, servers and
+all other keys are those of train.py. After an interruption, the same command
+resumes."""
 Key = tuple[int, int, str]
-"""Task, sample, seat."""
+"""(task, sample, seat)."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Collect; 1 where some samples failed for good, or no trajectory is within the bounds."""
+    """Collect trajectories; return 1 if samples failed or no trajectory was selected."""
     config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
-    config = configs.at_home(config)
+    config = configs.resolve_host(config)
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
     if out.is_dir() or not out.parent.is_dir():
-        raise UserError(
-            f"out={out}: its folder does not exist, or out itself is a folder. Name a file."
-        )
+        raise UserError(f"out={out} is a folder, or its parent folder does not exist. Name a file.")
     check_folder(out.parent.absolute(), "folder", "out")
     preflight.check_sources(config)
     with sampling.sampled(config, "train") as (tasks, samples, failed):
-        kept = chosen(config, len(tasks), samples)
+        kept = select(config, len(tasks), samples)
         tokenizer: Any = load_tokenizer(config.model.path)
         count = write_rows(out, rows(tasks, samples, kept, tokenizer.decode))
     print(fold(f"{out}: {count} rows of {len(kept)} trajectories"))
-    return sampling.tell_failed(failed) or int(not count)
+    return sampling.report_failed(failed) or int(not count)
 
 
-def chosen(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
-    """Return which trajectories are wanted: within the bounds, then the best of each task."""
+def select(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
+    """Select trajectories: rewards within the bounds, then the `best_of` of each task and seat."""
     low, high = config.min_reward, config.max_reward
     found: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
     for task, member, headers in samples.headers():
@@ -74,7 +72,7 @@ def chosen(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
 def rows(
     tasks: Sequence[Task], samples: Samples, kept: set[Key], decode: Callable[..., Any]
 ) -> Iterator[Row]:
-    """Yield a row a segment of what is wanted, by task and sample."""
+    """Yield one row for each segment of the `kept` trajectories, ordered by task and sample."""
     for row, member, headers in samples.headers():
         if not any((row, member, header.seat) in kept for header in headers):
             continue
@@ -83,11 +81,11 @@ def rows(
                 continue
             for number, segment in enumerate(decode_segments(payload)):
                 number_of = {"sample": member, "segment": number}
-                yield number_of | told(tasks[row], header) | columns(segment, decode)
+                yield number_of | shared_columns(tasks[row], header) | columns(segment, decode)
 
 
-def told(task: Task, header: TrajectoryHeader) -> Row:
-    """Return what a trajectory's rows have in common."""
+def shared_columns(task: Task, header: TrajectoryHeader) -> Row:
+    """Return the columns that are equal in all rows of a trajectory."""
     is_text = isinstance(task.prompt, str)
     return {
         "task_id": task.task_id,
@@ -104,7 +102,7 @@ def told(task: Task, header: TrajectoryHeader) -> Row:
 
 
 def columns(segment: Segment, decode: Callable[..., Any]) -> Row:
-    """Return a segment's tokens, and the sampled ones as text."""
+    """Return the columns of a segment: its tokens, and the sampled tokens as text."""
     tokens = np.frombuffer(segment.tokens, "<i4")
     mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     return {

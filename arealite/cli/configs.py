@@ -1,7 +1,4 @@
-"""Loads the root configs, with the parts that `imports` and installed packages add.
-
-The one place that knows which config class belongs to which table.
-"""
+"""Load the root configs, with the parts that `imports` and installed packages register."""
 
 from __future__ import annotations
 
@@ -24,7 +21,8 @@ from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.reward import RewardConfig, rewards
-from arealite.api.tool import ToolsEnvConfig, tools
+from arealite.api.tool import tools
+from arealite.api.tool_config import ToolsEnvConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
@@ -36,7 +34,7 @@ C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
-"""The YAML files, in a checkout (through a link) and in an installed wheel."""
+"""Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""
 TABLES: dict[type, Registry[Any]] = {
     TrainerConfig: trainers,
     TrainEngineConfig: engines,
@@ -50,9 +48,9 @@ TABLES: dict[type, Registry[Any]] = {
     LauncherConfig: launchers,
     LoggerConfig: loggers,
 }
-"""Each part's config class, with its table."""
+"""The registry of each kind of part, by the part's config class."""
 NAMED_IN = {ToolsEnvConfig: "tools", LoggerConfig: "types"}
-"""Options that list names of a table; other config classes of TABLES have one name, in `type`."""
+"""Options with a list of registered names. Other config classes of TABLES have one, in `type`."""
 
 
 def load(
@@ -62,13 +60,16 @@ def load(
     *,
     is_saved: bool = False,
 ) -> C:
-    """Import plugins, then load the files and the overrides, later ones winning, as `schema`.
+    """Import plugins, then load files and overrides as `schema`.
 
     Args:
-        is_saved: see base.config.load.
+        schema: The root config class.
+        files: YAML files; later ones win.
+        overrides: Items like "a.b=1"; they win over files.
+        is_saved: See base.config.load.
 
     Raises:
-        UserError: see base.config.load; or a plugin cannot be imported.
+        UserError: See base.config.load; or a plugin cannot be imported.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -79,7 +80,7 @@ def load(
 
 
 def parse(schema: type[C], argv: Sequence[str], *, command: str, description: str) -> C:
-    """Return the config that a command line asks for."""
+    """Parse a command line; return its config."""
     default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
     layers = options.parse(
         argv, command=command, description=description, schema=schema, default=default
@@ -91,7 +92,7 @@ def check_derived() -> None:
     """Check that each registered config has all options that its built-in base part reads.
 
     Raises:
-        UserError: a config lacks an option.
+        UserError: A config lacks an option.
     """
     for schema in (AgentConfig, EnvConfig, RewardConfig):
         for name, own in TABLES[schema].configs.items():
@@ -105,10 +106,11 @@ def check_derived() -> None:
 
 
 def check_names(config: ExperimentConfig) -> None:
-    """Check that the run's names can be folders, and that each `type` names a known part.
+    """Check the names of the run, the names of all parts, and the loggers.
 
     Raises:
-        UserError: one of them does not, or a logger cannot be used.
+        UserError: A name of the run is no valid folder name, a part is unknown, or a logger cannot
+            be used.
     """
     name_dir(config)
     for _, node in base_config.nodes(config):
@@ -122,22 +124,22 @@ def check_names(config: ExperimentConfig) -> None:
 
 
 def own_server(config: ExperimentConfig) -> ServerConfig:
-    """Return the config of the servers that are started with a run."""
+    """Return the config of the LLM servers that the run starts."""
     return load(ServerConfig, CONFIG_DIR / "llm_server.yaml", server_overrides(config))
 
 
-def at_home(config: Root) -> Root:
-    """Return the config of a process on this host: `cluster.host=auto` is its own address."""
+def resolve_host(config: Root) -> Root:
+    """Replace `cluster.host=auto` by the address of this host."""
     if config.cluster.host != "auto":
         return config
     return replace(config, cluster=replace(config.cluster, host=own_address()))
 
 
 def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list[ExperimentConfig]:
-    """Return the configs of a command line with `--then`, in the order of the stages.
+    """Parse a command line with `--then`; return the config of each stage.
 
     Raises:
-        UserError: see load_stages.
+        UserError: See load_stages.
     """
     default = CONFIG_DIR / "async_ppo.yaml"
     layers = options.parse_stages(
@@ -147,10 +149,10 @@ def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list
 
 
 def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
-    """Load the configs of stages that follow each other; see options.THEN for what they share.
+    """Load the config of each stage. options.THEN describes the rules.
 
     Raises:
-        UserError: see load; or a stage exports no model, and the next has no model.path of its own.
+        UserError: See load; or a stage exports no model and the next stage has no model.path.
     """
     made = list[ExperimentConfig]()
     for number, own in enumerate(stages, start=1):
@@ -163,8 +165,9 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
             trainer = policies[-1].trainer
             if not trainer.is_offline and not trainer.ppo.checkpoint.export:
                 raise UserError(
-                    f"stage {number} has no model: trainer.ppo.checkpoint.export is false in the "
-                    "stage before. Set it there, or model.path after --then."
+                    f"stage {number} has no model: the stage before has "
+                    "trainer.ppo.checkpoint.export=false. Set it to true there, or set model.path "
+                    "after --then."
                 )
         if named:
             config = replace(config, model=replace(config.model, path=named[0]))
@@ -175,7 +178,7 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
 
 
 def parts() -> base_config.Parts:
-    """Return each part's config class with the configs registered from outside."""
+    """Return the config classes of registered third-party parts, by kind of part."""
     return {config: table.configs for config, table in TABLES.items()}
 
 
@@ -184,13 +187,13 @@ def _fields(config: Any) -> Sequence[str]:
 
 
 def _layers(layers: options.Layers) -> list[Any]:
-    """Read files and overrides as they are, the strongest first."""
+    """Read overrides and files without a schema, highest priority first."""
     files = [base_config.read(file) for file in reversed(layers.files)]
     return [base_config.dotlist(layers.overrides), *files]
 
 
 def _imports(files: Sequence[Path], overrides: Sequence[str]) -> list[str]:
-    """Find `imports` before the schema can be known: it decides the schema."""
+    """Return the option `imports`; the imported modules extend the schema."""
     for layer in _layers(options.Layers([*files], [*overrides])):
         if layer.get("imports") is not None:
             return [str(name) for name in layer.imports]

@@ -1,6 +1,6 @@
-"""`arealite envs`: the environments there are, who acts in them, and what each needs.
+"""`arealite envs`: list the environments with their seats, tasks and required packages.
 
-A package that is missing is a word in its environment's line, and never breaks the list.
+A missing package is reported in the environment's line.
 """
 
 from __future__ import annotations
@@ -11,29 +11,31 @@ from collections.abc import Iterator, Sequence
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env, envs
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.info import package
 
-HEAD = ("name", "seats", "tasks", "needs", "what it is")
+HEAD = ("name", "seats", "tasks", "needs", "description")
 NEEDS = {
-    "browser": ("playwright", ours("browser")),
-    "webarena": ("playwright", ours("browser")),
-    "reasoning_gym": ("reasoning-gym", ours("envs")),
-    "gymnasium": ("gymnasium", ours("envs")),
-    "textarena": ("textarena", ours("envs")),
+    "browser": ("playwright", extra_requirement("browser")),
+    "webarena": ("playwright", extra_requirement("browser")),
+    "reasoning_gym": ("reasoning-gym", extra_requirement("envs")),
+    "gymnasium": ("gymnasium", extra_requirement("envs")),
+    "textarena": ("textarena", extra_requirement("envs")),
     "gyllm": ("gyllm", "gyllm"),
 }
-"""Packages that are no dependencies, and what pip installs them with."""
+"""The optional package of each environment, and the argument of `pip install` for it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table."""
+    """Print the table of environments."""
     parser = argparse.ArgumentParser(
         prog="arealite envs", description="List the environments: type=NAME in a config."
     )
-    parser.add_argument("words", nargs="*", metavar="key=value", help="as imports=[my_module]")
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value", help="for example imports=[my_module]"
+    )
     configs.load(ExperimentConfig, [], parser.parse_args(argv).words)
     lines = [HEAD, *rows()]
     widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each environment's line."""
+    """Yield the cells of each environment's row."""
     for name in envs.names():
         needed, fix = NEEDS.get(name, ("", ""))
         is_missing = needed and not package(needed)
@@ -54,7 +56,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         except ImportError as error:
             yield name, "?", "?", needs, f"cannot be imported: {error}"
             continue
-        told = ", ".join(found.seats) or "by config"
+        seats = ", ".join(found.seats) or "by config"
         is_own = getattr(found.rows, "__func__", None) is not getattr(Env.rows, "__func__", None)
         summary = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
-        yield name, told, "generated, or a file's" if is_own else "a file's", needs, summary
+        yield name, seats, "generated, or a file's" if is_own else "a file's", needs, summary

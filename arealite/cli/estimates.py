@@ -1,4 +1,4 @@
-"""Estimates of what a run needs: memory, episodes in flight, disk. `arealite check` prints them."""
+"""Estimate memory, concurrent episodes and disk of a run. `arealite check` prints the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
-from arealite.cli.info import said
+from arealite.cli.info import output_of
 from arealite.system.ledger.payloads import TOKEN_BYTES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,11 +28,12 @@ class Need(NamedTuple):
 
 
 def memory(config: ExperimentConfig, model: dict[str, Any], shapes: Shapes) -> Iterator[Need]:
-    """Yield the memory that trainer ranks, and servers started with the run, will need.
+    """Yield the memory of the trainer ranks and of the servers that the run starts.
 
     Args:
+        config: The run.
         model: config.json of the model.
-        shapes: of its tensors.
+        shapes: The shape of each tensor of the model.
     """
     ranks, text = config.launcher.trainer_ranks, text_part(model)
     yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes))
@@ -43,7 +44,7 @@ def memory(config: ExperimentConfig, model: dict[str, Any], shapes: Shapes) -> I
 def memory_lines(
     config: ExperimentConfig, model: dict[str, Any], shapes: Shapes
 ) -> Iterator[tuple[str, str]]:
-    """Yield a line for each role, and a warning if this host has less than its roles need."""
+    """Yield a line for each role, and a warning if this host has too little memory."""
     needs = [*memory(config, model, shapes)]
     yield from (("memory", f"{need.role}: about {decimal(int(need.size))}") for need in needs)
     gpu, where = _gpu_memory(), "this host has free"
@@ -52,28 +53,28 @@ def memory_lines(
     if gpu:
         has, total, where = gpu, max(need.size for need in needs), "a GPU has"
     if total > has and config.launcher.type == "local":
-        yield "WARNING", f"that is {decimal(int(total))}, and {where} {decimal(int(has))}"
+        yield "WARNING", f"{decimal(int(total))} in total, but {where} {decimal(int(has))}"
 
 
 def staleness(config: ExperimentConfig) -> str:
-    """Return how many trajectories may be in flight, and whether workers can use that."""
+    """Compare the trajectories that the staleness bound allows with the slots of the workers."""
     ppo, workers = config.trainer.ppo, config.launcher.rollout_workers
     bound = (ppo.max_staleness + 1) * ppo.batch_size
     slots = workers * ppo.collector.concurrency
     text = (
-        f"η={ppo.max_staleness}: (η + 1) × batch_size = {bound} trajectories under way at most, "
-        f"{workers} × concurrency = {slots} slots for them"
+        f"η={ppo.max_staleness}: at most (η + 1) × batch_size = {bound} trajectories in flight, "
+        f"{workers} × concurrency = {slots} slots"
     )
     if slots < ppo.batch_size:
         rounds = math.ceil(ppo.batch_size / slots)
         return f"{text}; a batch takes {rounds} rounds: raise concurrency"
     if slots > bound:
-        return f"{text}; {slots - bound} stay empty: raise max_staleness to use them"
+        return f"{text}; {slots - bound} slots stay empty: raise max_staleness to use them"
     return text
 
 
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
-    """Return what checkpoints, export and ledger will take, beside what is free."""
+    """Estimate the size of checkpoints, export and ledger; compare it with the free space."""
     trainer, ppo = config.trainer, config.trainer.ppo
     own = trainer.offline if trainer.is_offline else ppo
     kept = trainer.offline.checkpoint_keep if trainer.is_offline else ppo.checkpoint.keep
@@ -93,10 +94,10 @@ def count(shapes: Shapes) -> int:
 
 
 def _trainer_bytes(config: ExperimentConfig, text: dict[str, Any], shapes: Shapes) -> float:
-    """Return the bytes of one rank: parameters and moments exactly, activations roughly.
+    """Return the bytes of one rank: parameters and moments exactly, activations approximately.
 
-    Activations of a layer: 8 × hidden + 4 × intermediate numbers a token; of a layer that is
-    recomputed its input only.
+    A layer has 8 × hidden + 4 × intermediate activations per token; a recomputed layer has its
+    input only.
     """
     trainer, ppo, ranks = config.trainer, config.trainer.ppo, config.launcher.trainer_ranks
     own = trainer.offline if trainer.is_offline else ppo
@@ -124,13 +125,13 @@ def _trainer_bytes(config: ExperimentConfig, text: dict[str, Any], shapes: Shape
 
 
 def _servers(config: ExperimentConfig, text: dict[str, Any], numel: int) -> Iterator[Need]:
-    """Yield the memory of the servers that this run starts: weights, and keys and values."""
+    """Yield the memory of the servers that this run starts: weights and KV cache."""
     context, ppo = text.get("max_position_embeddings", 0), config.trainer.ppo
     queries = text.get("num_attention_heads") or 1
     heads = text.get("num_key_value_heads") or queries
     hidden, layers = _hidden_and_layers(text)
     token = 2 * layers * heads * (text.get("head_dim") or hidden // queries)
-    if ppo.publisher.type == "shared":  # it generates from the trainer's own weights
+    if ppo.publisher.type == "shared":  # generates with the trainer's weights
         rows, each = ppo.publisher.shared.max_running_requests, BYTES[ppo.engine.fsdp.dtype]
         yield Need("shared server", 1, token * each * rows * context)
     if servers := config.launcher.llm_servers:
@@ -149,4 +150,4 @@ def _hidden_and_layers(text: dict[str, Any]) -> tuple[int, int]:
 def _gpu_memory() -> int:
     """Return the bytes of this host's smallest GPU, 0 without one."""
     words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    return min((int(word) << 20 for word in said(words).split() if word.isdigit()), default=0)
+    return min((int(word) << 20 for word in output_of(words).split() if word.isdigit()), default=0)

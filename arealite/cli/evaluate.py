@@ -1,4 +1,4 @@
-"""`arealite eval`: how well a model does, by environment: rewards, pass@k, failures."""
+"""`arealite eval`: sample a model on held-out tasks; print rewards, pass@k and failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from arealite.algo.pass_at_k import Estimate, ks, mean_of_tasks, mean_pass_at_k
+from arealite.algo.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pass_at_k
 from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
@@ -26,18 +26,18 @@ Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
 
     arealite eval model.path=M dataset.eval=tasks.jsonl n=8 launcher.llm_servers=1
 
-Agents, environments and servers are those of train.py, as are all other keys;
-without launcher.llm_servers it uses the live servers of the same experiment and
-trial. Interrupted, the same command goes on. Tokens are drawn as
-trainer.ppo.eval.sampling says."""
+Agents, environments, servers and all other keys are those of train.py. Without
+launcher.llm_servers, the command uses the live servers of the same experiment
+and trial. trainer.ppo.eval.sampling sets the sampling. After an interruption,
+the same command resumes."""
 INTERVALS = "95 %; pass@k: Wilson over tasks; reward: normal over tasks"
 Score = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate; 1 where some samples failed for good."""
+    """Evaluate a model; return 1 if samples failed."""
     config = configs.parse(EvaluateConfig, argv, command="arealite eval", description=DESCRIPTION)
-    config = configs.at_home(config)
+    config = configs.resolve_host(config)
     wrong = [k for k in config.k if not 1 <= k <= config.n]
     if wrong:
         raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         preflight.required(config.dataset.eval, "dataset.eval")
     out = Path(config.out).expanduser() if config.out else config.folder / "eval.json"
     if config.out and (out.is_dir() or not out.parent.is_dir()):
-        why = "is a folder, name a file" if out.is_dir() else "its folder does not exist"
-        raise UserError(f"out={out}: {why}.")
+        why = "is a folder" if out.is_dir() else "its folder does not exist"
+        raise UserError(f"out={out}: {why}. Name a file in an existing folder.")
     with sampling.sampled(config, "eval") as (tasks, samples, failed):
         result = report(config, tasks, samples)
     result["failed"] = dict(failed)
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     temporary.replace(out)
     show(result)
     print(out)
-    return sampling.tell_failed(failed)
+    return sampling.report_failed(failed)
 
 
 def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> Score:
-    """Return the result as JSON: a row a source and seat, and what failed."""
+    """Return the result as JSON: one row for each source and seat, and the failures."""
     found: defaultdict[tuple[str, str], defaultdict[int, list[TrajectoryHeader]]]
     found = defaultdict(lambda: defaultdict(list))
     versions = set[int]()
@@ -86,15 +86,15 @@ def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> S
 
 
 def score(config: EvaluateConfig, by_task: Sequence[Sequence[TrajectoryHeader]]) -> Score:
-    """Average what one seat did in the tasks of one source."""
+    """Return the averages of one seat over the tasks of one source."""
     every = [header for headers in by_task for header in headers]
     counts = [(len(hs), sum(h.reward >= config.solved for h in hs)) for hs in by_task]
-    rates = {str(k): mean_pass_at_k(counts, k) for k in config.k or ks(config.n)}
+    rates = {str(k): mean_pass_at_k(counts, k) for k in config.k or default_ks(config.n)}
     return {
         "tasks": len(by_task),
         "samples": len(every),
-        "reward": told(mean_of_tasks([fmean(h.reward for h in headers) for headers in by_task])),
-        "pass": {k: told(rate) for k, rate in rates.items() if rate},
+        "reward": as_json(mean_of_tasks([fmean(h.reward for h in headers) for headers in by_task])),
+        "pass": {k: as_json(rate) for k, rate in rates.items() if rate},
         "parts": means(header.reward_parts for header in every),
         "tokens": fmean(header.trained_tokens for header in every),
         "turns": fmean(header.turns for header in every),
@@ -102,8 +102,8 @@ def score(config: EvaluateConfig, by_task: Sequence[Sequence[TrajectoryHeader]])
     }
 
 
-def told(estimate: Estimate) -> dict[str, float | None]:
-    """Return an estimate as JSON, which has no infinity."""
+def as_json(estimate: Estimate) -> dict[str, float | None]:
+    """Convert an estimate to JSON, with None for infinity."""
     return {
         name: value if abs(value) < float("inf") else None
         for name, value in estimate._asdict().items()
@@ -111,14 +111,14 @@ def told(estimate: Estimate) -> dict[str, float | None]:
 
 
 def show(result: Score) -> None:
-    """Print the result as a table: a line a number, which fits any terminal."""
+    """Print the result as a table with one number per line, narrow enough for any terminal."""
     table = Table(title=f"{result['model']}, n={result['n']}", caption=result["intervals"])
     for name in ("source", "what", "mean", "95 %"):
         table.add_column(name, justify="right" if name == "mean" else "left", overflow="fold")
     for row in result["results"]:
         rates = {f"pass@{k}": estimate for k, estimate in row["pass"].items()}
-        who = row["source"] or "all"
-        first = who if row["seat"] == "agent" else f"{who}, {row['seat']}"
+        source = row["source"] or "all"
+        first = source if row["seat"] == "agent" else f"{source}, {row['seat']}"
         for what, found in {"reward": row["reward"], **rates}.items():
             bounds = [found["low"], found["high"]]
             between = "" if None in bounds else " … ".join(f"{bound:.3f}" for bound in bounds)

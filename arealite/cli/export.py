@@ -1,6 +1,6 @@
-"""`arealite export RUN`: a checkpoint of a run as a Hugging Face folder, without training.
+"""`arealite export RUN`: write a checkpoint of a run as a Hugging Face folder.
 
-One process, whatever number of ranks wrote it: shards are read back at any number.
+One process reads the shards of any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from arealite.impl.engine import checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the model of one checkpoint; print where."""
+    """Write the model of one checkpoint; print the folder."""
     parser = run_parser("export", "Write a run's checkpoint as a Hugging Face folder.")
-    parser.add_argument("--step", type=int, help="of the checkpoint; without it, the newest")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export-step-…")
     options = parser.parse_args(argv)
     paths = RunPaths(options.run.absolute())
@@ -35,22 +35,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(paths: RunPaths, step: int | None) -> Path:
-    """Return a run's good checkpoint of `step`, of None the newest.
+    """Return a run's valid checkpoint of `step`; None: the newest.
 
     Raises:
-        UserError: there is none; names those there are.
+        UserError: There is none. The message lists the steps of the valid checkpoints.
     """
     good = {step_of(path.name): path for path in checkpoint.list_good(paths.checkpoints)}
     wanted = max(good, default=None) if step is None else step
     if wanted not in good:
-        what = "no good checkpoint" if step is None else f"no good checkpoint of step {step}"
+        what = "no valid checkpoint" if step is None else f"no valid checkpoint of step {step}"
         listed = ", ".join(map(str, good)) or "none"
-        raise UserError(f"{what} in {paths.checkpoints}. Steps that have one: {listed}.")
+        raise UserError(f"{what} in {paths.checkpoints}. Steps with one: {listed}.")
     return good[wanted]
 
 
 def write(config_file: Path, source: Path, out: Path) -> None:
-    """Load a checkpoint into the run's own engine, and export it."""
+    """Load a checkpoint into the run's engine, and export the model."""
     whole = [f"trainer.{part}.engine.fsdp.shard_size=0" for part in ("ppo", "offline")]
     config = configs.load(ExperimentConfig, config_file, whole, is_saved=True)
     from arealite.api.trainer import trainers
@@ -61,7 +61,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     try:
         head: Head = getattr(trainers.get(config.trainer.type), "head", "lm")
-        training = Training(options.optimizer, options.lr, 1)  # its state is in the checkpoint
+        training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state
         engine = make_engine(config, training=training, head=head)
         engine.load(source)
         engine.export(out)

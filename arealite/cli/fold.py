@@ -1,6 +1,6 @@
-"""Lines that a terminal would break in mid-word, broken between words under their last column.
+"""Wrap long lines of a table for a terminal: between words, indented to the last column.
 
-Apart from the commands, which all print such lines; what reads a pipe finds one row a line.
+A pipe or a file gets each row on one line.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TextIO
 from arealite.base.printable import unguarded
 
 ROOM, INDENT = 24, 4
-"""Columns that the last field needs to be folded below itself, and the indent where it has less."""
+"""Characters that the last column needs to be wrapped below itself; the indent if it has fewer."""
 GAP = re.compile(r"^\s+|(?<![\s.!?:])\s{2,}")
 COMMAND = re.compile(r"=\S+ [\w.]+=")
-"""In a row with a shell's command: broken by the terminal alone it can be copied, and runs."""
+"""Matches a row with a shell command. It is not wrapped, so that it can be copied and run."""
 
 
 def fold(text: str, stream: TextIO | None = None) -> str:
-    """Return what to print on `stream`, by default stdout: a pipe or a file gets it unchanged."""
+    """Wrap a text for `stream`, by default stdout; return it unchanged for a pipe or a file."""
     if not unguarded(stream or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns

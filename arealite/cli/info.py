@@ -1,6 +1,6 @@
-"""`arealite info`: what is here of all that runs may use, and the command that installs the rest.
+"""`arealite info`: show installed versions, devices and extras, and how to install missing ones.
 
-Versions are read from packages' metadata and tools' own words: what is broken must not break this.
+Versions come from package metadata and command output, so that a broken package does no harm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arealite import __version__
 from arealite.api.config import ServerConfig
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 from arealite.cli import configs
 from arealite.cli.fold import fold
 
@@ -27,12 +27,12 @@ ANSWER_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table; overrides say where else to look (llm_server.sglang.python)."""
+    """Print the tables. Overrides: llm_server.sglang.python names the Python of SGLang."""
     config = configs.parse(
         ServerConfig,
         argv,
         command="arealite info",
-        description="Show versions, devices, back ends, extras and sandboxes; how to add the rest.",
+        description="Show versions, devices, parts, extras, sandbox; how to install missing ones.",
     )
     parts = {
         "versions": versions(config.llm_server.sglang.python),
@@ -49,7 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def versions(sglang_python: str | None) -> Iterator[Line]:
-    """Yield what is installed, and with what the rest can be; SGLang perhaps for another Python."""
+    """Yield the version of each program, or how to install it.
+
+    Args:
+        sglang_python: The Python that has SGLang; None: this one.
+    """
     yield "arealite", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     built_for = cuda()
@@ -57,54 +61,55 @@ def versions(sglang_python: str | None) -> Iterator[Line]:
     yield "transformers", package("transformers")
     if sglang_python:
         ask = "import importlib.metadata as m; print(m.version('sglang'))"
-        found = said([str(Path(sglang_python).expanduser()), "-c", ask])
+        found = output_of([str(Path(sglang_python).expanduser()), "-c", ask])
         yield "sglang", f"{found or 'missing'} ({sglang_python})"
     else:
-        more = ", or name its Python with llm_server.sglang.python=PATH"
+        more = ", or set llm_server.sglang.python=PATH to a Python that has it"
         yield "sglang", package("sglang") or f"missing: pip install sglang{more}"
-    there = shutil.which("sinfo")
-    why = "there, but `sinfo --version` fails" if there else "missing: apt-get install slurm-wlm"
-    yield "slurm", said(["sinfo", "--version"]).partition("\n")[0] or why
+    why = "missing: apt-get install slurm-wlm"
+    if shutil.which("sinfo"):
+        why = "installed, but `sinfo --version` fails"
+    yield "slurm", output_of(["sinfo", "--version"]).partition("\n")[0] or why
 
 
 def devices() -> Iterator[Line]:
-    """Yield cores, memory and GPUs."""
+    """Yield the number of cores, the memory and the GPUs of this host."""
     yield "CPU cores", str(os.cpu_count())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield "memory", f"{memory / 2**30:.1f} GiB"
     what = "--query-gpu=name,memory.total,driver_version"
-    gpus = said(["nvidia-smi", what, "--format=csv,noheader"])
+    gpus = output_of(["nvidia-smi", what, "--format=csv,noheader"])
     for number, gpu in enumerate(gpus.splitlines()):
         yield f"GPU {number}", gpu + ("" if cuda() else "; unused: install a torch for CUDA")
     if not gpus:
-        yield "GPUs", "none that nvidia-smi shows"
+        yield "GPUs", "none (nvidia-smi lists no GPU)"
 
 
 def extras() -> Iterator[Line]:
-    """Yield each extra of this package: whether what it needs is there."""
+    """Yield each extra of this package: the versions of its packages, or how to install it."""
     wanted = defaultdict[str, list[str]](list)
     for line in (package("arealite") and metadata.requires("arealite")) or []:
         if match := re.match(r"([\w.-]+).*extra == ['\"]([\w.-]+)", line):
             wanted[match[2]].append(match[1])
     for extra, names in wanted.items():
         absent = [name for name in names if not package(name)]
-        fix = f"missing {', '.join(absent)}: pip install {ours(extra)}"
+        fix = f"missing {', '.join(absent)}: pip install {extra_requirement(extra)}"
         yield extra, fix if absent else ", ".join(f"{name} {package(name)}" for name in names)
     if not wanted:
         yield "?", "arealite is not installed: pip install -e . in its folder"
 
 
 def sandbox() -> Iterator[Line]:
-    """Yield what confines an agent's programs here."""
-    version = said(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
+    """Yield the version of bubblewrap, or how to make it work."""
+    version = output_of(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
     why = "missing: apt-get install bubblewrap"
     if shutil.which("bwrap"):
-        why = "there, but it may not make namespaces here: sysctl -w user.max_user_namespaces=15000"
+        why = "installed, but cannot create namespaces: sysctl -w user.max_user_namespaces=15000"
     yield "bubblewrap", version or why
 
 
 def package(name: str) -> str:
-    """Return an installed package's version, "" of one that is not."""
+    """Return the version of a package; "" if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -112,15 +117,15 @@ def package(name: str) -> str:
 
 
 def cuda() -> str:
-    """Return the version of CUDA that the installed torch was built for; "": none."""
+    """Return the CUDA version of the installed torch; "" for a CPU build or without torch."""
     spec = util.find_spec("torch")
     file = Path(spec.origin or "").with_name("version.py") if spec else Path()
     found = re.search(r"^cuda.*= '([\d.]+)'", file.read_text() if file.is_file() else "", re.M)
     return found[1] if found else ""
 
 
-def said(command: Sequence[str]) -> str:
-    """Return what a program prints; "" where it is not there, fails, or hangs."""
+def output_of(command: Sequence[str]) -> str:
+    """Return the stdout of a command; "" if it is missing, fails, or takes over ANSWER_S."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):

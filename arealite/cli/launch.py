@@ -1,6 +1,6 @@
-"""`arealite launch slurm CONFIG`: checks a run, and hands it to a cluster's scheduler.
+"""`arealite launch slurm|ray CONFIG`: check a run and start it on a cluster.
 
-What then runs on the cluster is `arealite train` with `launcher.type` set accordingly.
+The cluster then runs `arealite train` with this `launcher.type`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from arealite.cli.fold import fold
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepare the run and submit it, or show with `--print` what would be submitted."""
+    """Check the run and submit it; with `--print`, print the job instead."""
     if "-h" in argv[:1] or "--help" in argv[:1]:
         print(fold(USAGE))
         return 0
     where, words = next(iter(argv), ""), [word for word in argv[1:] if word != "--print"]
     if where not in CLUSTERS:
         raise UserError(USAGE)
-    description = "Run an experiment on a cluster. --print only shows what would be submitted."
+    description = "Run an experiment on a cluster. --print only prints the job."
     command = f"arealite launch {where}"
     config = configs.parse(ExperimentConfig, words, command=command, description=description)
     own = replace(config.launcher, type=where)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def slurm(config: ExperimentConfig, only_show: bool) -> int:
-    """Write the script of a Slurm job into the run's folder and submit it."""
+    """Write the script of a Slurm job to the run's folder and submit it."""
     from arealite.cli.train import prepared
     from arealite.impl.launcher.slurm_job import check_partitions, script
 
@@ -45,7 +45,7 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
         print(text, end="")
         return 0
     if not shutil.which("sbatch"):
-        raise UserError("no sbatch here. Run this on a login node of the Slurm cluster.")
+        raise UserError("sbatch is not installed. Run this on a login node of a Slurm cluster.")
     check_partitions(config)
     sbatch(["--test-only"], text)
     with prepared(config, has_servers=False):
@@ -54,13 +54,13 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
     job = sbatch(["--parsable", str(file)]).strip().partition(";")[0]
     print(f"job {job}; its script: {file}")
     print(f"watch:  squeue -j {job}; tail -F {paths.logs / 'slurm.log'}")
-    print(f"cancel: scancel --batch --signal=TERM {job}  (a checkpoint, then the end; launched")
-    print("        again it goes on. Without the options it has Slurm's KillWait, 30 s, for that)")
+    print(f"cancel: scancel --batch --signal=TERM {job}  (writes a checkpoint, then exits; the")
+    print("        same launch command resumes. Without --signal, Slurm kills it after KillWait.)")
     return 0
 
 
 def ray(config: ExperimentConfig, only_show: bool) -> int:
-    """Run with the supervisor here and the other roles in a placement group of a Ray cluster."""
+    """Run the supervisor here and the other roles in a placement group of a Ray cluster."""
     from arealite.cli.train import run
     from arealite.impl.launcher.ray import bundles
 
@@ -72,14 +72,18 @@ def ray(config: ExperimentConfig, only_show: bool) -> int:
 
 
 def sbatch(words: Sequence[str], text: str = "") -> str:
-    """Return what sbatch prints for a script; it is refused in its words."""
+    """Run sbatch and return its output.
+
+    Raises:
+        UserError: sbatch failed; the message has its stderr.
+    """
     done = subprocess.run(
         ["sbatch", *words], input=text, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise UserError(
-            f"sbatch refused the job: {done.stderr.strip()}. Look at it with --print; its parts "
-            "are launcher.slurm.*"
+            f"sbatch refused the job: {done.stderr.strip()}. Print the job with --print, and "
+            "change the options launcher.slurm.*"
         )
     return done.stdout
 

@@ -1,5 +1,4 @@
-"""`arealite <command>`: finds the command's module and hands over; nothing heavy is imported
-before that."""
+"""`arealite COMMAND`: import and call the module of the command, and no other command."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ from arealite.base.registry import unknown
 from arealite.cli.fold import fold
 
 COMMANDS = {
-    "train": ("arealite.cli.train", "train: the same as train.py"),
+    "train": ("arealite.cli.train", "train a model (same as train.py)"),
     "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
-    "serve": ("arealite.cli.serve", "host an environment for other processes: OpenEnv's format"),
-    "envs": ("arealite.cli.envs", "list the environments, and what each needs"),
+    "serve": ("arealite.cli.serve", "serve an environment to other processes (OpenEnv format)"),
+    "envs": ("arealite.cli.envs", "list the environments and their required packages"),
     "play": ("arealite.cli.play", "play an environment in this terminal: play ENV"),
-    "check": ("arealite.cli.preflight", "check a run without starting it; what it will need"),
+    "check": ("arealite.cli.preflight", "check a run without starting it; estimate its resources"),
     "launch": ("arealite.cli.launch", "check a run and start it on a cluster: launch slurm|ray"),
-    "audit": ("arealite.cli.audit", "print the balance of a run's ledger"),
-    "report": ("arealite.cli.report", "write a run's report: one HTML file to look at"),
+    "audit": ("arealite.cli.audit", "check that a run lost and repeated no sample"),
+    "report": ("arealite.cli.report", "write a run's report: one HTML file"),
     "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
-    "top": ("arealite.cli.top", "show what a run is doing: the launcher's panel, from anywhere"),
-    "why": ("arealite.cli.why", "name who holds a run up, who waits for whom, and where"),
+    "top": ("arealite.cli.top", "show the state of a run, like the launcher's panel"),
+    "why": ("arealite.cli.why", "find the process that blocks a run"),
     "eval": ("arealite.cli.evaluate", "sample held-out tasks: rewards and pass@k by source"),
     "collect": ("arealite.cli.collect", "sample tasks and write trajectories as rows for sft"),
     "export": ("arealite.cli.export", "write a run's checkpoint as a Hugging Face folder"),
-    "secret": ("arealite.cli.secret", "print where a trial's secret is, or replace it"),
-    "info": ("arealite.cli.info", "show versions, devices and what is missing"),
-    "role": ("arealite.cli.role", "run one process of a run (what launchers start)"),
+    "secret": ("arealite.cli.secret", "print the path of a trial's secret, or replace it"),
+    "info": ("arealite.cli.info", "show versions, devices and missing packages"),
+    "role": ("arealite.cli.role", "run one process of a run (used by launchers)"),
 }
 
 
@@ -44,7 +43,7 @@ def usage() -> str:
     """Return the text of `arealite --help`."""
     lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
     head = f"arealite {__version__}\nusage: arealite COMMAND [options] [key=value …]\n"
-    return "\n".join([head, *lines, "", "arealite COMMAND --help says more."])
+    return "\n".join([head, *lines, "", "arealite COMMAND --help shows the options of a command."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(module: str, argv: Sequence[str]) -> int:
-    """Call the module's `main(argv)` and return its exit code, as `main` does for its command."""
+    """Call `main(argv)` of a module like a command; return its exit code."""
     return _piped(_call, module, argv)
 
 
@@ -71,9 +70,9 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _piped(call: Callable[..., int], *words: Any) -> int:
-    """Return the exit code of `call(*words)`; 141 where nobody reads on, as after `| head`.
+    """Return the exit code of `call(*words)`; 141 if stdout is a closed pipe, as after `| head`.
 
-    Control characters in the output are replaced, also in a last traceback.
+    Control characters in the output are replaced, also in tracebacks.
     """
     guard_output()
     os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 and later colour tracebacks
@@ -86,14 +85,14 @@ def _piped(call: Callable[..., int], *words: Any) -> int:
         out.register(1, 0)
         if not any(event & select.POLLERR for _, event in out.poll(0)):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's end would raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit would raise
         return 128 + signal.SIGPIPE
 
 
 def _call(module: str, argv: Sequence[str]) -> int:
-    """End what was raised on purpose as one line on stderr.
+    """Run a command; print an ArealiteError as one line on stderr and return its exit code.
 
-    A UserError is that line and exit code 2; others come with their traceback, and exit code 1.
+    All but UserError are printed with their traceback. Other exceptions are not caught.
     """
     try:
         return int(importlib.import_module(module).main(argv))
@@ -111,7 +110,7 @@ def _call(module: str, argv: Sequence[str]) -> int:
 
 
 def first(error: BaseException) -> ArealiteError | None:
-    """Return the first error raised on purpose in a group of a TaskGroup, or the error itself."""
+    """Return the first ArealiteError in an exception group, or the error itself; else None."""
     if isinstance(error, BaseExceptionGroup):
         inner = cast("BaseExceptionGroup[BaseException]", error).exceptions
         return next((found for each in inner if (found := first(each))), None)

@@ -1,5 +1,4 @@
-"""The part of the command line that `train` and `serve-llm` share: --config, dotted overrides,
---help with all keys; and the stages of `train`."""
+"""Command lines: --config, dotted overrides, --help with all keys, and stages of `train`."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from arealite.cli.fold import fold
 THEN = """\
 stages: train.py --config config/sft.yaml model.path=M dataset.train=chats.jsonl \\
             --then config/async_ppo.yaml dataset.train=tasks.jsonl
-  Each --then begins a stage, which runs when the one before has ended well,
-  with the model that the last policy before it exported, unless its own
-  model.path is set. Overrides before the first --then hold for every stage,
-  others for theirs. The last stage has the trial's name; the others add
-  -stage1, -stage2, … The same command goes on where it was stopped.
+  Each --then begins a stage. A stage runs after the stage before has succeeded,
+  and starts from the newest exported policy unless it sets model.path.
+  Overrides before the first --then apply to every stage, others to their own.
+  The last stage has the trial's name; earlier ones add -stage1, -stage2, …
+  After a stop, the same command resumes.
 """
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What one config is made of; later ones win, overrides win over files."""
+    """The sources of one config: later files win, and overrides win over files."""
 
     files: list[Path]
     overrides: list[str]
@@ -41,7 +40,7 @@ def parse(
     default: Path,
     more: str = "",
 ) -> Layers:
-    """Read a command line. `--help` prints every key of `schema` with its default."""
+    """Parse a command line. `--help` prints every key of `schema` with its default."""
     parser = argparse.ArgumentParser(
         prog=command,
         description=fold(description),
@@ -54,7 +53,7 @@ def parse(
         type=Path,
         action="append",
         metavar="FILE",
-        help=f"YAML file ({default.name}); may be given several times, later ones win",
+        help=f"YAML file (default: {default.name}); may be repeated, later files win",
     )
     parser.add_argument(
         "words",
@@ -72,14 +71,14 @@ def parse(
 def run_parser(command: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is a run folder."""
     parser = argparse.ArgumentParser(prog=f"arealite {command}", description=description)
-    parser.add_argument("run", type=Path, help="run folder, as in runs/EXPERIMENT/TRIAL")
+    parser.add_argument("run", type=Path, help="run folder, like runs/EXPERIMENT/TRIAL")
     return parser
 
 
 def parse_stages(
     argv: Sequence[str], *, command: str, description: str, schema: type, default: Path
 ) -> list[Layers]:
-    """Read a command line with `--then FILE`; one Layers a stage, with its own words only."""
+    """Parse a command line with `--then FILE`; return the Layers of each stage."""
     glued = [word.split("=", 1) if word.startswith("--then=") else [word] for word in argv]
     words = [word for pieces in glued for word in pieces]
     cuts = [i for i, word in enumerate(words) if word == "--then"]
@@ -94,4 +93,4 @@ def _keys(schema: type) -> str:
         f"  {path}={'null' if default is None else default}\n      {text}"
         for path, default, text in base_config.keys(schema)
     ]
-    return "keys, with their defaults:\n" + "\n".join(lines)
+    return "keys and their defaults:\n" + "\n".join(lines)

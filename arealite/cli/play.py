@@ -1,6 +1,6 @@
-"""`arealite play ENV`: a person sits in an environment, as an agent would; others sit beside.
+"""`arealite play ENV`: a person plays seats of an environment, and other agents the rest.
 
-The same observations, choices and rewards that agents get: the way to see what a task is like.
+The person gets the same observations, choices and rewards as an agent.
 """
 
 from __future__ import annotations
@@ -34,77 +34,77 @@ from arealite.system.data.tasks import generate
 
 COLLECTOR = "trainer.ppo.collector."
 DESCRIPTION = """\
-Play an environment in this terminal. You sit in its first seat, or in those of
---seat; each line that you type is an answer, and the end of the input (Ctrl-D)
-ends the game. An option is one of the environment (opening_moves=2,
-runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or any of
-train.py's (imports=[my_env]). `arealite envs` lists the environments.
+Play an environment in this terminal. You play its first seat, or those of
+--seat. Each line that you type is an answer. The end of the input (Ctrl-D) ends
+the game. Options are those of the environment (opening_moves=2,
+runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of train.py
+(imports=[my_env]). `arealite envs` lists the environments.
 """
-CALL = 'to call one: <tool_call>{"name": …, "arguments": {…}}</tool_call>'
+CALL = 'to call a tool: <tool_call>{"name": …, "arguments": {…}}</tool_call>'
 
 
-class Left(EpisodeError):
+class InputEnded(EpisodeError):
     """The person has closed the input."""
 
     failure_class = "left"
 
 
 class Lines:
-    """Reads lines of the standard input in a thread, so that the event loop never waits for it."""
+    """Reads lines of stdin in a thread, so that the event loop is never blocked."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """Held by the seat that asks the person; one seat at a time."""
-        self.told = list[str]()
-        """What the others did, not shown yet: seats may act at the same time."""
+        """Held by the seat that prompts the person."""
+        self.actions = list[str]()
+        """Actions of other seats that are not printed yet; seats may act at the same time."""
         self._typed = asyncio.Queue[bytes]()
-        """Lines that no seat has read yet; an empty one is the end of the input."""
+        """Lines that no seat has read yet; an empty line is the end of the input."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read_input, args=(loop,), daemon=True).start()
 
     def show(self, *texts: str) -> None:
-        """Print what the others did, then `texts`."""
-        print(fold("\n".join([*self.told, "", *texts])), end="", flush=True)
-        self.told.clear()
+        """Print the actions of other seats, then `texts`."""
+        print(fold("\n".join([*self.actions, "", *texts])), end="", flush=True)
+        self.actions.clear()
 
     async def read(self) -> str:
-        """Return the next line without its end.
+        """Return the next line without its line end.
 
         Raises:
-            Left: there are no more.
+            InputEnded: There are no more lines.
         """
         if not (line := await self._typed.get()):
             self._typed.put_nowait(line)  # for the other seats
-            raise Left("the input has ended")
+            raise InputEnded("the input has ended")
         return line.decode(errors="replace").rstrip("\r\n")
 
     def _read_input(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Unbuffered: a lock of sys.stdin would hold up the end of the process.
+        # Unbuffered: the lock of sys.stdin would block the exit of the process.
         with suppress(RuntimeError), open(0, "rb", buffering=0, closefd=False) as typed:
             for line in chain(iter(typed.readline, b""), [b""]):
                 loop.call_soon_threadsafe(self._typed.put_nowait, line)
 
 
 class Player(Agent):
-    """A seat that asks a person, or has another agent answer and tells what it says."""
+    """The agent of a seat that a person plays, or that another agent plays in the person's view."""
 
     trainable = False
     lines: Lines
     other: Agent | None = None
     total = 0.0
     known: tuple[dict[str, Any], ...] = ()
-    """Tools that were shown already."""
+    """Tools that were printed already."""
 
     async def act(self, observation: Any) -> Action:
-        """Return a line of the person's, or what the other agent does.
+        """Return the person's line, or the action of the other agent.
 
-        A scripted one cannot write: where there is nothing to choose among, the person has to.
+        A scripted agent can only choose. Without choices, the person plays its turn.
         """
         seen, other = observe(observation), self.other
         can_write = getattr(getattr(other, "config", None), "policy", "answers") == "answers"
         if other is not None and (seen.choices or can_write):
             action = await other.act(observation)
-            self.lines.told.append(f"[{self.seat.name}] {action.text}")
+            self.lines.actions.append(f"[{self.seat.name}] {action.text}")
             return action
         async with self.lines.turn:
             self.lines.show(show(seen, known=self.known), f"{self.seat.name}> ")
@@ -114,15 +114,15 @@ class Player(Agent):
         return Action(text, calls=tuple(ToolCall(f"call_{n}", *c) for n, c in enumerate(calls)))
 
     def reward(self, value: float, **parts: float) -> None:
-        """Add up what is told at the end."""
+        """Add a reward to the sum that is printed at the end."""
         super().reward(value, **parts)
         self.total += value
 
 
 def main(argv: Sequence[str]) -> int:
-    """Play one episode; return 1 where it failed."""
+    """Play one episode; return 1 if it failed."""
     options = parse(argv)
-    words = [whole(word, options.env) for word in options.words]
+    words = [full_key(word, options.env) for word in options.words]
     config = configs.load(ExperimentConfig, [], [f"{COLLECTOR}env.type={options.env}", *words])
     envs.check(options.env)
     try:
@@ -131,33 +131,37 @@ def main(argv: Sequence[str]) -> int:
         error = first(raised)
         if not isinstance(error, EpisodeError):
             raise
-        print("\nyou left" if isinstance(error, Left) else f"\nno reward: {error}")
-        return 0 if isinstance(error, Left) else 1
+        print("\nyou left" if isinstance(error, InputEnded) else f"\nno reward: {error}")
+        return 0 if isinstance(error, InputEnded) else 1
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="arealite play",
         description=fold(DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("env", metavar="ENV", help="its name")
-    parser.add_argument("--seat", action="append", help="yours; several times, or `all`")
+    parser.add_argument("env", metavar="ENV", help="name of the environment")
     parser.add_argument(
-        "--opponent", default="scripted", help="agent of the other seats; scripted: plays at random"
+        "--seat", action="append", help="your seat; may be repeated; all: every one"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the task, and of the opponent")
-    parser.add_argument("--task", metavar="FILE", help="tasks, JSONL or Parquet; default: new ones")
-    parser.add_argument("--row", type=int, default=0, help="which of the tasks, from 0")
+    parser.add_argument(
+        "--opponent", default="scripted", help="agent of other seats; scripted: random choices"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the task and the opponent")
+    parser.add_argument(
+        "--task", metavar="FILE", help="tasks, JSONL or Parquet; default: generated tasks"
+    )
+    parser.add_argument("--row", type=int, default=0, help="number of the task, from 0")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options")
     return parser.parse_intermixed_args(argv)
 
 
-def whole(word: str, env: str) -> str:
-    """Return an option with its whole key, as train.py takes it."""
+def full_key(word: str, env: str) -> str:
+    """Return an override with the full key of train.py."""
     head, dot, _ = word.split("=", 1)[0].partition(".")
     if dot and head in (env, *names_of(EnvConfig)):
         return f"{COLLECTOR}env.{word}"
@@ -175,14 +179,14 @@ def names_of(schema: Any) -> list[str]:
 
 
 async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
-    """Play one episode, and tell its rewards."""
+    """Play one episode and print its rewards."""
     collector = config.trainer.ppo.collector
     task = find_task(collector.env, options)
     env = make_env(config, collector.env)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
         await env.setup()
-        players = await seat(env.seats, config, options, stack)
+        players = await make_players(env.seats, config, options, stack)
         await env.run(task, **players)
     lines = next(iter(players.values())).lines
     lines.show("")
@@ -192,58 +196,58 @@ async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
 
 
 def find_task(env: EnvConfig, options: argparse.Namespace) -> Task:
-    """Return the task to be played.
+    """Return the task to play.
 
     Raises:
-        UserError: there is none of that number, or the environment makes none.
+        UserError: There is no task with this number, or the environment generates no tasks.
     """
     row, file = options.row, options.task
     drawn: Iterable[Task] = (
         load_tasks(file, "play") if file else generate(env, "play", options.seed)
     )
     if row < 0 or not (found := [*islice(drawn, row, row + 1)]):
-        raise UserError(f"--row {row}: {file or env.type} has no such row; the first one is 0.")
+        raise UserError(f"--row {row}: {file or env.type} has no such row. Rows begin with 0.")
     return found[0]
 
 
-async def seat(
+async def make_players(
     names: Sequence[str],
     config: ExperimentConfig,
     options: argparse.Namespace,
     stack: AsyncExitStack,
 ) -> dict[str, Player]:
-    """Return who sits where; `stack` ends what the others share.
+    """Create the player of each seat. Closing `stack` closes objects that agents share.
 
     Raises:
-        UserError: there is no such seat, or agent, or it needs the policy of a run.
+        UserError: A seat or an agent is unknown, or an agent needs the policy of a run.
     """
     collector, lines = config.trainer.ppo.collector, Lines()
-    nothing = cast(Any, object())  # these agents have no use for the run's client and tokenizer
+    nothing = cast(Any, object())  # these agents do not use the run's client and tokenizer
     factory = AgentFactory(config, collector.client, client=nothing, tokenizer=nothing)
     mine = [*names] if options.seat == ["all"] else options.seat or names[:1]
-    if strange := {*mine, *collector.seats} - {*names}:
-        raise UserError(unknown("seat", min(strange), names))
+    if unknown_seats := {*mine, *collector.seats} - {*names}:
+        raise UserError(unknown("seat", min(unknown_seats), names))
     scripted = ScriptedConfig(policy="random", seed=options.seed)
-    stand_in = replace(collector.agent, type=options.opponent, scripted=scripted)
+    opponent = replace(collector.agent, type=options.opponent, scripted=scripted)
     players = dict[str, Player]()
     for name in names:
         seat = Seat(name, group_id="play", episode_id="play/0")
         players[name] = player = Player(None, client=nothing, tokenizer=nothing, seat=seat)
         player.lines = lines
         if name not in mine:
-            who = collector.seats.get(name, stand_in)
-            if agents.get(who.type).trainable:
+            agent = collector.seats.get(name, opponent)
+            if agents.get(agent.type).trainable:
                 raise UserError(
-                    f"seat '{name}': agent.type={who.type} generates with the policy of a run. Use "
+                    f"seat '{name}': agent.type={agent.type} needs the policy of a run. Use "
                     f"seats.{name}.type=fixed_policy and its options, or scripted."
                 )
-            await factory.share(who, stack)
-            player.other = factory.make_agent(who, seat)
+            await factory.share(agent, stack)
+            player.other = factory.make_agent(agent, seat)
     return players
 
 
 def show(seen: Observation, *, known: Sequence[dict[str, Any]] = ()) -> str:
-    """Return an observation as a person reads it, with tools that are not known yet."""
+    """Format an observation for a person, with the tools that are not in `known`."""
     content = seen.content
     if not isinstance(content, str):
         content = "\n".join(f"{each.get('role')}: {each.get('content')}" for each in content)

@@ -1,8 +1,8 @@
 """`arealite check CONFIG`, and the checks that `train` makes before it starts a process.
 
-`preflight` lists all of them in order, cheap ones first. Each raises UserError with one line that
-names the fix. Rules between options stand beside the options, in the method `constraints` of their
-config class; rules about files stand beside the functions that read the files.
+`preflight` runs all checks, cheap ones first. Each check raises UserError with one line that names
+the fix. Rules between options are in the method `constraints` of the config class; rules about
+files are beside the functions that read the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arealite.base.model_folder import (
     check_tensor_names,
     check_vocabulary,
     exact_length,
-    other_model,
+    model_difference,
     read_model,
 )
 from arealite.base.places import check_address, check_folder
@@ -46,22 +46,22 @@ MIN_FREE_BYTES = 64 << 20
 
 
 class Facts(NamedTuple):
-    """What the checks have read of a run."""
+    """The data that the checks have read."""
 
     model: dict[str, Any]
-    """Of config.json."""
+    """config.json of the model."""
     shapes: Shapes
-    """Of the model's tensors, by name."""
+    """The shape of each tensor of the model, by name."""
     free_bytes: int
-    """Of the run folder's disk."""
+    """Free space of the run folder's disk."""
     tasks: tuple[int, int] = (0, 0)
-    """To train and held out; rows of offline trainers are not counted."""
+    """Number of training and held-out tasks; (0, 0) for offline trainers."""
     addresses: Sequence[str] = ()
-    """Of the servers that were started before the run."""
+    """Addresses of the servers that were started before the run."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line for each part of each stage; the first error ends it, as in `train`."""
+    """Check each stage and print a line for each part; the first error ends the command."""
     description = "Check a run without starting it: config, model, data, servers, memory, disk."
     stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:
@@ -71,19 +71,19 @@ def main(argv: Sequence[str]) -> int:
             print(f"stage {number} of {len(stages)}")
         made = [str(run_paths(earlier).export) for earlier in stages[: number - 1]]
         if config.model.path in made and not Path(config.model.path).exists():
-            print(f"{'model':<10} comes from an earlier stage; look again when that has ended")
+            print(f"{'model':<10} of an earlier stage; check again after that stage")
             continue
         for what, text in report(config):
             print(fold(f"{what:<10} {text}"), flush=True)
-    print("ok: nothing was found that would keep it from starting")
+    print("ok: all checks passed")
     return 0
 
 
 def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Check one run, and yield a heading and a text for each of its parts.
+    """Check one run; yield (heading, text) for each part.
 
     Raises:
-        UserError: see preflight.
+        UserError: See preflight.
     """
     is_served = bool(config.llm_server.addresses or NameRegistry.of(config).list("llm_server"))
     facts = preflight(config, has_servers=is_served)
@@ -99,13 +99,14 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
-    """Check an experiment, and return what was read for it.
+    """Run all checks of an experiment.
 
     Args:
-        has_servers: False: servers that are started apart from the run need not be there yet.
+        config: The experiment.
+        has_servers: Whether separately started servers must be running now.
 
     Raises:
-        UserError: the first check that failed.
+        UserError: A check failed.
     """
     NameRegistry.of(config).check()
     check_options(config)
@@ -119,7 +120,7 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
         rows, unused = check_examples(config, model)
         if unused:
-            what = f"{len(unused)} rows have nothing to learn and are left out"
+            what = f"{len(unused)} rows have no tokens to train and are skipped"
             print(fold(f"{what}; the first: {unused[0]}"))
         check_resume(config, rows)
         return Facts(model, shapes, free)
@@ -149,10 +150,14 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
 
 
 def required(value: str | None, key: str) -> str:
-    """Return `value`; raise UserError if it is empty: `key` is missing."""
+    """Return the value of option `key`.
+
+    Raises:
+        UserError: The value is empty.
+    """
     if not value:
-        or_made = f", or {key}=generated" if key.startswith("dataset.") else ""
-        raise UserError(f"{key} is not set. Give {key}=PATH{or_made}.")
+        generated = f", or {key}=generated" if key.startswith("dataset.") else ""
+        raise UserError(f"{key} is not set. Set {key}=PATH{generated}.")
     return value
 
 
@@ -160,7 +165,7 @@ def required(value: str | None, key: str) -> str:
 
 
 def check_options(config: ExperimentConfig) -> None:
-    """Check names, and options against each other; this reads no file."""
+    """Check names and the constraints between options, without reading files."""
     configs.check_names(config)
     if config.trainer.is_offline:
         check_constraints(config.trainer.sft, "trainer.sft.")
@@ -170,16 +175,16 @@ def check_options(config: ExperimentConfig) -> None:
 
 
 def check_envs(config: ExperimentConfig) -> None:
-    """Check the shares, addresses and seats of a run's environments.
+    """Check the weights, addresses and seats of a run's environments.
 
-    Seats that only an environment itself knows are left to the workers.
+    If an environment determines its seats at run time, the workers check them.
     """
     collector, rows = config.trainer.ppo.collector, config.dataset.rows
     counts = shares({name: part.weight for name, part in collector.envs.items()}, rows)
     if none := [name for name, count in counts.items() if not count]:
         raise UserError(
-            f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g} is no whole row "
-            f"of dataset.rows={rows}. Raise one of them."
+            f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g} is less than one "
+            f"row of dataset.rows={rows}. Raise one of them."
         )
     for part in collector.parts.values():
         if part.env.runtime.type != "in_process":
@@ -190,12 +195,12 @@ def check_envs(config: ExperimentConfig) -> None:
 
 
 def check_sources(config: ExperimentConfig) -> None:
-    """Check that the run names the source of its tasks exactly once."""
+    """Check that the tasks have exactly one source: dataset or collector.envs."""
     if not config.trainer.ppo.collector.envs:
         required(config.dataset.train, "dataset.train")
     elif config.dataset.train or config.dataset.eval or config.trainer.ppo.collector.seats:
         raise UserError(
-            "collector.envs has several environments: set train, eval and seats in each of them "
+            "collector.envs has several environments: set train, eval and seats of each of them "
             "(trainer.ppo.collector.envs.NAME.train=…), not dataset.train, dataset.eval and "
             "collector.seats."
         )
@@ -205,7 +210,7 @@ def check_sources(config: ExperimentConfig) -> None:
 
 
 def check_run_folder(config: ExperimentConfig) -> int:
-    """Check that the trial's folder can be made and written, leave nothing, return free bytes."""
+    """Check that the trial's folder can be created and written; return the free bytes."""
     root = run_paths(config).root
     free = check_folder(root, "run folder", "cluster.run_root")
     if free < MIN_FREE_BYTES:
@@ -217,7 +222,7 @@ def check_run_folder(config: ExperimentConfig) -> int:
 
 
 def check_addresses(config: ExperimentConfig) -> None:
-    """Check that the roles that certainly run on this machine can listen at their addresses."""
+    """Check that the roles of this host can listen at their addresses."""
     where, publisher = config.launcher.type, config.trainer.ppo.publisher
     if config.trainer.is_offline or where == "slurm":
         return
@@ -231,7 +236,7 @@ def check_addresses(config: ExperimentConfig) -> None:
         servers.check(server.type)
         if server.port and config.launcher.llm_servers > 1:
             what = f"is one port for {config.launcher.llm_servers} servers"
-            raise UserError(f"llm_server.port={server.port} {what}. Leave it out of server_args.")
+            raise UserError(f"llm_server.port={server.port} {what}. Remove it from server_args.")
         check_address(server.host, server.port, at="llm_server")
 
 
@@ -239,15 +244,15 @@ def check_addresses(config: ExperimentConfig) -> None:
 
 
 def is_self_served(config: ExperimentConfig) -> bool:
-    """Whether the run generates by itself, or starts its servers."""
+    """Return whether the run starts its servers or needs none (publisher shared)."""
     return config.trainer.ppo.publisher.type == "shared" or config.launcher.llm_servers > 0
 
 
 def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
-    """Return at least one server: external ones are asked, a live one of this trial is waited for.
+    """Return the external servers and those of this trial; wait for the first if there is none.
 
     Raises:
-        UserError: there is none, or one of them serves another model.
+        UserError: There is no server within `server_wait_s`, or one has another model.
     """
     names = NameRegistry.of(config)
     known, wait_s = names.list("llm_server"), config.server_wait_s
@@ -269,7 +274,7 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
             "one: launcher.llm_servers=1"
         ) from error
     for server in found:
-        if difference := other_model(server.value, model):
+        if difference := model_difference(server.value, model):
             raise UserError(
                 f"the server at {server.value['address']}: {difference} Start it with "
                 f"model.path={config.model.path}, or use another trial_name."
@@ -278,7 +283,7 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
 
 
 def contexts(config: ExperimentConfig, model: dict[str, Any], found: Sequence[Entry]) -> list[int]:
-    """Return the known context lengths of the servers `found`, or of those that the run starts."""
+    """Return the known context lengths of the servers `found` or of the run's own servers."""
     if found:
         lengths = [server.value.get("context_length") for server in found]
     else:
@@ -288,11 +293,11 @@ def contexts(config: ExperimentConfig, model: dict[str, Any], found: Sequence[En
 
 
 def _server_hint(config: ExperimentConfig) -> str:
-    """Return which servers a run will use that has none yet, and how to start them."""
+    """Return the servers that the run will use, or the command that starts one."""
     if is_self_served(config):
         return "started with the run" if config.launcher.llm_servers else "the trainer itself"
     words = [f"{key}={getattr(config, key)}" for key in ("experiment_name", "trial_name")]
-    given, usual = asdict(config.cluster), asdict(ClusterConfig())  # else nobody would find it
+    given, usual = asdict(config.cluster), asdict(ClusterConfig())  # the server must use the same
     words += [f"cluster.{key}={given[key]}" for key in given if given[key] != usual[key]]
     if config.cluster.bound != ServerConfig().llm_server.host:
         words.append(f"llm_server.host={config.cluster.bound}")

@@ -1,8 +1,7 @@
-"""`arealite replay RUN`: train again from the ledger, and hold every step's parameters against the
-run's.
+"""`arealite replay RUN`: train again from the ledger, and compare the parameters after each step.
 
-One process a rank, as the run had; where their number or the config changed in mid-run, the next
-processes go on from a checkpoint in a temporary folder. The run's own folder is only read.
+The replay has as many ranks as the run. If their number or the config changed during the run, new
+processes resume from a checkpoint in a temporary folder. The run's folder is only read.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from arealite.system.ledger.ledger import meta_number, open_read_only
 
 PROGRESS_S = 5.0
 MEANING = """\
-What that can mean. The first step: model.path holds another model now, or this
-is another torch, another kind of processor or another number of threads than
-the run had. A later step: a trajectory was changed, a checkpoint was not loaded
-as it had been saved, or the trainer's own code does not do the same twice (sums
-on a GPU need not)."""
+Possible causes. The first step differs: model.path has another model now, or
+torch, the type of processor or the number of threads differ from the run's. A
+later step differs: a trajectory was changed, a checkpoint was not loaded as it
+was saved, or the trainer is not deterministic (sums on a GPU may not be)."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps trained by one number of ranks under one config."""
+    """Consecutive steps with the same number of ranks and the same config."""
 
     config: Path
     ranks: int
@@ -47,14 +45,14 @@ class Segment:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a run folder; 0: bitwise equal, 1: a step differs."""
-    parser = run_parser("replay", "Train a run again from its ledger, and compare.")
-    parser.add_argument("--to", type=int, metavar="STEP", help="only the steps up to STEP")
+    """Replay a run; return 0 if all steps are bitwise equal, 1 if a step differs."""
+    parser = run_parser("replay", "Train a run again from its ledger, and compare each step.")
+    parser.add_argument("--to", type=int, metavar="STEP", help="last step to replay")
     parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     paths = RunPaths(options.run.absolute())
     if options.as_rank:
-        return as_rank(paths, *options.as_rank)
+        return run_rank(paths, *options.as_rank)
     parts = segments(paths, options.to)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
@@ -69,10 +67,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def segments(paths: RunPaths, to: int | None) -> list[Segment]:
-    """Cut the run's steps where ranks or config change.
+    """Divide the run's steps into segments of equal ranks and config.
 
     Raises:
-        UserError: there is nothing to replay, or the model is gone.
+        UserError: There is no step to replay, a payload or a fingerprint is missing, or the model
+            is missing.
     """
     with open_read_only(paths.ledger) as db:
         rows = db.execute("SELECT step, ranks, fingerprint FROM steps ORDER BY step").fetchall()
@@ -87,11 +86,11 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
         )
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         raise UserError(
-            f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine gave none. "
-            "Replay a run trained by an engine that does."
+            f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine computed none. "
+            "Replay a run whose engine does."
         )
     if rows[-1][0] != len(rows) - 1:
-        raise UserError(f"{paths.ledger} lacks steps. `arealite audit {paths.root}` says more.")
+        raise UserError(f"{paths.ledger} lacks steps. Run `arealite audit {paths.root}`.")
     starts = paths.starts
     config, found = starts.get(0, paths.config), list[Segment]()
     for step, ranks, _ in rows:
@@ -106,15 +105,15 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
 
 
 def load(file: Path) -> ExperimentConfig:
-    """Load a run's config, and see that its model is there."""
+    """Load a run's config, and check that its model exists."""
     config = configs.load(ExperimentConfig, file, [], is_saved=True)
     if not (Path(config.model.path).expanduser() / "config.json").is_file():
-        raise UserError(f"model.path={config.model.path} of {file} is gone: put it back.")
+        raise UserError(f"model.path={config.model.path} of {file} is missing: restore it.")
     return config
 
 
 async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
-    """Run a segment's processes to their end; return 0, or the exit code with the best reason."""
+    """Run the ranks of a segment to their end; return 0, or the exit code of the first cause."""
     from arealite.impl.launcher.processes import rank_environments, spawn, threads
     from arealite.impl.launcher.supervisor import Budget, Role
 
@@ -132,8 +131,8 @@ async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
         await ranks.clear()
 
 
-def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -> int:
-    """Be one rank of a segment; says on rank 0 now and then how far it is."""
+def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -> int:
+    """Run one rank of a segment; rank 0 prints the progress every PROGRESS_S seconds."""
     from arealite.impl.trainer.replay import Differs, replay
 
     die_with_parent()
@@ -161,6 +160,6 @@ def as_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -
     except RuntimeError as error:
         if (rank := os.environ["RANK"]) == "0":
             raise
-        print(f"rank {rank} ended: {error}", file=sys.stderr)  # most likely rank 0 has said why
+        print(f"rank {rank} ended: {error}", file=sys.stderr)  # rank 0 prints the likely cause
         return 1
     return 0

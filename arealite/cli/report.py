@@ -1,4 +1,4 @@
-"""`arealite report RUN`: everything about a run in one HTML file, to look at and to give away."""
+"""`arealite report RUN`: write a run's report as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from arealite.impl.view.report import write_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of a run folder, and say what is in it."""
-    parser = run_parser("report", "Write a run's report: one HTML file, no network.")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
+    """Write the report of a run folder; print its path and size."""
+    parser = run_parser("report", "Write a run's report: one HTML file that needs no network.")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
     parser.add_argument(
         "--trajectories", type=int, default=10_000, metavar="N",
-        help="show at most N, in whole groups evenly over the steps (10000)",
+        help="show at most N trajectories, in whole groups, evenly over the steps (10000)",
     )  # fmt: skip
     options = parser.parse_args(argv)
     if options.trajectories < 0:
-        parser.error(f"--trajectories {options.trajectories}: use a number from 0 on")
+        parser.error(f"--trajectories {options.trajectories}: use a number of at least 0")
     paths, began = RunPaths(options.run), time.monotonic()
     out: Path = options.out or paths.report
     made = write_report(paths, out, most=options.trajectories)

@@ -1,7 +1,7 @@
-"""What `resume` makes of what a trial's folder holds: go on, go back to a checkpoint, begin anew.
+"""The option `resume`: continue a trial, go back to a checkpoint, or start a new run.
 
-Decided before anything starts, from the ledger and the checkpoints: a run that skips, repeats or
-begins anew in silence is worse than one that does not start. Nothing is deleted, only moved aside.
+The decision uses the ledger and the checkpoints, before any process starts. An ambiguous case is an
+error, so that no run silently skips or repeats samples. Files are renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT
 
 
 def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
-    """Refuse what `resume` cannot do, or must not do unasked, with what is there.
+    """Check that `resume` is possible with the trial's folder.
 
-    `identity` is what must not change within a trial, by name.
+    Args:
+        config: The run.
+        identity: Names and values that must not change within a trial.
+
+    Raises:
+        UserError: The checkpoint or the ledger is missing, or the trial has another identity.
     """
     wanted, paths = config.resume, run_paths(config)
     if not re.fullmatch(r"auto|must|never|step-\d+", wanted):
@@ -34,35 +39,35 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
     good = [path.name for path in checkpoint.list_good(paths.checkpoints)]
     if wanted == "never":
         return
-    anew = f"resume=never begins anew and moves what is in {paths.root} aside"
-    listed = f"Good checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
+    anew = f"resume=never starts a new run and renames {paths.root}"
+    listed = f"Valid checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
     if wanted not in ("auto", "must", *good):
-        raise UserError(f"resume={wanted} is no good checkpoint. {listed} {anew}.")
+        raise UserError(f"resume={wanted} is no valid checkpoint. {listed} {anew}.")
     if wanted == "must" and not good:
-        raise UserError(f"resume=must, but {paths.root} holds no run to go on with. {listed}")
+        raise UserError(f"resume=must, but {paths.root} has no run to resume. {listed}")
     is_offline, newest = config.trainer.is_offline, paths.checkpoints / (good or [""])[-1]
     held, named = read_identity(newest) if is_offline else read_facts(paths.ledger)
     if not held:
         if good:
-            raise UserError(f"{paths.ledger} is gone. {listed} Put the ledger back; or {anew}.")
+            raise UserError(f"{paths.ledger} is missing. {listed} Restore the ledger; or {anew}.")
         return
-    _check_begun(held, identity, paths.root, wanted if wanted in good else "", anew)
+    _check_identity(held, identity, paths.root, wanted if wanted in good else "", anew)
     if wanted in ("auto", "must") and named and named > max(map(step_of, good), default=0):
-        back = f"resume={good[-1]} goes back to that one; " if good else ""
+        back = f"resume={good[-1]} goes back to that checkpoint; " if good else ""
         raise UserError(
-            f"the run's newest checkpoint, of step {named}, is missing or broken. {listed} Put it "
-            f"back; or {back}{anew}."
+            f"the run's newest checkpoint, of step {named}, is missing or broken. {listed} Restore "
+            f"it; or {back}{anew}."
         )
 
 
-def _check_begun(
+def _check_identity(
     held: Mapping[str, str], identity: Mapping[str, str], root: Path, named: str, anew: str
 ) -> None:
-    """Refuse a trial of another format or identity, or one without the payloads for `named`."""
+    """Raise UserError if format or identity differ, or if payloads for checkpoint `named` lack."""
     if (before := held.get("schema")) != SCHEMA_VERSION:
         raise UserError(
-            f"{root} was written by another AReaLite (format {before}, now {SCHEMA_VERSION}): go "
-            f"on with that one, choose another trial_name; or {anew}."
+            f"{root} was written by another version of AReaLite (format {before}, now "
+            f"{SCHEMA_VERSION}): use that version, choose another trial_name; or {anew}."
         )
     if named and step_of(named) < (dropped := int(held.get("dropped", 0))):
         raise UserError(
@@ -72,41 +77,44 @@ def _check_begun(
     for key, now in identity.items():
         if (before := held.get(key)) != now:
             raise UserError(
-                f"{root} was begun with {key}={before}, now it is {now}. Put {before} back, "
-                f"choose another trial_name; or {anew}."
+                f"{root} was started with {key}={before}, now it is {now}. Use {before}, choose "
+                f"another trial_name; or {anew}."
             )
 
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
-    """Return (what the trial was begun with, step of its newest checkpoint); ({}, 0): no trial."""
+    """Return (the trial's identity, step of its newest checkpoint); ({}, 0) without a trial."""
     if not ledger.exists():
         return {}, 0
     with open_read_only(ledger) as db:
         if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            return {}, 0  # killed before its first transaction
+            return {}, 0  # the datapipe was killed before its first transaction
         held = dict(db.execute("SELECT key, value FROM meta").fetchall())
         newest = f"SELECT MAX(step) FROM checkpoints WHERE {VALID_CHECKPOINT}"
         return held, db.execute(newest).fetchone()[0] or 0
 
 
 def read_identity(path: Path) -> tuple[dict[str, str], int]:
-    """Return the same of an offline trial, from a checkpoint; ({}, 0): there is none."""
+    """Return the same for an offline trial, from a checkpoint; ({}, 0) without one."""
     if not (path / "extra.json").exists():
         return {}, 0
     extra = json.loads((path / "extra.json").read_text())["extra"]
-    begun = extra.get("identity", {"trainer.type": "one with a ledger"})
-    return {"schema": SCHEMA_VERSION, **begun}, extra["step"]
+    identity = extra.get("identity", {"trainer.type": "one with a ledger"})
+    return {"schema": SCHEMA_VERSION, **identity}, extra["step"]
 
 
-def begin_anew(config: ExperimentConfig) -> None:
-    """Move a used folder aside as a whole, where `resume=never` asks for it."""
+def move_old_run(config: ExperimentConfig) -> None:
+    """Rename the folder of an old run if `resume=never`."""
     paths = run_paths(config)
     if config.resume == "never" and (paths.ledger.exists() or paths.checkpoints.exists()):
-        print(f"the run that was here is now in {paths.root.rename(_aside(paths))}")
+        print(f"the old run is now in {paths.root.rename(_aside(paths))}")
 
 
-def settle(config: ExperimentConfig) -> ExperimentConfig:
-    """Go back where `resume` names a checkpoint; note the config, under which restarts go on."""
+def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
+    """Apply `resume=step-…` to the folder; save and return the run's config.
+
+    The returned config has resume=auto, so that restarted roles continue the run.
+    """
     paths = run_paths(config)
     if config.resume.startswith("step-"):
         _go_back(paths, step_of(config.resume))
@@ -115,7 +123,7 @@ def settle(config: ExperimentConfig) -> ExperimentConfig:
     begin = step_of(newest.name) if newest else 0
     if newest:
         total = "" if config.trainer.is_offline else f" of {config.trainer.ppo.total_steps}"
-        print(f"going on after step {begin}{total}", flush=True)
+        print(f"resuming after step {begin}{total}", flush=True)
     for step, file in paths.starts.items():
         if step > begin:
             file.unlink()
@@ -131,7 +139,7 @@ def step_of(name: str) -> int:
 
 
 def _go_back(paths: RunPaths, step: int) -> None:
-    """Forget checkpoints after `step`; the trainer's start rolls the rest of the ledger back."""
+    """Rename checkpoints after `step`; the start of the trainer rolls the ledger back."""
     every = paths.checkpoints.glob("step-*")
     if newer := [path for path in every if step_of(path.name) > step]:
         aside = _aside(paths)

@@ -1,6 +1,6 @@
-"""`arealite role NAME INDEX RUN`: one process of a run; wires the parts that its role needs.
+"""`arealite role NAME INDEX RUN`: run one process of a run.
 
-Every role imports only what it needs: the datapipe starts without torch.
+Each role imports only its own parts: the datapipe starts without torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(role: str, index: int, config: ExperimentConfig) -> int:
     """Set up logging and run one role of `config`."""
-    config = configs.at_home(config)
+    config = configs.resolve_host(config)
     log.setup(f"{role}-{index}", config.logger.level)
     vitals.start(f"{role}-{index}", name_dir(config) / "vitals")
     ROLES[role](config, index)
@@ -67,22 +67,22 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
 async def with_externals(
     config: ExperimentConfig, work: Coroutine[Any, Any, None], *, updates: bool = True
 ) -> None:
-    """Await `work`, and speak for the servers of `llm_server.addresses` meanwhile."""
+    """Await `work`; meanwhile keep the name entries of the external servers up to date."""
     if not config.llm_server.addresses:
         await work
         return
     from arealite.impl.server.external import ExternalServers  # imports aiohttp
 
     async with asyncio.TaskGroup() as tasks:
-        speaking = tasks.create_task(
+        externals = tasks.create_task(
             ExternalServers(config, updates=updates).run(), name="external servers"
         )
         await work
-        speaking.cancel()
+        externals.cancel()
 
 
 async def until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`; SIGTERM cancels it, so that it can take its name back."""
+    """Await `work`; SIGTERM cancels it, so that it can remove its name entry."""
     task = asyncio.ensure_future(work)
     vitals.watch(asyncio.get_running_loop())
     asyncio.get_running_loop().add_signal_handler(STOP, task.cancel)
@@ -91,7 +91,7 @@ async def until_terminated(work: Coroutine[Any, Any, None]) -> None:
 
 
 def rollout(config: ExperimentConfig, index: int) -> None:
-    """Run episodes until the datapipe says that the run ends."""
+    """Run episodes until the datapipe drains the worker."""
     import uvloop
 
     from arealite.api.agent import load_tokenizer
@@ -115,7 +115,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         tokenizer=load_tokenizer(config.model.path),
     )
     gc.freeze()
-    gc.set_threshold(50_000)  # reference counts free nearly all that an episode makes
+    gc.set_threshold(50_000)  # reference counting frees nearly all objects of an episode
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         vitals.watch(runner.get_loop())
         runner.run(worker.run())
@@ -129,7 +129,7 @@ def trainer(config: ExperimentConfig, index: int) -> None:
 
 
 def sidecar(config: ExperimentConfig, index: int) -> None:
-    """Keep the roles beside torchrun's ranks."""
+    """Supervise the other roles of a run under torchrun."""
     from arealite.impl.launcher.torchrun import Sidecar
 
     sys.exit(Sidecar(config).run())

@@ -1,4 +1,4 @@
-"""What `arealite eval` and `arealite collect` do alike: check, find servers, sample, keep."""
+"""The common part of `arealite eval` and `arealite collect`: check, find servers, sample, store."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SHOW_S = 5.0
 def sampled(
     config: SamplingRunConfig, split: str
 ) -> Generator[tuple[list[Task], Samples, Counter[str]]]:
-    """Sample all tasks, or what is left of them; yield tasks, samples, and failed ones by source.
+    """Sample all tasks, without existing samples; yield (tasks, samples, failures by source).
 
     Raises:
-        UserError: something is wrong with the input, or the folder is of something else.
-        RoleError: see Sampler.run; or a server that was started for it ended.
+        UserError: The input is wrong, or the folder has samples of another model or other options.
+        RoleError: See Sampler.run; or a server that this command started has exited.
     """
     log.setup(config.name, "warning")
     tasks = load_split(config, split)[: config.tasks or None]
@@ -56,7 +56,7 @@ def sampled(
         samples = Samples(config.folder / "samples.sqlite")
         stack.callback(samples.close)
         samples.begin(facts(config, tasks, split))
-        if config.launcher.llm_servers:  # a run under these names would find them
+        if config.launcher.llm_servers:  # a run with the same names would use these servers
             names = name_dir(config)
             names.mkdir(parents=True, exist_ok=True)
             stack.enter_context(held(names / ".lock", fix="Choose another trial_name."))
@@ -66,9 +66,9 @@ def sampled(
 def sample(
     config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
 ) -> Counter[str]:
-    """Run the episodes that are not there yet; return how many failed for good, by source."""
-    there = samples.done()
-    if all((row, member) in there for row in range(len(tasks)) for member in range(config.n)):
+    """Run the missing episodes; return the number of failed samples by source."""
+    done = samples.done()
+    if all((row, member) in done for row in range(len(tasks)) for member in range(config.n)):
         return Counter()
     import uvloop
 
@@ -76,8 +76,8 @@ def sample(
         return uvloop.run(_sample(config, tasks, samples, split))
     except KeyboardInterrupt:
         kept, all_ = len(samples.done()), len(tasks) * config.n
-        what = f"{kept} of {all_} samples are kept in {config.folder}"
-        print(f"{what}: the same command goes on from there", file=sys.stderr)
+        what = f"{kept} of {all_} samples are stored in {config.folder}"
+        print(f"{what}: the same command resumes from there", file=sys.stderr)
         raise
 
 
@@ -106,16 +106,16 @@ async def _sample(
     return sampler.failed
 
 
-def tell_failed(failed: Counter[str]) -> int:
-    """Say what is missing; return the exit code."""
+def report_failed(failed: Counter[str]) -> int:
+    """Print the number of failed samples; return the exit code: 1 if there are any."""
     for source, count in failed.items():
         where = f" of {source}" if source else ""
-        print(f"{count} samples{where} failed; the same command tries them again")
+        print(f"{count} samples{where} failed; the same command retries them")
     return int(bool(failed))
 
 
 class Progress:
-    """Tells on stderr how far it is, now and then."""
+    """Prints the number of finished samples on stderr, every SHOW_S seconds."""
 
     def __init__(self, config: SamplingRunConfig) -> None:
         self._name = config.name
@@ -128,7 +128,7 @@ class Progress:
 
 
 def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> None:
-    """Check names, model, folder, servers and prompts, cheap ones first."""
+    """Check names, model, folder, servers and prompts, in the order of their cost."""
     if not tasks:
         raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
     NameRegistry.of(config).check()
@@ -138,26 +138,26 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     preflight.check_run_folder(config)
     found = [] if config.launcher.llm_servers else preflight.find_servers(config, model)
     ppo = config.trainer.ppo
-    asked = replace(ppo, collector=replace(ppo.collector, sampling=drawn(config, split)))
-    config = replace(config, trainer=replace(config.trainer, ppo=asked))
+    sampled_ppo = replace(ppo, collector=replace(ppo.collector, sampling=options_of(config, split)))
+    config = replace(config, trainer=replace(config.trainer, ppo=sampled_ppo))
     check_prompts(config, tasks, preflight.contexts(config, model, found))
 
 
-def drawn(config: SamplingRunConfig, split: str) -> SamplingConfig:
-    """Return how tokens are drawn."""
+def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:
+    """Return the sampling options of a split."""
     ppo = config.trainer.ppo
     return ppo.collector.sampling if split == "train" else ppo.eval.sampling
 
 
 def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[str, str]:
-    """Return what all samples have in common; `n` may grow."""
+    """Return the values that must be equal for all samples of a folder; `n` may grow."""
     collector = config.trainer.ppo.collector
     folder = Path(config.model.path).expanduser().absolute()
     stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     files = str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     rows = identity(config, tasks)
-    told = {
-        "sampling": asdict(drawn(config, split)),
+    options = {
+        "sampling": asdict(options_of(config, split)),
         "agent": asdict(collector.agent),
         **{f"environment {name}".strip(): asdict(p) for name, p in collector.parts.items()},
     }
@@ -166,7 +166,7 @@ def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[
         "weights": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
         "dataset_rows": rows["dataset_rows"],
         "dataset_digest": rows["dataset_digest"],
-        **dict(leaves("", told)),
+        **dict(leaves("", options)),
     }
 
 

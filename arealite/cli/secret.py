@@ -1,4 +1,4 @@
-"""`arealite secret`: prints the path of a trial's secret or its token, or replaces the secret."""
+"""`arealite secret`: print the path of a trial's secret or its token, or replace the secret."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def main(argv: Sequence[str]) -> int:
     """Print the path of a trial's secret, or with --token its token; --rotate replaces it first.
 
     Raises:
-        UserError: the trial has no secret, or a live process still uses it.
+        UserError: The trial has no secret, or a live process uses it.
     """
     config = configs.parse(
         ServerConfig,
         [word for word in argv if word not in (ROTATE, TOKEN)],
         command="arealite secret",
-        description="Print the path of a trial's secret, as in: arealite secret trial_name=a\n"
-        "--token prints the token that its servers ask for: curl -H 'Authorization: Bearer TOKEN'\n"
-        "--rotate makes a new secret; no process of the trial may run then.",
+        description="Print the path of a trial's secret: arealite secret trial_name=a\n"
+        "--token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'\n"
+        "--rotate creates a new secret; stop all processes of the trial first.",
     )
     names = NameRegistry.of(config)
     found = read(names.root)
     if found is None:
-        raise UserError(f"{names.root} has no secret: no process of this trial was started yet.")
+        raise UserError(f"{names.root} has no secret. Start a process of the trial first.")
     if ROTATE in argv:
         for role in ("llm_server", "datapipe"):
             if alive := names.list(role):
-                raise UserError(f"{role} {alive[0].id} runs with the secret. Stop the trial first.")
+                raise UserError(f"{role} {alive[0].id} uses the secret. Stop the trial first.")
         found = rotate(names.root)
     print(found.token if TOKEN in argv else names.root / FILE)
     return 0

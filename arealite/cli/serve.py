@@ -1,5 +1,5 @@
-"""`arealite serve`: hosts an environment in OpenEnv's wire format, for rollout workers of other
-processes and hosts, and for OpenEnv's own clients."""
+"""`arealite serve`: serve an environment in OpenEnv's wire format, to rollout workers and OpenEnv's
+clients."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def main(argv: Sequence[str]) -> int:
     layers = options.parse(
         argv,
         command="arealite serve",
-        description="Host an environment in OpenEnv's wire format: /ws, /reset, /step, /health, …",
+        description="Serve an environment in OpenEnv's wire format: /ws, /reset, /step, /health, …",
         schema=EnvServerConfig,
         default=configs.CONFIG_DIR / "env_server.yaml",
     )
     die_with_parent()
-    # Whoever started this reads the one line and no more: what else the environment prints would
-    # fill the pipe.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as told:
+    # The parent reads only one line of stdout. Other output of the environment would fill the pipe,
+    # so it goes to stderr.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as parent:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         config = configs.load(EnvServerConfig, layers.files, layers.overrides)
         log.setup("env_server", config.server.log_level)
 
         import uvloop
 
-        uvloop.run(_serve(config, told))
+        uvloop.run(_serve(config, parent))
     return 0
 
 
-async def _serve(config: EnvServerConfig, told: TextIO) -> None:
+async def _serve(config: EnvServerConfig, parent: TextIO) -> None:
     from arealite.impl.env_server.app import EnvServer
     from arealite.impl.env_server.wire import SERVING
 
@@ -50,5 +50,5 @@ async def _serve(config: EnvServerConfig, told: TextIO) -> None:
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with EnvServer(config).serving() as address:
-        print(f"{SERVING}{address}", file=told, flush=True)
+        print(f"{SERVING}{address}", file=parent, flush=True)
         await stopped.wait()

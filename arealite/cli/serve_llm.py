@@ -1,5 +1,4 @@
-"""`arealite serve-llm` and launch_llm_server.py: one language-model server, registered under the
-trial's names."""
+"""`arealite serve-llm` and launch_llm_server.py: start a language-model server of a trial."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from arealite.system.health import vitals
 from arealite.system.names.registry import NameRegistry
 
 KEPT = ("embedded",)
-"""Types that live in one process and are brought back by a parent; others see to it themselves."""
+"""Server types that a parent process restarts. Other types restart their own processes."""
 SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
 
 
@@ -32,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
         ServerConfig,
         argv,
         command="launch_llm_server.py",
-        description="Start a language-model server that speaks SGLang's protocol.",
+        description="Start a language-model server with SGLang's HTTP protocol.",
     )
-    config = configs.at_home(config)
-    if not die_with_parent():  # else it waits for the names to be back
+    config = configs.resolve_host(config)
+    if not die_with_parent():  # with a parent, the server waits until the name registry is back
         NameRegistry.of(config).check()
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
         read_model(config.model.path or "")

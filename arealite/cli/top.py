@@ -1,5 +1,7 @@
-"""`arealite top RUN`: the launcher's panel of a run that lives or is over, from any machine that
-sees its folders."""
+"""`arealite top RUN`: show the launcher's panel of a live or finished run.
+
+The command works on every host that has the folders of the run.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from arealite.system.health.snapshot import Watch
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show a run until it is over, or until q or Ctrl-C."""
-    parser = run_parser("top", "Show what a run is doing, until it is over; q ends it.")
+    """Show a run until its end, or until q or Ctrl-C."""
+    parser = run_parser("top", "Show the state of a run until its end; q quits.")
     parser.add_argument("--once", action="store_true", help="print the panel once")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds: 2")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between updates (2)"
+    )
     options = parser.parse_args(argv)
     if not 0.1 <= options.every <= 3600.0:
         parser.error(f"--every {options.every:g} must be from 0.1 to 3600 seconds")
@@ -38,21 +42,26 @@ def main(argv: Sequence[str]) -> int:
         if terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
         else:
-            tell(watch, terminal, every_s=0.0 if options.once else options.every)
+            print_lines(watch, terminal, every_s=0.0 if options.once else options.every)
     return 0
 
 
 def draw(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
-    """Keep the panel on a terminal; its last state stays."""
+    """Update the panel on a terminal; its last state stays."""
     with terminal.keep_panel() as live, keyboard() as pressed:
         terminal.draw(live, watch)
         while not watch.is_over and pressed(every_s) != "q":
             terminal.draw(live, watch)
 
 
-def tell(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
-    """Print a line a step while the run lives, and at last the panel, as plain text; with no
-    `every_s` the panel as it is now."""
+def print_lines(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+    """Print a line per step until the end of the run, then the panel as plain text.
+
+    Args:
+        watch: The run.
+        terminal: The output.
+        every_s: Seconds between updates; 0: print the current panel at once.
+    """
     shot = watch.read()
     progress = Progress(watch.paths.metrics, shot.total_steps, every=1)
     while every_s and not watch.is_over:
@@ -60,14 +69,14 @@ def tell(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
         shot = watch.read()
         progress.poll()
     if isinstance(terminal.file, io.TextIOWrapper):
-        # A terminal may know no blocks.
+        # The output's encoding may have no block characters.
         terminal.file.reconfigure(errors="replace")  # pyright: ignore[reportUnknownMemberType]
     terminal.print(panel(shot, width=terminal.width))
 
 
 @contextmanager
 def keyboard() -> Generator[Callable[[float], str]]:
-    """Yield what waits some seconds for a key and returns it; "" if none came."""
+    """Yield a function that waits some seconds for a key and returns it; "" without one."""
     keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
     before = [termios.tcgetattr(key) for key in keys]
 

@@ -1,4 +1,4 @@
-"""`arealite train` and train.py: a launcher, or one trainer rank where RANK is set (torchrun)."""
+"""`arealite train` and train.py: run a launcher, or one trainer rank if RANK is set (torchrun)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FLAGS = ("--resume", "--dry-run")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the experiment, then run it to its end; its stages one after the other."""
+    """Check the experiment, then run its stages one after the other."""
     words = [word for word in argv if word not in FLAGS]
     if "--resume" in argv:
         if any(word.startswith("--then") for word in words):
-            raise UserError("--resume is for one stage. Stages go on by themselves: leave it out.")
+            raise UserError("--resume is for one stage. Stages resume without it: remove it.")
         words.append("resume=must")
     stages = configs.parse_stages(
         words,
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if "RANK" in os.environ and "--dry-run" not in argv:
         if len(stages) > 1:
-            raise UserError("a trainer rank runs one stage: without --then, a command for each.")
+            raise UserError("a trainer rank runs one stage: use one command per stage, not --then.")
         return run_rank(stages[0], int(os.environ["RANK"]))
 
     from arealite.cli.preflight import check_options, preflight
@@ -61,7 +61,7 @@ def run(config: ExperimentConfig) -> int:
 
 
 def run_rank(config: ExperimentConfig, rank: int) -> int:
-    """Train as one rank. Of torchrun's ranks, the first brings up the run's other roles."""
+    """Run one trainer rank. Under torchrun, rank 0 also starts the run's other roles."""
     from arealite.cli import role
     from arealite.cli.preflight import check_options
 
@@ -70,7 +70,7 @@ def run_rank(config: ExperimentConfig, rank: int) -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     config = replace(config, launcher=replace(config.launcher, trainer_ranks=ranks))
     check_options(config)
-    if rank:  # by the time the ranks meet, the first has settled what `resume` wants
+    if rank:  # before the rendezvous of the ranks, rank 0 has handled `resume`
         return role.run("trainer", rank, replace(config, resume="auto"))
     from arealite.impl.launcher.torchrun import sidecar
 
@@ -80,8 +80,7 @@ def run_rank(config: ExperimentConfig, rank: int) -> int:
 
 @contextmanager
 def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator[ExperimentConfig]:
-    """Check an experiment, and hold its folder as `resume` wants it; yield its config from then
-    on."""
+    """Check an experiment, lock its folder and prepare it for `resume`; yield the run's config."""
     from arealite.cli import resume
     from arealite.cli.preflight import preflight
 
@@ -98,15 +97,15 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
         except BaseException:
             if new:
                 shutil.rmtree(paths.root, ignore_errors=True)
-            with suppress(OSError):  # another trial has begun in it
+            with suppress(OSError):  # another trial uses the folder
                 for folder in new[1:]:
                     folder.rmdir()
             raise
     for folder in (names, paths.root):
         folder.mkdir(parents=True, exist_ok=True)
-    with held(names / ".lock", fix=fix):  # a run in another folder would find our roles
+    with held(names / ".lock", fix=fix):  # a run in another folder would use the same names
         with held(paths.root / ".lock", fix=fix):
-            resume.begin_anew(config)
+            resume.move_old_run(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
-        with held(paths.root / ".lock", fix=fix):  # the folder may be another one than before
-            yield resume.settle(config)
+        with held(paths.root / ".lock", fix=fix):  # move_old_run may have renamed the folder
+            yield resume.prepare_folder(config)

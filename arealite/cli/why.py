@@ -1,4 +1,4 @@
-"""`arealite why RUN`: who holds a run up, who waits for whom, and what every role does."""
+"""`arealite why RUN`: find the process that blocks a run; print the state of every role."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from arealite.system.locks import holder
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one screen; 1 where somebody holds the run up."""
-    description = "Name who holds a run up: on this host, and on others."
+    """Print the diagnosis of a run; return 1 if a process blocks it."""
+    description = "Find the process that blocks a run, on any of its hosts."
     paths = RunPaths(run_parser("why", description).parse_args(argv).run)
     launcher = holder(paths.root / ".lock")
     if not paths.config.exists() and not launcher:
-        raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
-    # As it stands: what `imports` names may not be found from here.
+        raise UserError(f"no {paths.config}. Name a run folder, like runs/EXPERIMENT/TRIAL.")
+    # Without a schema: modules of `imports` may be missing here.
     config = base_config.read(paths.config) if paths.config.exists() else None
     try:
         folder = name_dir(cast(ExperimentConfig, config)) / "vitals" if config else paths.root
     except AttributeError as error:
         raise UserError(
-            f"{paths.config} is no run's: it lacks cluster or a name of the trial."
+            f"{paths.config} is no config of a run: cluster or a name of the trial is missing. "
+            "Name a run folder, like runs/EXPERIMENT/TRIAL."
         ) from error
     if launcher and launcher not in [role.vitals.pid for role in read(folder)]:
         print(f"process {launcher} checks the config of the run; it has started no role yet.")

@@ -20,7 +20,7 @@ from arealite.algo.advantages import (
     overlong_penalty,
     shape_rewards,
 )
-from arealite.algo.losses import value_loss
+from arealite.algo.losses import make_value_loss
 from arealite.api.algorithm import CriticConfig, ShapingConfig
 from arealite.api.engine import LossInput
 
@@ -173,7 +173,7 @@ def walk(rng: random.Random) -> tuple[list[int], bool]:
 def test_a_critic_learns_the_known_values_of_a_random_walk() -> None:
     """State i of five ends on the right with a chance of (i + 1) / 6."""
     rng, table = random.Random(0), torch.zeros(5, requires_grad=True)
-    loss_fn = value_loss(CriticConfig(value_clip=0.2))
+    loss_fn = make_value_loss(CriticConfig(value_clip=0.2))
     for step in range(150):
         paths, returns = list[int](), list[np.ndarray]()
         old = table.detach().clone()

@@ -134,7 +134,7 @@ def test_it_stays_within_bounds_whatever_it_reads(
 ) -> None:
     scaler = Autoscaler(utilisation=0.9, target=least)
     for each in found:
-        scaler.take_batch(each[0], allowed=each[1])
+        scaler.adjust_damping(each[0], allowed=each[1])
         assert least <= scaler.decide([Reading(*each)], least=least, most=least + 99) <= least + 99
 
 
@@ -155,7 +155,7 @@ def test_rollouts_that_outrun_the_trainer_are_held_back_in_a_band(
         made = surplus_rate * scaler.damping * num_groups
         buffer = min(max(buffer, num_groups) - num_groups + made, (eta + 1) * num_groups)
         surplus = int(max(buffer - num_groups, 0))
-        scaler.take_batch(surplus, allowed=eta * num_groups)
+        scaler.adjust_damping(surplus, allowed=eta * num_groups)
         dampings.append(scaler.damping * surplus_rate)
         surpluses.append(surplus / num_groups / eta)
     late = dampings[-60:]
@@ -167,7 +167,7 @@ def test_rollouts_that_outrun_the_trainer_are_held_back_in_a_band(
 def test_a_synchronous_trainer_is_never_held_back() -> None:
     scaler = Autoscaler(utilisation=0.9, target=9)
     for _ in range(10):
-        scaler.take_batch(0, allowed=0)
+        scaler.adjust_damping(0, allowed=0)
     assert scaler.damping == 1.0
 
 
@@ -176,10 +176,10 @@ def test_a_long_surplus_is_soon_forgotten() -> None:
     scaler = Autoscaler(utilisation=0.9, target=100)
     full = play(scaler, world, 20)[-1]
     for _ in range(200):
-        scaler.take_batch(100, allowed=100)
+        scaler.adjust_damping(100, allowed=100)
         play(scaler, world, 1, least=20)
     assert scaler.target == 20
     for _ in range(20):
-        scaler.take_batch(0, allowed=100)
+        scaler.adjust_damping(0, allowed=100)
         play(scaler, world, 1, least=20)
     assert scaler.target > 0.7 * full

@@ -15,7 +15,7 @@ from arealite.algo.losses import (
     effective_sample_share,
     explained_variance,
     make_policy_loss,
-    value_loss,
+    make_value_loss,
 )
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
@@ -336,7 +336,7 @@ def critic(
     fields = {"values": columns[1], "returns": columns[2]}
     fields["loss_weight"] = torch.full((len(tokens),), weight, dtype=torch.float64)
     rows_N = torch.zeros(len(tokens), dtype=torch.int64)
-    loss, stats = value_loss(config)(LossInput({"values": values}, rows_N, fields))
+    loss, stats = make_value_loss(config)(LossInput({"values": values}, rows_N, fields))
     (grad,) = torch.autograd.grad(loss, values)
     return float(loss.detach()), {k: float(v) for k, v in stats.items()}, grad.tolist()
 

@@ -36,18 +36,18 @@ def area(lengths: list[int], rows: list[int], layout: str) -> int:
 
 
 @given(lengths_of, budgets, layouts, st.integers(1, 3))
-def test_every_row_once_within_budget_and_units_together(
-    lengths: list[int], budget: int, layout: str, together: int
+def test_plan_has_every_row_once_within_budget_and_keeps_examples_whole(
+    lengths: list[int], budget: int, layout: str, size: int
 ) -> None:
-    lengths = lengths[: len(lengths) // together * together]
-    plan = microbatches(lengths, budget, layout=layout, together=together)
+    lengths = lengths[: len(lengths) // size * size]
+    plan = microbatches(lengths, budget, layout=layout, rows_per_example=size)
     assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
     for rows in plan:
-        assert len(rows) <= together or area(lengths, rows, layout) <= budget
-        for at in range(0, len(rows), together):
-            assert rows[at] % together == 0
-            assert rows[at : at + together] == list(range(rows[at], rows[at] + together))
-    assert plan == microbatches(list(lengths), budget, layout=layout, together=together)
+        assert len(rows) <= size or area(lengths, rows, layout) <= budget
+        for at in range(0, len(rows), size):
+            assert rows[at] % size == 0
+            assert rows[at : at + size] == list(range(rows[at], rows[at] + size))
+    assert plan == microbatches(list(lengths), budget, layout=layout, rows_per_example=size)
     assert computed_tokens(lengths, plan, layout) >= sum(lengths)
     assert all(plan) or not lengths
 
@@ -91,8 +91,8 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "OVERHEAD", 5)
     assert microbatches([10, 9, 8, 7, 6], 100) == [[0, 1, 2], [3, 4]], "padding 3, would be 6"
     pairs = [3, 9, 4, 4, 8, 1]
-    assert microbatches(pairs, 100, together=2) == [[0, 1, 4, 5], [2, 3]]
-    assert microbatches(pairs, 17, layout="packed", together=2) == [[0, 1], [2, 3, 4, 5]]
+    assert microbatches(pairs, 100, rows_per_example=2) == [[0, 1, 4, 5], [2, 3]]
+    assert microbatches(pairs, 17, layout="packed", rows_per_example=2) == [[0, 1], [2, 3, 4, 5]]
 
 
 def least_cost(lengths: list[int], budget: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.pass_at_k import ks, mean_of_tasks, mean_pass_at_k, pass_at_k
+from arealite.algo.pass_at_k import default_ks, mean_of_tasks, mean_pass_at_k, pass_at_k
 
 
 @given(
@@ -43,7 +43,7 @@ def test_it_has_no_bias_where_the_best_of_all_samples_has() -> None:
 
 
 def test_which_k() -> None:
-    assert [ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [default_ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def test_tasks_with_too_few_samples_are_left_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arealite.algo.staleness import Candidate, blocks, choose, fits, may_lease
+from arealite.algo.staleness import Candidate, blocking_groups, fits, may_lease, select_batch
 
 
 class Simulation:
@@ -60,7 +60,7 @@ class Simulation:
             return
         found = [Candidate(s, q, False) for q, s in self.running.items()]
         found += [Candidate(s, q, True) for q, s in self.complete.items()]
-        chosen = choose(
+        chosen = select_batch(
             found, self.step, policy=self.policy, eta=self.eta, num_groups=self.num_groups
         )
         if chosen is None:
@@ -113,16 +113,16 @@ def test_mask_alone_outruns_the_bound() -> None:
 def test_the_first_condition_alone_would_deadlock() -> None:
     """b and c of start 0 would both be due in batch 2: d may not overtake them in batch 1."""
     b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
-    assert choose([b, c, d], 1, policy="wait", eta=2, num_groups=1) is None
-    assert choose([b, c, d], 1, policy="mask", eta=2, num_groups=1) == [d]
+    assert select_batch([b, c, d], 1, policy="wait", eta=2, num_groups=1) is None
+    assert select_batch([b, c, d], 1, policy="mask", eta=2, num_groups=1) == [d]
 
 
 def test_zero_is_the_synchronous_trainer() -> None:
     assert [may_lease(n, 0, eta=0, num_groups=2) for n in range(4)] == [True, True, False, False]
     late = Candidate(0, 9, False)
     full = [Candidate(0, seq, True) for seq in range(2)]
-    assert choose([*full, late], 0, policy="wait", eta=0, num_groups=2) is None
-    assert choose(full, 0, policy="wait", eta=0, num_groups=2) == full
+    assert select_batch([*full, late], 0, policy="wait", eta=0, num_groups=2) is None
+    assert select_batch(full, 0, policy="wait", eta=0, num_groups=2) == full
 
 
 def test_no_lease_before_a_version_is_published() -> None:
@@ -131,7 +131,7 @@ def test_no_lease_before_a_version_is_published() -> None:
 
 def test_oldest_first_then_in_order() -> None:
     found = [Candidate(1, 0, True), Candidate(0, 5, True), Candidate(0, 2, True)]
-    chosen = choose(found, 1, policy="wait", eta=3, num_groups=2)
+    chosen = select_batch(found, 1, policy="wait", eta=3, num_groups=2)
     assert chosen is not None
     assert [c.seq for c in chosen] == [2, 5]
 
@@ -139,15 +139,15 @@ def test_oldest_first_then_in_order() -> None:
 def test_blocks_names_the_slow_ones() -> None:
     slow, fine = Candidate(0, 3, False), Candidate(2, 4, False)
     kwargs = {"eta": 2, "num_groups": 1}
-    assert blocks([fine, slow, Candidate(0, 1, True)], 2, **kwargs) == [slow]
-    assert blocks([fine, Candidate(0, 1, True)], 2, **kwargs) == []
+    assert blocking_groups([fine, slow, Candidate(0, 1, True)], 2, **kwargs) == [slow]
+    assert blocking_groups([fine, Candidate(0, 1, True)], 2, **kwargs) == []
 
 
 def test_blocks_names_those_of_which_one_has_to_finish() -> None:
     """Neither b nor c is late by itself, but both would be due in batch 2."""
     b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
     late = Candidate(1, 4, False)
-    assert blocks([d, late, c, b], 1, eta=2, num_groups=1) == [b, c]
+    assert blocking_groups([d, late, c, b], 1, eta=2, num_groups=1) == [b, c]
 
 
 @settings(max_examples=200, deadline=None)
@@ -167,8 +167,8 @@ def test_blocks_names_somebody_exactly_when_pace_keeps_a_full_batch_back(
     if not fits(everyone, step, eta=eta, num_groups=num_groups):
         return  # admission and the steps before never leave such a set
     kwargs = {"eta": eta, "num_groups": num_groups}
-    is_kept_back = choose(found, step, policy="wait", **kwargs) is None
-    assert bool(blocks(found, step, **kwargs)) is is_kept_back
+    is_kept_back = select_batch(found, step, policy="wait", **kwargs) is None
+    assert bool(blocking_groups(found, step, **kwargs)) is is_kept_back
 
 
 @pytest.mark.parametrize(

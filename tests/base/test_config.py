@@ -70,7 +70,7 @@ def test_the_tree_is_frozen():
         ("trainer.ppo=3", "not a subclass of PPOConfig"),
         ("lr", "Write key=value"),
         ("--lr=1", "Write key=value"),
-        ("a=[1", "not readable"),
+        ("a=[1", "cannot be parsed"),
         ("trainer.ppo.collector.agent.my_agent.my_parm=1", "my_agent.my_param"),
         ("trainer.ppo.collector.agent.my_agent.count=x", "could not be converted to Integer"),
     ],
@@ -153,7 +153,7 @@ def test_every_default_is_within_its_range_and_ranges_are_told():
     base_config.check_ranges(ServerConfig())
     told = {key: text for key, _, text in base_config.keys(ExperimentConfig)}
     assert told["trainer.ppo.eval.sampling.top_p"].endswith("; above 0 and at most 1")
-    assert told["trainer.ppo.loss.entropy_coef"] == "of the entropy bonus"
+    assert told["trainer.ppo.loss.entropy_coef"] == "coefficient of the entropy bonus"
 
 
 def test_third_party_fields_are_typed_and_the_class_stays_an_experiment():

@@ -13,8 +13,8 @@ from arealite.base.signals import OWN_STOP
 
 ROLE = """
 import signal, time
-from arealite.base.signals import STOP, heed_only_stop
-heed_only_stop()
+from arealite.base.signals import STOP, ignore_other_stops
+ignore_other_stops()
 signal.signal(STOP, lambda *_: exit(7))
 print("ready", flush=True)
 while True:  # not pause(): a signal just before it would be waited for in vain

@@ -167,7 +167,7 @@ CONFIGS = [
     ("folder.yaml", "folder.yaml does not exist or is not a regular file. Name another"),
 ]
 OVERRIDES = [
-    ("model.path=", "model.path has no value. Write model.path=VALUE, or leave it out."),
+    ("model.path=", "model.path has no value. Write model.path=VALUE, or remove it."),
     ("dataset.train=", "dataset.train has no value. Write"),
     ("seed=", "seed has no value. Write"),
     ("imports=", "imports has no value. Write"),
@@ -177,7 +177,7 @@ OVERRIDES = [
     ("trial_name=..", "trial_name='..': use letters"),
     ("trial_name=a~b", "trial_name='a b': use letters"),
     ("trial_name=" + "n" * 300, "use letters, digits, '_', '-' and '.', up to 200."),
-    ("trial_name=\x1b[31m", "an override is not readable: unacceptable character"),
+    ("trial_name=\x1b[31m", "an override cannot be parsed: unacceptable character"),
     ("cluster.user=../..", "cluster.user='../..': use letters"),
     ("cluster.name_root={made}/a_file", "Not a directory. Set cluster.name_root to a folder"),
     ("cluster.name_root={made}/a_file/x", "a_file/x/", "Not a directory. Set cluster.name_root"),
@@ -188,9 +188,9 @@ OVERRIDES = [
     ),
     ("cluster.name_root={made}/" + "n" * 300, "File name too long. Set cluster.name_root"),
     ("cluster.run_root={made}/fifo.yaml", "Not a directory. Set cluster.run_root"),
-    ("cluster.host=999.9.9.9", "cluster.host=999.9.9.9: cannot listen", "Give one of this machine"),
+    ("cluster.host=999.9.9.9", "cluster.host=999.9.9.9: cannot listen", "Use one of this machine"),
     ("cluster.host=no-such-host.invalid", "cluster.host=no-such-host.invalid: cannot listen"),
-    ("cluster.host=192.0.2.1", "cluster.host=192.0.2.1: cannot listen", "Give one of this"),
+    ("cluster.host=192.0.2.1", "cluster.host=192.0.2.1: cannot listen", "Use one of this"),
     ("cluster.host=..", "cluster.host=..: cannot listen"),
     (
         "trainer.ppo.publisher.type=distributed trainer.ppo.publisher.distributed.port={used}",
@@ -202,7 +202,7 @@ OVERRIDES = [
     ("launcher.server_args=[llm_server.type=nope]", "Unknown llm_server type 'nope'"),
     (
         "launcher.llm_servers=2 launcher.server_args=[llm_server.port=31000]",
-        "llm_server.port=31000 is one port for 2 servers. Leave it out",
+        "llm_server.port=31000 is one port for 2 servers. Remove it",
     ),
 ]
 NUMBERS = [
@@ -241,9 +241,9 @@ DOORS = [
     (EVAL + " cluster.name_root={made}/a_file", "Set cluster.name_root to a folder"),
     (EVAL + " name=a/b", "name='a/b': use letters"),
     (EVAL + " n=-1", "n=-1 must be at least 1."),
-    (COLLECT + " out={made}/folder.jsonl", "or out itself is a folder. Name a file."),
+    (COLLECT + " out={made}/folder.jsonl", "or its parent folder does not exist. Name a file."),
     (COLLECT + " out=/proc/x.jsonl", "folder /proc cannot be written"),
-    (COLLECT + " out=", "out is not set. Give out=PATH"),
+    (COLLECT + " out=", "out is not set. Set out=PATH"),
     ("audit {made}/not_a_ledger", "ledger.sqlite cannot be read as a ledger"),
     ("audit {made}/fifo_run", "no ledger at {made}/fifo_run/ledger.sqlite. Name a run folder"),
     ("audit {made}/a_file", "a_file cannot be read as a ledger"),
@@ -252,9 +252,9 @@ DOORS = [
     ("replay {made}/fifo_run", "no ledger at {made}/fifo_run/ledger.sqlite. Name a run folder"),
     ("report {made}/a_file", "a_file is no run. Name its folder"),
     ("report {made}/not_a_run --out {made}", "Name another file with --out."),
-    ("why {made}/not_a_run", "not_a_run/config.yaml is no run's"),
+    ("why {made}/not_a_run", "not_a_run/config.yaml is no config of a run"),
     ("top --once {made}/not_a_run", "not_a_run is no run"),
-    ("export {made}/not_a_run", "no good checkpoint in"),
+    ("export {made}/not_a_run", "no valid checkpoint in"),
     ("play tic_tac_toe --task {made}/fifo.jsonl", "is not a regular file"),
     ("play ../x", "Unknown env type '../x'"),
     ("launch slurm --config {made}/list.yaml", "must hold `key: value` pairs"),

@@ -1,4 +1,4 @@
-"""`arealite eval`: what it tells is what was sampled, and it goes on where it was."""
+"""`arealite eval`: the printed and written results match the samples; a second run resumes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_failed_samples_are_told_and_not_scored(evaluate: Command) -> None:
     ]
     assert told["failures"] == {"reward_timeout": {"attempts": 1, "first": "RewardTimeout: killed"}}
     assert told["failed"] == {"hard": 1}
-    assert "1 samples of hard failed; the same command tries them again" in evaluate.out
+    assert "1 samples of hard failed; the same command retries them" in evaluate.out
 
 
 def test_seats_are_told_apart(evaluate: Command) -> None:

@@ -83,8 +83,8 @@ def test_run_of_a_version_with_other_options_is_exported(tmp_path: Path) -> None
 
 def test_what_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(tmp_path)]) == 2
-    assert f"no good checkpoint in {tmp_path / 'checkpoints'}" in capsys.readouterr().err
+    assert f"no valid checkpoint in {tmp_path / 'checkpoints'}" in capsys.readouterr().err
     paths = make_run(tmp_path)
     assert cli.main(["export", str(paths.root), "--step", "3"]) == 2
     assert "of step 3 in" in (said := capsys.readouterr().err)
-    assert "Steps that have one: 2, 4." in said
+    assert "Steps with one: 2, 4." in said

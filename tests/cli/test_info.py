@@ -73,7 +73,7 @@ def test_tools_speak_for_themselves(
         (tmp_path / name).chmod(0o755)
     python = tmp_path / "python-with-sglang"
     shown = table(capsys, f"llm_server.sglang.python={python}")
-    assert shown["slurm"] == "there, but `sinfo --version` fails"
+    assert shown["slurm"] == "installed, but `sinfo --version` fails"
     assert shown["GPU 1"].startswith("NVIDIA H100, 81559 MiB, 570.1")
     assert shown["sglang"] == f"0.5.9 ({python})"
 

@@ -20,7 +20,7 @@ def test_print_needs_no_slurm_and_leaves_nothing(
     assert capsys.readouterr().out.startswith("#!/bin/bash\n# arealite/trial")
     assert not (tmp_path / "runs").exists()
     assert main.main(words[:-1]) == 2
-    assert capsys.readouterr().err.startswith("error: no sbatch here. ")
+    assert capsys.readouterr().err.startswith("error: sbatch is not installed. ")
 
 
 def test_the_launch_file_is_a_job_of_four_parts(capsys: pytest.CaptureFixture[str]):
@@ -43,6 +43,6 @@ def test_an_unknown_cluster_is_told_which_there_are(
 def test_auto_is_this_hosts_address_and_others_stay(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(configs, "own_address", lambda: "10.0.0.7")
     given = ExperimentConfig()
-    assert configs.at_home(given) is given
+    assert configs.resolve_host(given) is given
     auto = replace(given, cluster=replace(given.cluster, host="auto"))
-    assert configs.at_home(auto).cluster.host == "10.0.0.7"
+    assert configs.resolve_host(auto).cluster.host == "10.0.0.7"

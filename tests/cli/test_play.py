@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from arealite.cli import main as cli
-from arealite.cli.play import whole
+from arealite.cli.play import full_key
 from tests.impl.rollout import worlds
 
 Play = Callable[..., tuple[int, str, str]]
@@ -127,7 +127,7 @@ def test_tasks_may_come_from_a_file(play: Play) -> None:
         (["tic_tac_toe", "seats.z.type=scripted"], "Unknown seat 'z'"),
         (["tic_tac_toe", "--opponent", "math_code_single_step"], "fixed_policy"),
         (["tic_tac_toe", "oppening_moves=1"], "opening_moves"),
-        (["world"], "makes no tasks"),
+        (["world"], "generates no tasks"),
     ],
 )
 def test_what_cannot_be_played_is_one_line(play: Play, argv: list[str], said: str) -> None:
@@ -156,7 +156,7 @@ def test_short_options_are_of_the_environment() -> None:
         ("seats.con.type=chat", "trainer.ppo.collector.seats.con.type=chat"),
         ("model.path=m", "model.path=m"),
     ):
-        assert whole(word, "debate") == key
+        assert full_key(word, "debate") == key
 
 
 def test_an_option_of_the_environment_is_not_the_run_s_of_that_name() -> None:
@@ -165,9 +165,9 @@ def test_an_option_of_the_environment_is_not_the_run_s_of_that_name() -> None:
         ("tools", "tools=[x]"),
         ("gyllm", "seats=[x]"),
     ):
-        assert whole(word, env) == f"trainer.ppo.collector.env.{env}.{word}"
-    assert whole("tools.tools=[x]", "tools") == "trainer.ppo.collector.env.tools.tools=[x]"
-    assert whole("dataset.train=x", "math") == "dataset.train=x"
+        assert full_key(word, env) == f"trainer.ppo.collector.env.{env}.{word}"
+    assert full_key("tools.tools=[x]", "tools") == "trainer.ppo.collector.env.tools.tools=[x]"
+    assert full_key("dataset.train=x", "math") == "dataset.train=x"
 
 
 def test_tools_are_shown_once(play: Play):

@@ -150,7 +150,7 @@ def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypat
         (["trainer.ppo.publisher.type=shared", "launcher.trainer_ranks=2"], "trainer_ranks=1"),
         (
             ["trainer.ppo.publisher.type=shared", "launcher.llm_servers=1"],
-            "updates no other server",
+            "uses no LLM servers",
         ),
         (
             ["trainer.ppo.publisher.type=shared", "trainer.ppo.engine.fsdp.dtype=bfloat16"],

@@ -81,7 +81,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_config(folder, hidden_size=48),
         "has shape [32], but config.json has hidden_size=48",
     ),
-    "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, its model only 64 tokens"),
+    "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, but its model only 64 tokens"),
 }
 """How a model's folder is spoiled, and what is said of it."""
 
@@ -156,7 +156,7 @@ def test_reference_and_critic_must_read_the_policys_tokens(
     other = tiny_model(tmp_path / "other", vocab=32)
     for key, more in (("kl.reference", ""), ("critic.path", "trainer.ppo.advantage.type=gae")):
         line = refused(capsys, *dry, f"trainer.ppo.{key}={other}", *more.split())
-        assert f"trainer.ppo.{key}={other} has another vocabulary: 32 token ids" in line
+        assert f"trainer.ppo.{key}={other} has 32 token ids" in line
         assert "model.path has 64" in line
 
 

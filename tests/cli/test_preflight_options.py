@@ -26,14 +26,17 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
     ("options", "says"),
     [
         (f"{TWO} collector.envs.a/b.env.type=math", "collector.envs.a/b: use letters"),
-        (f"{TWO} collector.envs.a.weight=0.01 dataset.rows=9", "envs.a.weight=0.01 is no whole"),
+        (
+            f"{TWO} collector.envs.a.weight=0.01 dataset.rows=9",
+            "envs.a.weight=0.01 is less than one",
+        ),
         (f"{TWO} collector.envs.b.seats.thrid.type=judge", "duel: Unknown seat 'thrid'"),
         ("collector.env.type=duel collector.seats.agent.type=judge", "duel: Unknown seat 'agent'"),
         ("collector.autoscale.enabled=true collector.concurrency=4", "min_concurrency=8 is above"),
         ("launcher.max_workers=4", "max_workers=4 must be at least"),
         (
             "collector.autoscale.enabled=true launcher.rollout_workers=3 launcher.max_workers=2",
-            "launcher.rollout_workers=3, with",
+            "launcher.rollout_workers=3, and needs",
         ),
         (f"{TWO} collector.envs.c.env.type=mth", "Unknown env type 'mth'. Did you mean 'math'"),
         (

@@ -67,7 +67,7 @@ def test_rows_that_teach_nothing_are_counted_and_only_they_are_refused(tmp_path,
     long = {"prompt": "1" * 40, "completion": "2"}
     config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [*GOOD, long, long])
     preflight(config)
-    assert "2 rows have nothing to learn and are left out; the first: " in capsys.readouterr().out
+    assert "2 rows have no tokens to train and are skipped; the first: " in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
         preflight(with_rows(config, tmp_path, [long]))
 
@@ -102,7 +102,7 @@ def test_numbers_that_make_no_sense(tmp_path, model, part, options):
 def test_a_reference_has_the_policys_vocabulary(tmp_path, model):
     config = settings(tmp_path, model, "dpo")
     other = tiny_model(tmp_path / "other", vocab=80)
-    for path, says in ((other, "has another vocabulary: 80 token ids"), (tmp_path, "is no Hugg")):
+    for path, says in ((other, "has 80 token ids, but"), (tmp_path, "is no Hugg")):
         trainer = replace(config.trainer, dpo=DPOConfig(reference=str(path)))
         with pytest.raises(UserError, match=f"trainer.dpo.reference={path} {says}"):
             preflight(replace(config, trainer=trainer))
@@ -112,14 +112,14 @@ def test_resume_of_an_offline_run(tmp_path, model):
     config = settings(tmp_path, model, checkpoint_every_steps=2, checkpoint_keep=9)
     preflight(config)
     preflight(replace(config, resume="never"))
-    with pytest.raises(UserError, match="holds no run to go on with"):
+    with pytest.raises(UserError, match="has no run to resume"):
         preflight(replace(config, resume="must"))
     faked(config).train()
     for wanted in ("auto", "must", "never", "step-000004"):
         preflight(replace(config, resume=wanted))
-    with pytest.raises(UserError, match="step-000003 is no good checkpoint"):
+    with pytest.raises(UserError, match="step-000003 is no valid checkpoint"):
         preflight(replace(config, resume="step-000003"))
-    with pytest.raises(UserError, match=r"begun with seed=1, now it is 2\. Put 1 back"):
+    with pytest.raises(UserError, match=r"started with seed=1, now it is 2\. Use 1"):
         preflight(replace(config, seed=2))
     with pytest.raises(UserError, match=r"begun with batch_size=4, now it is 5"):
         offline = replace(config.trainer.offline, batch_size=5)
@@ -128,7 +128,7 @@ def test_resume_of_an_offline_run(tmp_path, model):
         preflight(replace(config, trainer=replace(config.trainer, type="dpo")))
     with pytest.raises(UserError, match="begun with dataset_digest="):
         preflight(with_rows(config, tmp_path, rows(10)[::-1]))
-    back = resume.settle(replace(config, resume="step-000004"))
+    back = resume.prepare_folder(replace(config, resume="step-000004"))
     assert back.resume == "auto"
     paths = run_paths(config)
     left = sorted(path.name for path in paths.checkpoints.iterdir())

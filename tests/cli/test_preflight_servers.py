@@ -13,7 +13,7 @@ from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
-from arealite.base.model_folder import other_model
+from arealite.base.model_folder import model_difference
 from arealite.cli import main, preflight
 from arealite.cli.configs import load
 from arealite.system.data import prompts
@@ -40,7 +40,7 @@ NESTED = {"architectures": ["X"], "model_type": "x", "text_config": {"vocab_size
 def test_another_model_is_told_by_what_is_known_of_it(
     theirs: dict[str, Any], ours: dict[str, Any], says: str | None
 ) -> None:
-    said = other_model(theirs, ours)
+    said = model_difference(theirs, ours)
     assert said is None if says is None else says in str(said)
 
 

@@ -85,7 +85,7 @@ def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
     ("harm", "says"),
     [
         (lambda paths: paths.ledger.unlink(), "no ledger at"),
-        (lambda paths: (paths.root.parent / "model" / "config.json").unlink(), "is gone"),
+        (lambda paths: (paths.root.parent / "model" / "config.json").unlink(), "is missing"),
     ],
 )
 def test_what_is_missing_is_one_line(

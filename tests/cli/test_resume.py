@@ -61,8 +61,8 @@ def aside(paths: RunPaths) -> Path:
 @pytest.mark.parametrize("wanted", ["auto", "never"])
 def test_an_empty_folder_begins(config: ExperimentConfig, wanted: str) -> None:
     check(config, resume=wanted)
-    resume.begin_anew(replace(config, resume=wanted))
-    settled = resume.settle(replace(config, resume=wanted))
+    resume.move_old_run(replace(config, resume=wanted))
+    settled = resume.prepare_folder(replace(config, resume=wanted))
     assert settled.resume == "auto"
     assert not list(run_paths(config).root.parent.glob("*.before-*"))
 
@@ -99,8 +99,8 @@ def test_a_lost_checkpoint_is_no_reason_to_begin_earlier(
         check(used, resume=wanted)
     said = str(raised.value)
     assert "step-000002, step-000004." in said
-    assert "resume=step-000004 goes back" in said and "resume=never begins anew" in said
-    with pytest.raises(UserError, match=r"step-000006 is no good .*step-000002, step-000004\."):
+    assert "resume=step-000004 goes back" in said and "resume=never starts a new run" in said
+    with pytest.raises(UserError, match=r"step-000006 is no valid .*step-000002, step-000004\."):
         check(used, resume="step-000006")
     check(used, resume="step-000004")
 
@@ -118,7 +118,7 @@ def test_impossible_checkpoint_of_an_older_ledger_is_ignored(used: ExperimentCon
 
 def test_all_checkpoints_lost(used: ExperimentConfig) -> None:
     run_paths(used).checkpoints.rename(run_paths(used).root / "x")
-    with pytest.raises(UserError, match=r"Good checkpoints in .*: none.*resume=never") as raised:
+    with pytest.raises(UserError, match=r"Valid checkpoints in .*: none.*resume=never") as raised:
         check(used)
     assert "goes back" not in str(raised.value)
 
@@ -126,7 +126,7 @@ def test_all_checkpoints_lost(used: ExperimentConfig) -> None:
 def test_a_lost_ledger(used: ExperimentConfig) -> None:
     run_paths(used).ledger.unlink()
     for wanted in ("auto", "must", "step-000004"):
-        with pytest.raises(UserError, match=r"ledger.sqlite is gone.*step-000006.*resume=never"):
+        with pytest.raises(UserError, match=r"ledger.sqlite is missing.*step-000006.*resume=never"):
             check(used, resume=wanted)
     run_paths(used).ledger.write_text("hello, this is no database, and it is long enough")
     with pytest.raises(UserError, match="cannot be read as a ledger"):
@@ -134,15 +134,15 @@ def test_a_lost_ledger(used: ExperimentConfig) -> None:
 
 
 def test_another_dataset_seed_or_group_size(used: ExperimentConfig) -> None:
-    with pytest.raises(UserError, match=r"begun with seed=1, now it is 2\. Put 1 back.*resume=nev"):
+    with pytest.raises(UserError, match=r"started with seed=1, now it is 2\. Use 1,.*resume=nev"):
         check(used, seed=2)
     ppo = used.trainer.ppo
     groups = replace(ppo, collector=replace(ppo.collector, group_size=4))
-    with pytest.raises(UserError, match="begun with group_size=2, now it is 4"):
+    with pytest.raises(UserError, match="started with group_size=2, now it is 4"):
         check(used, trainer=replace(used.trainer, ppo=groups))
-    with pytest.raises(UserError, match="begun with dataset_rows=5, now it is 6"):
+    with pytest.raises(UserError, match="started with dataset_rows=5, now it is 6"):
         resume.check_resume(used, identity(used, tasks(6)))
-    with pytest.raises(UserError, match="begun with dataset_digest="):
+    with pytest.raises(UserError, match="started with dataset_digest="):
         resume.check_resume(used, identity(used, [*ROWS[1:], ROWS[0]]))
     anew = replace(used, seed=2, resume="never")
     resume.check_resume(anew, identity(anew, tasks(6)))
@@ -153,7 +153,7 @@ def test_never_moves_the_whole_run_aside(
 ) -> None:
     paths = run_paths(used)
     before = sorted(path.relative_to(paths.root) for path in paths.root.rglob("*"))
-    resume.begin_anew(replace(used, resume="never"))
+    resume.move_old_run(replace(used, resume="never"))
     assert not paths.root.exists()
     moved = aside(paths)
     assert sorted(path.relative_to(moved) for path in moved.rglob("*")) == before
@@ -165,7 +165,7 @@ def test_going_back_moves_newer_checkpoints_aside(
 ) -> None:
     paths = run_paths(used)
     (paths.checkpoints / "step-000006" / "weights").unlink()  # a broken one is newer, too
-    settled = resume.settle(replace(used, resume="step-000002"))
+    settled = resume.prepare_folder(replace(used, resume="step-000002"))
     assert settled.resume == "auto"
     assert [path.name for path in checkpoint.list_good(paths.checkpoints)] == ["step-000002"]
     moved = aside(paths) / "checkpoints"
@@ -180,7 +180,7 @@ def test_each_start_leaves_its_config_by_its_first_step(used: ExperimentConfig) 
     paths.configs.mkdir()
     for step in (0, 2, 5, 6, 9):
         (paths.configs / f"{step:06d}.yaml").write_text("old")
-    resume.settle(replace(used, resume="step-000004"))
+    resume.prepare_folder(replace(used, resume="step-000004"))
     left = {path.stem: path.read_text() == "old" for path in paths.configs.iterdir()}
     assert left == {"000000": True, "000002": True, "000004": False}
     again = configs.load(ExperimentConfig, paths.configs / "000004.yaml", [])
@@ -193,7 +193,9 @@ def test_a_ledger_of_another_format_is_refused_in_a_line(used: ExperimentConfig)
     db = connect(run_paths(used).ledger)
     db.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
     db.close()
-    with pytest.raises(UserError, match=r"by another AReaLite \(format 3, now 4\)") as error:
+    with pytest.raises(
+        UserError, match=r"by another version of AReaLite \(format 3, now 4\)"
+    ) as error:
         check(used)
     assert "\n" not in str(error.value)
 

@@ -43,7 +43,7 @@ def test_rotated_between_runs_only(
     made = create(folder)
     NameRegistry(folder).put("datapipe", "0", {"address": "tcp://127.0.0.1:1"})
     assert main([*words, "--rotate"]) == 2
-    assert "datapipe 0 runs with the secret. Stop the trial first." in capsys.readouterr().err
+    assert "datapipe 0 uses the secret. Stop the trial first." in capsys.readouterr().err
     assert read(folder) == made
     NameRegistry(folder).remove("datapipe", "0")
     assert main([*words, "--rotate"]) == 0

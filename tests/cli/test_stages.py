@@ -136,5 +136,5 @@ def test_a_mistake_in_a_later_stage_is_found_before_the_first_runs(
     assert train.main(["--config", sft, "--then", sft]) == 130
     assert len(ran) == 3, "a stage that did not end well has no successor"
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="a command for each"):
+    with pytest.raises(UserError, match="one command per stage"):
         train.main(["--config", sft, "--then", sft])

@@ -54,7 +54,7 @@ def test_resume_is_resume_must(words: list[str], capsys: pytest.CaptureFixture[s
     assert cli.main(["train", *words, "--resume", "--dry-run"]) == 2
     assert "resume=must, but" in capsys.readouterr().err
     assert cli.main(["train", *words, "--resume", "--then", "config/async_ppo.yaml"]) == 2
-    assert "leave it out" in capsys.readouterr().err
+    assert "Stages resume without it: remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TAKE_OVERRIDES)

@@ -140,7 +140,7 @@ def test_stopped_by_a_person_it_checkpoints_and_goes_on_later(site: Site) -> Non
     last = checkpoint.list_good(site.paths.checkpoints)[-1].name
     done = site.run(f"trainer.ppo.total_steps={int(last[5:]) + 1}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"going on after step {int(last[5:])} of" in done.stdout
+    assert f"resuming after step {int(last[5:])} of" in done.stdout
     assert audit(site.paths.ledger).ok
 
 

@@ -89,7 +89,7 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_goes_on_when_launched_again(sit
     assert site.paths.checkpoints.joinpath(f"step-{done:06d}").is_dir(), "of the last step"
     again = site.submit(*PARTS, *LONG)
     assert site.until_ended(again) == "COMPLETED", site.logs()
-    assert f"going on after step {done} of 40" in site.log()
+    assert f"resuming after step {done} of 40" in site.log()
     assert site.balanced().steps == 40
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_lost_a_node_is_requeued_and_goes_on(
         until(lambda: slurm.restarts(job) == 1, what=site.logs, seconds=SLOW_S)
         slurm.start_node(node)
         assert site.until_ended(job) == "COMPLETED", site.logs()
-        assert "going on after step" in site.log()
+        assert "resuming after step" in site.log()
         assert site.balanced().steps == 40
 
 
@@ -151,7 +151,7 @@ def test_print_shows_the_script_and_does_nothing(site: Site) -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "says"),
     [
-        ([], {"PATH": "/nowhere"}, "no sbatch here. Run this on a login node"),
+        ([], {"PATH": "/nowhere"}, "sbatch is not installed. Run this on a login node"),
         (
             ["launcher.slurm.every=[--partition=gpu]"],
             {},

@@ -133,7 +133,7 @@ def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
         for agent in both:
             assert agent.wait(2 * SLOW_S) == 0, job.told()
     until_exited(victim)
-    assert "going on after step" in job.told()
+    assert "resuming after step" in job.told()
     job.assert_balanced()
 
 

@@ -18,7 +18,7 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import TurnHeader
-from arealite.api.tool import ToolsEnvConfig
+from arealite.api.tool_config import ToolsEnvConfig
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.env.adapters.openenv import OpenEnvEnv
 from arealite.impl.env_client import make_env

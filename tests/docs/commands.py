@@ -118,7 +118,7 @@ def check_config(name: str, words: list[str], command: Command) -> None:
     """Load the config, without words that stand for the reader's own."""
     if name == "play":
         played = play.parse(words)
-        words = [play.whole(word, played.env) for word in played.words]
+        words = [play.full_key(word, played.env) for word in played.words]
         name, words = "train", [f"trainer.ppo.collector.env.type={played.env}", *words]
     if name not in SCHEMAS:
         return

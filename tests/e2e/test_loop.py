@@ -111,12 +111,12 @@ def test_resume_goes_back_on_purpose_and_begins_anew_synchronously(
 ):
     first.copy(tmp_path)
     assert cli.main(["train", *site.command(tmp_path, "seed=2")[2:]]) == 2
-    assert "was begun with seed=1, now it is 2" in capsys.readouterr().err
+    assert "was started with seed=1, now it is 2" in capsys.readouterr().err
     back = trained(site, tmp_path, "resume=step-000003", steps=4)
     assert "newer checkpoints are now in" in back.shown
     other = ["trainer.type=ppo", "trainer.ppo.max_staleness=0"]
     anew = trained(site, tmp_path, "resume=never", "seed=2", *other, steps=2)
-    assert "the run that was here is now in" in anew.shown
+    assert "the old run is now in" in anew.shown
     ages = [line["staleness/max"] for line in anew.metrics() if "staleness/max" in line]
     assert ages == [0, 0]
     assert audit(anew.paths.ledger).groups.trained == 2 * 4

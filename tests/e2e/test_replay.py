@@ -220,4 +220,4 @@ def test_a_changed_trajectory_is_found_by_its_step(history: History, tmp_path: P
     done = replay(copy.root, "--to", "2", cwd=source.root.parents[1])
     assert done.returncode == 1, done.stdout
     assert "step 2 is the first that differs" in done.stderr
-    assert "What that can mean" in done.stderr
+    assert "Possible causes" in done.stderr

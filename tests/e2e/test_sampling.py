@@ -94,7 +94,7 @@ def test_an_evaluation_goes_on_after_a_kill_and_after_ctrl_c(site: Site, tmp_pat
     code, shown = run.cut(signal.SIGINT, at=len(killed) + 8, tasks=2)
     stopped = run.kept()
     assert code == 130, shown
-    assert f"{len(stopped)} of 192 samples are kept" in shown
+    assert f"{len(stopped)} of 192 samples are stored" in shown
     assert len(killed) < len(stopped) < 8 * 24
     run.whole()
     kept = run.kept()

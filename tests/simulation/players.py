@@ -63,10 +63,10 @@ class SimClient(LLMClient):
     async def generate(self, request: LLMRequest) -> LLMResponse:
         sim, rng = self.sim, self.sim.rng
         sim.generations += 1
-        number, begun = sim.generations, request.begun
-        ids = list(begun.output_ids) if begun else []
-        versions = list(begun.versions) if begun else []
-        interruptions = begun.interruptions + 1 if begun else 0
+        number, resumed = sim.generations, request.resumed
+        ids = list(resumed.output_ids) if resumed else []
+        versions = list(resumed.versions) if resumed else []
+        interruptions = resumed.interruptions + 1 if resumed else 0
         pieces = rng.choice((1, 1, 2, 3))
         for piece in range(pieces):
             version, cuts = await self._sample(request)

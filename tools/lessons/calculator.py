@@ -11,7 +11,7 @@ import random
 from itertools import islice
 from typing import Any
 
-from arealite.api.tool import ArithmeticConfig
+from arealite.api.tool_config import ArithmeticConfig
 from arealite.impl.env.tools import arithmetic
 from tools.lesson import Example, Lesson
 from tools.make_tiny_model import TinyModel

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from arealite.api.browser_config import BrowserConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 from arealite.impl.browser.actions import origin
 from arealite.system.health.waits import Wait
 
@@ -193,4 +193,6 @@ def _import_pages() -> Any:
     try:
         return import_module("arealite.impl.browser.page")
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}. Install it: pip install {ours('browser')}.") from error
+        raise UserError(
+            f"{error}. Install it: pip install {extra_requirement('browser')}."
+        ) from error

@@ -63,11 +63,11 @@ class Generation:
     failed_at: Server | None = None
 
     def __post_init__(self) -> None:
-        if (begun := self.request.begun) is not None:
-            self.output_ids += begun.output_ids
-            self.logprobs += begun.logprobs
-            self.versions += begun.versions
-            self.interruptions = begun.interruptions + 1
+        if (resumed := self.request.resumed) is not None:
+            self.output_ids += resumed.output_ids
+            self.logprobs += resumed.logprobs
+            self.versions += resumed.versions
+            self.interruptions = resumed.interruptions + 1
 
     def response(self, stop_reason: str = "") -> LLMResponse:
         """Return a copy of what has been sampled so far."""

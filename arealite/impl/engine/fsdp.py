@@ -241,7 +241,7 @@ class FSDPEngine(TrainEngine):
             [len(row.tokens) for row in rows],
             self.config.max_tokens_per_microbatch,
             layout=self.layout,
-            together=rows_per_example,
+            rows_per_example=rows_per_example,
             all_lengths=all_lengths,
         )
 

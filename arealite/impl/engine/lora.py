@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 
 BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
 Full = Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +37,9 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UserError(f"LoRA needs peft. Install it: pip install {ours('lora')}") from error
+        raise UserError(
+            f"LoRA needs peft. Install it: pip install {extra_requirement('lora')}"
+        ) from error
     made = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]

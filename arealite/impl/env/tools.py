@@ -20,7 +20,7 @@ from arealite.api.episode import Action
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import make_reward
 from arealite.api.task import Task
-from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig
+from arealite.api.tool_config import ArithmeticConfig, ToolsEnvConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import Answer, States, Toolbox

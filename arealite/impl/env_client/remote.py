@@ -18,7 +18,7 @@ import msgspec
 from arealite.api.agent import Agent
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.env_server import Given, Reply, Step, Wait
+from arealite.api.env_server import Reply, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
@@ -134,7 +134,7 @@ class _Episode:
     def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
         self.channel = channel
         self.agents = agents
-        self._acting = dict[asyncio.Future[Action], Wait]()
+        self._acting = dict[asyncio.Future[Action], SeatObservation]()
         self._latest = dict.fromkeys(agents, 0)
         """Number of each seat's latest turn."""
         self._record_lengths = dict[tuple[str, int], int]()
@@ -165,7 +165,7 @@ class _Episode:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat waits for a step")
         return reply
 
-    def _start(self, wait: Wait) -> None:
+    def _start(self, wait: SeatObservation) -> None:
         if wait.turn <= self._latest[wait.seat]:
             return  # an earlier answer held this wait
         self._latest[wait.seat] = wait.turn
@@ -185,7 +185,7 @@ class _Episode:
         reason = action.response.stop_reason if action.response else ""
         return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, reason)
 
-    def _reward(self, given: Given) -> None:
+    def _reward(self, given: SeatReward) -> None:
         """Add a reward to the turn it was given for; the agent may have acted since."""
         agent, turns = self.agents[given.seat], self.agents[given.seat].record.turns
         length = self._record_lengths.get((given.seat, given.turn), 0)

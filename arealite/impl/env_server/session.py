@@ -15,7 +15,7 @@ import msgspec
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.env_server import Given, Reply, Reset, Step, View, Wait
+from arealite.api.env_server import EnvObservation, Reply, Reset, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action, Seat, Turn, finite
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import observe
@@ -57,7 +57,7 @@ class RemoteSeat(Agent):
     def reward(self, value: float, **parts: float) -> None:
         """Keep the reward for the next answer."""
         given = finite(value, parts)
-        self._session.rewards.append(Given(self.seat.name, self._turn, *given))
+        self._session.rewards.append(SeatReward(self.seat.name, self._turn, *given))
 
 
 class Session:
@@ -69,9 +69,9 @@ class Session:
         self.episode_id: str | None = None
         self.created = self.last_message = time.monotonic()
         self.steps = self.episodes = 0
-        self.rewards: list[Given] = []
+        self.rewards: list[SeatReward] = []
         self._episode_s = episode_s
-        self._waits: dict[tuple[str, int], tuple[Wait, asyncio.Future[Step]]] = {}
+        self._waits: dict[tuple[str, int], tuple[SeatObservation, asyncio.Future[Step]]] = {}
         """Pending waits by seat and turn, oldest first."""
         self._turns: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -158,7 +158,7 @@ class Session:
         self._turns[seat] += 1
         key = seat, self._turns[seat]
         future = asyncio.get_running_loop().create_future()
-        self._waits[key] = Wait(*key, seen.content, seen.choices, seen.tools), future
+        self._waits[key] = SeatObservation(*key, seen.content, seen.choices, seen.tools), future
         self._changed.set()
         try:
             return key[1], await future
@@ -207,8 +207,8 @@ class Session:
             raise self._failure
         waits = [] if run.done() else [wait for wait, _ in self._waits.values()]
         if seats > 1 or not waits:
-            view = View(waiting=waits, rewards=rewards)
+            view = EnvObservation(waiting=waits, rewards=rewards)
         else:
-            view = View(*msgspec.structs.astuple(waits[0]), rewards=rewards)
+            view = EnvObservation(*msgspec.structs.astuple(waits[0]), rewards=rewards)
         total = sum(given.value for given in rewards) if rewards and seats == 1 else None
         return Reply(view, total, not waits)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import RoleError, UserError
-from arealite.base.signals import heed_only_stop
+from arealite.base.signals import ignore_other_stops
 from arealite.impl.launcher.last_words import ERROR, last_words
 
 PARENT = "AREALITE_PARENT"
@@ -194,7 +194,7 @@ def die_with_parent() -> bool:
     Raises:
         UserError: the supervisor is dead already.
     """
-    heed_only_stop()
+    ignore_other_stops()
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return False

@@ -21,7 +21,7 @@ from typing import Any
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths, not_shared
 from arealite.system.health.waits import Wait
@@ -194,7 +194,7 @@ def library() -> Any:
         return import_module("ray")
     except ImportError as error:
         raise UserError(
-            f"launcher.type=ray needs Ray. Install it: pip install {ours('ray')}"
+            f"launcher.type=ray needs Ray. Install it: pip install {extra_requirement('ray')}"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Metric loggers."""
+"""Metric loggers and the catalogue of metric names."""

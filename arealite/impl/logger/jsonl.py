@@ -1,6 +1,6 @@
-"""Appends metrics to `metrics.jsonl`, one JSON object a line.
+"""Append metrics to `metrics.jsonl`, one JSON object per line.
 
-The file that people, tests and the demo read: a line is whole or absent, a step stands in it once.
+The file has each step once. Only its last line may be incomplete, after a crash.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from arealite.system.health.snapshot import is_step
 
 
 class JSONLLogger(MetricLogger):
-    """Lines of {"step", "time", …metrics}; an evaluation is its own line, of `eval/…` keys only."""
+    """Writes lines of {"step", "time", …metrics}. An evaluation is a line with `eval/…` only."""
 
     def __init__(self, run_root: Path) -> None:
         self.path = RunPaths(run_root).metrics
@@ -25,16 +25,16 @@ class JSONLLogger(MetricLogger):
         self._open()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # A line must be JSON everywhere: Python would write NaN for a number that is none.
+        # Leave out NaN and infinity, which are not JSON.
         numbers = {key: value for key, value in metrics.items() if value - value == 0.0}
         line = {"step": step, "time": time.time(), **numbers}
         self._file.write(json.dumps(line) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop metrics of later steps, evaluations at `step` or later, and a torn last line."""
+        """Drop metrics of later steps, evaluations at `step` or later, and an incomplete line."""
         kept: list[str] = []
         for line in self.path.read_text("utf-8").splitlines():
-            with suppress(ValueError):  # torn: the process was killed while it wrote
+            with suppress(ValueError):  # incomplete: the process was killed while it wrote
                 read = json.loads(line)
                 if read["step"] < step + (step > 0 and is_step(read)):
                     kept.append(line)

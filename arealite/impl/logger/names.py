@@ -1,7 +1,4 @@
-"""The catalogue of metric names, for whoever shows metrics: the report, the reference.
-
-Data in names.toml, by group; beside the loggers, because it says what they write.
-"""
+"""The catalogue of metric names and their descriptions (names.toml), for report and reference."""
 
 from __future__ import annotations
 
@@ -13,15 +10,17 @@ from pathlib import Path
 
 @cache
 def catalogue() -> dict[str, str]:
-    """Return what each metric says, by the pattern of its name: `{a,b}` is one of them, `<x>` any
-    words."""
+    """Return the description of each metric by the pattern of its name.
+
+    In a pattern, `{a,b}` matches a or b, and `<x>` matches any text.
+    """
     groups = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     return {f"{group}/{name}": text for group, own in groups.items() for name, text in own.items()}
 
 
 @cache
 def describe(name: str) -> str | None:
-    """Return what the metric `name` says; None where it is not in the catalogue."""
+    """Return the description of the metric `name`; None if it is not in the catalogue."""
     found = [pattern for pattern in catalogue() if _regex(pattern).fullmatch(name)]
     exact = sorted(found, key=lambda pattern: pattern.count("<"))
     return catalogue()[exact[0]] if exact else None

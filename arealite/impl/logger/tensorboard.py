@@ -1,6 +1,6 @@
-"""Writes metrics as TensorBoard scalars: `tensorboard --logdir runs` shows those of all runs.
+"""Write metrics as TensorBoard scalars: `tensorboard --logdir runs` shows all runs.
 
-Through torch's writer, which is imported with the first line: only trainer rank 0 writes any.
+torch's writer is imported with the first line, because only trainer rank 0 writes metrics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from arealite.base.names import RunPaths
 
 
 class TensorBoardLogger(MetricLogger):
-    """One scalar a metric, at the step's number."""
+    """Writes one scalar per metric and step."""
 
     def __init__(self, run_root: Path) -> None:
         self.folder = str(RunPaths(run_root).tensorboard)

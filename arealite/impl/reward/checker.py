@@ -1,23 +1,24 @@
-"""The process that checks answers: a warm parent that forks the child which does the work.
+"""The process that checks answers: a parent with math-verify loaded forks a child for the checks.
 
-Killing the child mid-check is the only sure end of a pathological answer; forking the next from a
-parent that has math-verify loaded takes milliseconds instead of a second. `pool.py` runs this as a
-script; it imports nothing of the package.
+Some answers make a check run forever, and only killing the child ends it. Forking a new child takes
+milliseconds; a new process would need a second to load math-verify. `pool.py` runs this file as a
+script; it imports no module of the package.
 
-A line of JSON on stdin, [completion, truth, CPU seconds, seconds to wait], is answered by one line
-on stdout: true or false; null if the truth cannot be read; or what happened to the child of the
-check. "cpu": it used up its CPU seconds. "crashed": it ended by itself. "killed": another process
-killed it. "waited": in the seconds to wait it neither answered nor used up its CPU seconds.
+A request is one line of JSON on stdin: [completion, truth, CPU seconds, seconds to wait]. The
+answer is one line on stdout: true or false; null if the truth cannot be parsed; or the failure of
+the child. "cpu": the check used its CPU seconds. "crashed": the child exited. "killed": another
+process killed the child. "waited": after the seconds to wait, the check had neither finished nor
+used its CPU seconds.
 
-The answer of a completion is
+The answer in a completion is
 
 1. its last mark: a `\\boxed{…}` or a `####` line. Boxes side by side are one answer. A `####` line
    with letters in it is a heading unless it ends the completion;
 2. without a mark, the first number after the last "answer is", "answer:" or the like;
 3. otherwise the last number; if the truth is no number, the last expression that math-verify finds.
 
-If the truth is a number, the answer must be one number, fully computed: `35+8`, `86/2`, `40 or 43`
-and `{40, 43}` are no answers. Everything else is compared by math-verify.
+If the truth is a number, the answer must be one computed number: `35+8`, `86/2`, `40 or 43` and
+`{40, 43}` are no answers. math-verify compares everything else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 MEMORY_BYTES = 2 << 30
 PR_SET_PDEATHSIG = 1
 ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "killed"}
-"""Maps a child's exit code to the reason; any other code is a crash."""
+"""The failure for each exit code of a child; any other code is "crashed"."""
 
 DIGITS = r"(?:(?:\d{1,3}(?:[ ,]\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
 NOT_UNITS = r"or|and|to|nor|vs|pi|plus|minus|times|over|hundred|thousand|[mbtr]\w*illion|dozen"
@@ -84,9 +85,11 @@ PLAIN = (
 
 
 def is_equal(completion: str, truth: str) -> bool | None:
-    """Return whether the answer of `completion` equals `truth`; None if `truth` cannot be read.
+    """Return whether the answer in `completion` equals `truth`; None if `truth` cannot be parsed.
 
-    `truth` is an answer, LaTeX or plain, or a solution with a mark. `serve` sets the time limit.
+    Args:
+        completion: The text of the model.
+        truth: An answer, LaTeX or plain, or a solution with a mark.
     """
     import math_verify
 
@@ -164,7 +167,7 @@ def plain(text: str) -> str:
 
 
 def main() -> None:
-    """Have a child answer requests until the end of stdin, and fork the next when it failed."""
+    """Answer requests with a child until the end of stdin; fork a new child after a failure."""
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -195,7 +198,7 @@ def main() -> None:
 
 
 def serve(pipe: Connection, parents: Connection, parent: int) -> None:
-    """Run checks as a child; SIGPROF ends it when a check exceeds its CPU seconds."""
+    """Run checks in a child; SIGPROF kills it when a check exceeds its CPU seconds."""
     die_with_parent(parent)
     parents.close()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -209,7 +212,10 @@ def serve(pipe: Connection, parents: Connection, parent: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent is gone; elsewhere the closed pipe ends it."""
+    """Request SIGKILL for this process when its parent exits (Linux only).
+
+    On other systems, the closed pipe ends the process.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

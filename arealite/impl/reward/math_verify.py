@@ -1,8 +1,8 @@
-"""Reward 1 when the last answer in a completion equals the ground truth mathematically, else 0.
+"""The reward `math_verify`: 1 if the last answer is mathematically equal to the truth, else 0.
 
-The check runs in killable processes. An answer that needs more CPU time than a check may use,
-or crashes its checker, is scored 0 with the part `unchecked`. A check that got no CPU, or was
-killed for another reason, fails its episode.
+The checks run in processes that can be killed. An answer that exceeds the CPU limit of a check or
+crashes the checker has reward 0 and the part `unchecked`. If a check gets no CPU time or is killed
+for another reason, the episode fails.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from arealite.api.reward import MathVerifyConfig, Reward, Score
 from arealite.impl.reward.pool import CheckerPool
 
 INTEGER = re.compile(r"[-+]?[0-9]{1,64}")
-"""A text that is one integer, short enough to be compared in the event loop."""
+"""Matches one integer that is short enough to compare in the event loop."""
 
 
 class MathVerifyReward(Reward):
-    """Scores through a pool of `config.workers` processes."""
+    """Scores completions in a pool of `config.workers` processes."""
 
     def __init__(self, config: MathVerifyConfig) -> None:
         super().__init__(config)
@@ -31,7 +31,7 @@ class MathVerifyReward(Reward):
         """Return 1.0 or 0.0.
 
         Raises:
-            EpisodeError: the check failed for another reason than the answer.
+            EpisodeError: The check failed for a reason outside the answer.
         """
         equal = equal_integers(completion, ground_truth)
         if equal is None:
@@ -46,7 +46,7 @@ class MathVerifyReward(Reward):
 
 
 def equal_integers(completion: str, truth: str) -> bool | None:
-    """Compare two texts that are integers; None if a text is none, so a checker must decide."""
+    """Compare two integers; None if a text is not an integer and needs a checker."""
     mine, theirs = completion.strip(), truth.strip()
     if not (INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)):
         return None

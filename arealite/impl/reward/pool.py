@@ -1,6 +1,6 @@
-"""A pool of checker processes that can be killed at any moment without losing another's check.
+"""A pool of checker processes. Killing one does not affect the checks of the others.
 
-Pathological answers burn seconds or never end; threads cannot be stopped, processes can.
+Some answers take seconds to check or never end. A process can be killed, a thread cannot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arealite.base.errors import EpisodeError, RewardTimeout
 from arealite.base.log import get
 from arealite.system.health.waits import Wait
 
-# -P: the checker's own folder holds a math_verify.py, which must not hide the library.
+# -P: the math_verify.py in the checker's folder must not hide the library of that name.
 COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))
 START_S = 60.0
 PATIENCE, TRIES = 30.0, 3
@@ -27,19 +27,19 @@ log = get(__name__)
 
 
 class CheckerCrash(EpisodeError):
-    """A checker was killed repeatedly, not because of the answer; the answer has no reward."""
+    """A checker was killed repeatedly for a reason outside the answer. There is no reward."""
 
     failure_class = "reward_crash"
 
 
 class BadTruth(EpisodeError):
-    """The ground truth has no answer, or none that can be compared within the limits."""
+    """The ground truth has no answer, or comparing any answer with it exceeds the limits."""
 
     failure_class = "reward_truth"
 
 
 class Checker:
-    """One warm process and its working child; checks one answer at a time."""
+    """One checker process. It checks one answer at a time."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -47,10 +47,16 @@ class Checker:
     async def ask(
         self, completion: str, truth: str, cpu_s: float, wait_s: float
     ) -> bool | str | None:
-        """Return the result of `checker.py`; "killed" if its process is gone.
+        """Return the answer of `checker.py`; "killed" if its process has exited.
+
+        Args:
+            completion: The text of the model.
+            truth: The ground truth.
+            cpu_s: CPU seconds of the check.
+            wait_s: Wall-clock seconds of the check.
 
         Raises:
-            DeadlineError: the process cannot be started, or its parent does nothing.
+            DeadlineError: The process does not start or does not respond.
         """
         what, seconds = "a reward check", START_S + wait_s
         try:
@@ -64,28 +70,28 @@ class Checker:
                 stdin.write(json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n")
                 await stdin.drain()
                 return json.loads(await stdout.readline())
-        except (ValueError, ConnectionError, RuntimeError):  # it is no more; the last is uvloop's
+        except (ValueError, ConnectionError, RuntimeError):  # it has exited; uvloop: RuntimeError
             log.warning("reward checker ended")
             await self.close()
             return "killed"
-        except BaseException:  # so that its answer never reaches the next check
+        except BaseException:  # the late answer must not reach the next check
             await self.close()
             raise
 
     async def close(self) -> None:
-        """End the process, which takes its child along, and wait for it."""
+        """Kill the process and its child, and wait for their exit."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None and process.stdout is not None:
             process.stdin.close()
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            with suppress(RuntimeError):  # a check that still waits reads it to its end
+            with suppress(RuntimeError):  # a pending check reads the rest
                 await process.stdout.read()
 
 
 class CheckerPool:
-    """Gives each check a free checker; as many run at once as there are workers."""
+    """Runs each check on a free checker. `workers` checks run at a time."""
 
     def __init__(self, *, workers: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -96,30 +102,36 @@ class CheckerPool:
             self._free.put_nowait(checker)
 
     async def start(self) -> None:
-        """Start all processes together; a checker that cannot be started stops the run."""
+        """Start all processes.
+
+        Raises:
+            DeadlineError: A process does not start.
+        """
         await asyncio.gather(*(self.check("1", "1") for _ in self.checkers))
 
     async def check(self, completion: str, truth: str) -> bool | None:
-        """Return whether the answer of `completion` equals `truth`, once a checker is free.
+        """Wait for a free checker and check a completion.
 
-        None: the answer needed more than `timeout_s` of CPU time, or crashed its checker twice.
+        Returns:
+            Whether the answer equals `truth`. None: the answer needed more than `timeout_s` of CPU
+            time, or crashed the checker twice.
 
         Raises:
-            RewardTimeout: the checker got no CPU for `patience_s`, in every attempt.
-            CheckerCrash: the checker was killed in every attempt.
-            BadTruth: the truth cannot be read, or exceeds the limits with any answer.
+            RewardTimeout: The checker got no CPU time for `patience_s`, in every attempt.
+            CheckerCrash: The checker was killed in every attempt.
+            BadTruth: The truth cannot be parsed, or exceeds the limits with any answer.
         """
         checker = await self._free.get()
         try:
             answer = await self._ask(checker, completion, truth)
             if answer in ("cpu", "crashed"):
                 answer = await self._ask(checker, "\\boxed{0}", truth)
-                if isinstance(answer, bool):  # the truth is fine with another answer
+                if isinstance(answer, bool):  # another answer can be checked against this truth
                     return None
         finally:
             self._free.put_nowait(checker)
         if answer == "waited":
-            raise RewardTimeout(f"a check did nothing for {self.patience_s} s, {TRIES} times")
+            raise RewardTimeout(f"a check got no CPU for {self.patience_s} s, {TRIES} times")
         if answer == "killed":
             raise CheckerCrash(f"the process of a reward check was killed {TRIES} times")
         if not isinstance(answer, bool):
@@ -127,7 +139,7 @@ class CheckerPool:
         return answer
 
     async def _ask(self, checker: Checker, completion: str, truth: str) -> bool | str | None:
-        """Repeat a check until its result depends on the texts; a crash counts if it recurs."""
+        """Repeat a check that was killed or got no CPU; accept "crashed" if it recurs."""
         answer = None
         for _ in range(TRIES):
             before = answer
@@ -137,5 +149,5 @@ class CheckerPool:
         return answer
 
     async def close(self) -> None:
-        """End every process."""
+        """Kill all processes."""
         await asyncio.gather(*(checker.close() for checker in self.checkers))

@@ -262,7 +262,7 @@ def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
     folder = Path(str(entry["model_path"]))
     theirs = read_json(folder) if folder.is_absolute() else {}
     theirs |= {key: entry[key] for key in ("architectures", "model_type") if entry[key]}
-    if difference := model_folder.other_model(theirs, model):
+    if difference := model_folder.model_difference(theirs, model):
         return f"{difference} Correct the address, or restart it with this model."
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     longest = (model.get("max_position_embeddings") or math.inf) * (rope.get("factor") or 1)

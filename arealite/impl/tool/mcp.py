@@ -11,10 +11,11 @@ import asyncio
 import os
 from typing import Any
 
-from arealite.api.tool import MCPServerConfig, Tool, ToolError
+from arealite.api.tool import Tool, ToolError
+from arealite.api.tool_config import MCPServerConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
-from arealite.base.extras import extra, ours
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
@@ -52,7 +53,7 @@ class MCPServer:
             UserError: The server does not answer or lacks a tool of `config.tools`, or the SDK is
                 not installed.
         """
-        self._sdk = extra("mcp", ours("tools"))
+        self._sdk = import_optional("mcp", extra_requirement("tools"))
         try:
             self._session = await self._begin()
         except MCPUnavailable as error:

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from arealite.api.sandbox import SandboxConfig
-from arealite.api.tool import PythonToolConfig, Tool, ToolError, function
-from arealite.base.extras import extra, ours
+from arealite.api.tool import Tool, ToolError, function
+from arealite.api.tool_config import PythonToolConfig
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.sandbox.process import Sandbox
 
 MAX_CHARS = 20_000
@@ -52,7 +53,7 @@ class PythonTool(Tool):
             await sandbox.setup()
             self._run = partial(run_in_sandbox, sandbox)
         else:
-            monty = extra("pydantic_monty", ours("tools"))
+            monty = import_optional("pydantic_monty", extra_requirement("tools"))
             pool = monty.AsyncMonty(max_processes=limits.concurrency)
             await self._stack.enter_async_context(pool)
             self._run = partial(run_in_monty, monty, pool, limits)

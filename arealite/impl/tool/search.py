@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arealite.api.tool import SearchToolConfig, Tool, ToolError, function
+from arealite.api.tool import Tool, ToolError, function
+from arealite.api.tool_config import SearchToolConfig
 from arealite.base.errors import UserError
 from arealite.system.data.dataset import jsonl_rows
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from arealite.api.observation import ToolCall
 from arealite.api.task import Task
-from arealite.api.tool import Tool, ToolError, ToolsEnvConfig, tools
+from arealite.api.tool import Tool, ToolError, tools
+from arealite.api.tool_config import ToolsEnvConfig
 from arealite.base.errors import ArealiteError, DeadlineError, EpisodeError, UserError
 from arealite.base.registry import unknown
 from arealite.impl.tool.mcp import MCPServer, MCPTool

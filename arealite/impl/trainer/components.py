@@ -14,7 +14,7 @@ from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
-from arealite.impl.logger.guarded import GuardedLogger
+from arealite.impl.logger.guarded import IsolatedLogger
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
@@ -70,7 +70,7 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
     """
     root, names = run_paths(config).root, dict.fromkeys(config.logger.types)
     names.pop("jsonl", None)
-    others = [GuardedLogger(root, loggers.get(name)) for name in names]
+    others = [IsolatedLogger(root, loggers.get(name)) for name in names]
     return [loggers.get("jsonl")(root), *others]
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arealite.algo.losses import make_policy_loss, value_loss
+from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport
@@ -51,7 +51,7 @@ class PPOTrainer(BaseTrainer):
         self.publisher = self.components.publisher
         self.reference, self.critic = self.components.reference, self.components.critic
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
-        self.value_loss_fn = value_loss(self.ppo.critic)
+        self.value_loss_fn = make_value_loss(self.ppo.critic)
         self.links: list[TrainerLink] = []
         self.link, self.fetch_link = self.open_link(), self.open_link()
         self.fetcher = ThreadPoolExecutor(1, "fetch")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from arealite.algo.partition import shard
+from arealite.algo.partition import batch_for_rank
 from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
@@ -64,7 +64,7 @@ class LedgerLink:
         ]
         request = BatchRequest(step, self._world.rank, self._world.size)
         updates, seed = self._config.trainer.ppo.updates, self._config.seed
-        batch = shard(request, headers, updates=updates, seed=seed, waits={})
+        batch = batch_for_rank(request, headers, updates=updates, seed=seed, waits={})
         keys = [headers[index].trajectory_id for index in batch.mine]
         payloads = read_payloads(self._ledger, keys)
         for index, payload in zip(batch.mine, payloads, strict=True):

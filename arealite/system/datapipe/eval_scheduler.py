@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain, count
 from statistics import fmean
 
-from arealite.algo.pass_at_k import ks, mean_pass_at_k
+from arealite.algo.pass_at_k import default_ks, mean_pass_at_k
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.system.ledger.group import LOST, Group
@@ -146,7 +146,7 @@ def score(groups: Sequence[Group]) -> dict[str, float]:
     metrics["eval/oldest_version"] = float(min(h.oldest_version for h in headers))
     metrics["eval/newest_version"] = float(max(h.newest_version for h in headers))
     counts, size = [(len(own), sum(r >= SOLVED for r in own)) for own in rewards], groups[0].size
-    for k in ks(size) if size > 1 else ():
+    for k in default_ks(size) if size > 1 else ():
         if estimate := mean_pass_at_k(counts, k):
             metrics[f"eval/pass@{k}"] = estimate.mean
     sources: defaultdict[str, list[float]] = defaultdict(list)

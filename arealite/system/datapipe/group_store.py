@@ -260,7 +260,7 @@ class GroupStore:
             found = self._drop_stale(found, step)
         if all(c.is_complete for c in found):
             policy = "drop"  # no group to wait for: all fit, unless the batch size was reduced
-        chosen = staleness.choose(found, step, policy=policy, eta=eta, num_groups=size)
+        chosen = staleness.select_batch(found, step, policy=policy, eta=eta, num_groups=size)
         return None if chosen is None else [self.groups[f"g{c.seq}"] for c in chosen]
 
     def _drop_stale(self, found: list[staleness.Candidate], step: int) -> list[staleness.Candidate]:

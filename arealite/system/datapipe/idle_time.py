@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 
-from arealite.algo.staleness import blocks
+from arealite.algo.staleness import blocking_groups
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.workers import Workers
 
@@ -61,7 +61,9 @@ def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
         for lease_id, active in worker.leases.items()
     }
     names: list[str] = []
-    for late in blocks(list(store.candidates()), store.next_step, eta=eta, num_groups=size):
+    for late in blocking_groups(
+        list(store.candidates()), store.next_step, eta=eta, num_groups=size
+    ):
         group = store.groups[f"g{late.seq}"]
         states = dict.fromkeys(group.leasable(store.ppo.max_attempts), "waits for a worker")
         for lease_id, lease in group.leases.items():

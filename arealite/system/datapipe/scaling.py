@@ -84,7 +84,7 @@ class Scaling:
         store = self._store
         if store.next_step > self._step:
             allowed = store.ppo.max_staleness * store.ppo.num_groups
-            self._scaler.take_batch(store.counts["complete"], allowed=allowed)
+            self._scaler.adjust_damping(store.counts["complete"], allowed=allowed)
         self._step = store.next_step
 
     def metrics(self) -> dict[str, float]:

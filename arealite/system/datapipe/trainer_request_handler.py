@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from arealite.algo.partition import shard
+from arealite.algo.partition import batch_for_rank
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
@@ -215,7 +215,7 @@ class TrainerRequestHandler:
         headers = [header for group in groups for header in group.headers]
         updates, seed = self.store.ppo.updates, self._config.seed
         waits = self._waits.get(request.step, {})
-        return shard(request, headers, updates=updates, seed=seed, waits=waits)
+        return batch_for_rank(request, headers, updates=updates, seed=seed, waits=waits)
 
     def _compose(self) -> None:
         store, step = self.store, self.store.next_step
@@ -263,10 +263,10 @@ class TrainerRequestHandler:
         return text
 
     def _log_slow_episodes(self) -> None:
-        """Log the slow episodes if pacing takes more than `datapipe.pace_report_share`."""
+        """Log the slow episodes if pacing takes more than `datapipe.wait_report_share`."""
         self._mark_idle()
         share, now = self._idle.pace_share, time.monotonic()
-        allowed = self._config.datapipe.pace_report_share
+        allowed = self._config.datapipe.wait_report_share
         if self._idle.cause != "pace" or share <= allowed or now - self._reported < SHARE_WINDOW_S:
             return
         self._reported = now

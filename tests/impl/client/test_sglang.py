@@ -98,7 +98,7 @@ async def test_a_cut_generation_tells_what_it_has_and_goes_on_elsewhere(site) ->
         (partial,) = told
         assert (partial.output_ids, partial.versions) == (whole.output_ids[:3], [1] * 3)
         assert (partial.stop_reason, partial.interruptions) == ("", 1)
-        again = await s.generate(request_id="other", begun=partial)
+        again = await s.generate(request_id="other", resumed=partial)
         assert server.requests[-1]["input_ids"] == [10, 20, 30, *partial.output_ids]
         assert server.requests[-1]["sampling_params"]["max_new_tokens"] == 5
     assert again.output_ids == whole.output_ids

@@ -16,7 +16,7 @@ from arealite.api.llm import LLMClientConfig
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import Reward, RewardConfig, rewards
 from arealite.api.task import Task
-from arealite.api.tool import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
+from arealite.api.tool_config import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.tools import ToolsEnv
 from arealite.impl.env_client import make_env

@@ -113,7 +113,7 @@ async def test_reset_without_a_task_draws_one_by_its_seed() -> None:
         assert await drawn(seed=7, split="eval") == "eval 7"
         assert await drawn() != await drawn()
     async with hosted("host_moods") as (_, address), wired(address) as wire:
-        assert "makes no tasks" in (await wire.ask("reset", {}))["message"]
+        assert "generates no tasks" in (await wire.ask("reset", {}))["message"]
 
 
 @pytest.mark.parametrize(

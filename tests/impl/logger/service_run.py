@@ -11,7 +11,7 @@ from pathlib import Path
 
 from arealite.api.logger import loggers
 from arealite.impl.logger import guarded, services
-from arealite.impl.logger.guarded import GuardedLogger
+from arealite.impl.logger.guarded import IsolatedLogger
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     guarded.CLOSE_S = 120.0
     for begin in (0, 1):
         second = int(time.time())
-        sink = GuardedLogger(root, loggers.get(name))
+        sink = IsolatedLogger(root, loggers.get(name))
         sink.rewind(begin)
         for step in range(begin, 3):
             sink.log(step, {"reward/mean": step + 10.0 * begin})

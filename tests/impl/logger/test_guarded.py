@@ -16,7 +16,7 @@ from arealite.api.config import ExperimentConfig, LoggerConfig
 from arealite.api.logger import MetricLogger
 from arealite.api.trial import ClusterConfig
 from arealite.impl.logger import guarded
-from arealite.impl.logger.guarded import GuardedLogger, without_secrets
+from arealite.impl.logger.guarded import IsolatedLogger, without_secrets
 from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.components import open_loggers
 
@@ -76,12 +76,12 @@ def raises(text: str = "away") -> Callable[[], Any]:
 def run(tmp_path: Path, steps: int = 3) -> list[str]:
     """Log some steps and close; return why the logger was left out, each time it was told."""
     with capture_logs() as lines:
-        sink = GuardedLogger(tmp_path, Kept)
+        sink = IsolatedLogger(tmp_path, Kept)
         sink.rewind(0)
         for step in range(steps):
             sink.log(step, {"reward/mean": 1.0})
         sink.close()
-    return [line["why"] for line in lines if line["event"] == "logger left out"]
+    return [line["why"] for line in lines if line["event"] == "logger disabled"]
 
 
 def test_all_calls_arrive_in_order(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_one_that_hangs_holds_nobody(
 
 def test_one_that_is_very_late_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "CLOSE_S", 0.01)
-    monkeypatch.setattr(guarded, "MOST_LINES", 5)
+    monkeypatch.setattr(guarded, "MAX_QUEUED_LINES", 5)
     does["log 0"] = hangs()
     assert run(tmp_path, steps=20) == ["it is 5 lines late"]
 
@@ -140,6 +140,6 @@ def test_the_runs_own_record_is_not_left_out(tmp_path: Path):
     )
     record, *others = open_loggers(config)
     assert type(record) is JSONLLogger
-    assert [type(each) for each in others] == [GuardedLogger]
+    assert [type(each) for each in others] == [IsolatedLogger]
     for sink in (record, *others):
         sink.close()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import arealite
-from arealite.algo.losses import make_policy_loss, value_loss
+from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.publisher import PublishReport
@@ -68,7 +68,7 @@ def of_updates() -> Iterator[str]:
         dict.fromkeys(fields.split(), zeros),
     )
     in_loss, engine = KLConfig(coef=1.0, place="loss"), dict.fromkeys(metrics.ENGINE, 1.0)
-    critic = value_loss(CriticConfig(value_clip=0.2))(batch)[1] | engine
+    critic = make_value_loss(CriticConfig(value_clip=0.2))(batch)[1] | engine
     for how in ("truncate", "mask"):
         config = LossConfig(behav_weight=how, behav_weight_cap=2.0)
         stats = make_policy_loss(config, in_loss)(batch)[1] | engine

@@ -87,7 +87,7 @@ def test_wandb_that_cannot_be_reached_is_told_once_a_start_and_holds_nobody(root
         address = f"http://127.0.0.1:{held.getsockname()[1]}"
         key = "0123456789" * 4
         said = start("wandb", root, upload_s=2.0, WANDB_BASE_URL=address, WANDB_API_KEY=key)
-    assert said.count("logger left out") == 2
+    assert said.count("logger disabled") == 2
     assert key not in said
 
 

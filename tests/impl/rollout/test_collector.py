@@ -258,10 +258,10 @@ def drawing(seed: int, *, version: int = 1):
     dice = random.Random(seed)
 
     def script(request):
-        begun = request.begun.output_ids if request.begun else []
-        ids = begun + [dice.randrange(10, 40) for _ in range(4 - len(begun))]
+        resumed = request.resumed.output_ids if request.resumed else []
+        ids = resumed + [dice.randrange(10, 40) for _ in range(4 - len(resumed))]
         logprobs = [-dice.random() for _ in ids]
-        return LLMResponse(ids, logprobs, [version] * len(ids), "stop", int(bool(begun)))
+        return LLMResponse(ids, logprobs, [version] * len(ids), "stop", int(bool(resumed)))
 
     return script
 
@@ -323,7 +323,7 @@ async def test_another_prompt_drops_the_rest_of_the_record() -> None:
     episode, _ = await second.run(other, 0, payloads)
     assert episode.failure is None
     assert len(second._agents.client.requests) == 3
-    assert all(request.begun is None for request in second._agents.client.requests)
+    assert all(request.resumed is None for request in second._agents.client.requests)
     assert second.resumed == {"resumed_episodes": 0, "resumed_tokens": 0, "resumed_diverged": 1}
 
 
@@ -355,12 +355,12 @@ async def test_a_partial_generation_is_told_and_continued() -> None:
 
     second = collector("counter", script=drawing(2))
     episode, _ = await second.run(again, 0, payloads)
-    assert second._agents.client.requests[0].begun == partial
+    assert second._agents.client.requests[0].resumed == partial
     assert episode.headers[0].interruptions == 1
     assert second.resumed["resumed_tokens"] == 2
     short = collector("counter", sampling=SamplingConfig(max_new_tokens=2), script=drawing(2))
     await short.run(again, 0, payloads)
-    assert short._agents.client.requests[0].begun is None, "as long as it may be, and not whole"
+    assert short._agents.client.requests[0].resumed is None, "as long as it may be, and not whole"
 
 
 async def test_what_is_not_resumable_or_not_trained_is_not_told() -> None:

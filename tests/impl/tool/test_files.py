@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from arealite.api.task import Task
-from arealite.api.tool import FilesToolConfig, ToolError
+from arealite.api.tool import ToolError
+from arealite.api.tool_config import FilesToolConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.tool.files import FilesTool
 

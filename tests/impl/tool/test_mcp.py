@@ -17,7 +17,7 @@ import pytest
 
 from arealite.api.observation import ToolCall
 from arealite.api.task import Task
-from arealite.api.tool import MCPServerConfig, ToolsEnvConfig
+from arealite.api.tool_config import MCPServerConfig, ToolsEnvConfig
 from arealite.base.errors import UserError
 from arealite.impl.tool.mcp import MCPUnavailable
 from arealite.impl.tool.toolbox import Answer, Toolbox, ToolCrash

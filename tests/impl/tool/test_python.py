@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from arealite.api.sandbox import Outcome, SandboxConfig
-from arealite.api.tool import PythonToolConfig, ToolError
+from arealite.api.tool import ToolError
+from arealite.api.tool_config import PythonToolConfig
 from arealite.base.errors import UserError
 from arealite.impl.sandbox.process import Sandbox
 from arealite.impl.tool import python as python_module

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.tool import SearchToolConfig, ToolError
+from arealite.api.tool import ToolError
+from arealite.api.tool_config import SearchToolConfig
 from arealite.base.errors import UserError
 from arealite.impl.tool.search import SearchTool
 

@@ -9,7 +9,8 @@ import pytest
 
 from arealite.api.observation import ToolCall
 from arealite.api.task import Task
-from arealite.api.tool import Tool, ToolError, ToolsEnvConfig, function, tools
+from arealite.api.tool import Tool, ToolError, function, tools
+from arealite.api.tool_config import ToolsEnvConfig
 from arealite.base.errors import RewardTimeout, UserError
 from arealite.impl.tool.toolbox import Toolbox, ToolCrash, mismatch
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.algo.losses import value_loss
+from arealite.algo.losses import make_value_loss
 from arealite.api.algorithm import AdvantageConfig, CriticConfig
 from arealite.api.engine import LossInput, Sequence
 from arealite.api.trainer import PPOConfig
@@ -46,7 +46,7 @@ class TabularCritic:
         }
         before = np.concatenate([np.roll(r.tokens, 1)[m] for r, m in zip(rows, masks, strict=True)])
         outputs = {"values": self.values[torch.from_numpy(before.astype(np.int64))]}
-        loss, _ = value_loss(CriticConfig(value_clip=None))(LossInput(outputs, before, flat))
+        loss, _ = make_value_loss(CriticConfig(value_clip=None))(LossInput(outputs, before, flat))
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -87,7 +87,7 @@ def test_environment_generates_different_rows_for_train_and_eval() -> None:
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ("mute", "Mute makes no tasks itself. Set dataset.train and dataset.eval to files."),
+        ("mute", "Mute generates no tasks. Set dataset.train and dataset.eval to files."),
         ("torn", "row 1 made by environment torn: no column `prompt`, only question"),
     ],
 )

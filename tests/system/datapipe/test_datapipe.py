@@ -466,7 +466,7 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(
 ) -> None:
     """Batch 1 needs g0 of version 0; its second episode ends only after it was reported."""
     monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
-    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"pace_report_share": 0.01})
+    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"wait_report_share": 0.01})
     loop, named = asyncio.get_running_loop(), asyncio.Event()
     slow: list[Lease] = []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from arealite.api.env import Env
 from arealite.base.errors import UserError
-from arealite.base.extras import extra
+from arealite.base.extras import import_optional
 from arealite.impl.env.adapters.blocking import EnvStuck, Instance, Threads, start
 
 
@@ -109,7 +109,9 @@ class LibraryEnv(Env):
         if not config.factory:
             if not config.env_id:
                 raise UserError(f"env.{self.package}: set env_id, or factory=module:callable.")
-            return partial(extra(self.package, self.install).make, config.env_id, **config.kwargs)
+            return partial(
+                import_optional(self.package, self.install).make, config.env_id, **config.kwargs
+            )
         path, _, name = config.factory.partition(":")
         try:
             return partial(getattr(importlib.import_module(path), name), **config.kwargs)

@@ -13,7 +13,7 @@ from arealite.api.agent import Agent
 from arealite.api.observation import Observation
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 from arealite.impl.env.adapters.blocking import Instance
 from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 from arealite.impl.env.games.choices import chosen
@@ -24,7 +24,7 @@ HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 class GymnasiumEnv(LibraryEnv):
     """One seat acts until the environment ends the episode or `max_steps` is reached."""
 
-    package, install = "gymnasium", ours("envs")
+    package, install = "gymnasium", extra_requirement("envs")
 
     @classmethod
     def prompt(cls, config: Any, name: str) -> str:

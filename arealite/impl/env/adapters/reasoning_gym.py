@@ -22,7 +22,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.extras import extra, ours
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
 
 FLAWED = {
@@ -140,7 +140,7 @@ def check(config: Any) -> str:
             f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset. Or set "
             "any_scorer=true, if wrong rewards and running the model's programs do no harm."
         )
-    extra("reasoning_gym", ours("envs"))
+    import_optional("reasoning_gym", extra_requirement("envs"))
     try:
         entry_of(name, options, 0, 0)
     except Exception as error:
@@ -152,7 +152,7 @@ def check(config: Any) -> str:
 def dataset(name: str, options: str, seed: int) -> Any:
     """Construct a dataset."""
     own = {"size": PER_SEED, **msgspec.json.decode(options), "seed": seed}
-    return extra("reasoning_gym", ours("envs")).create_dataset(name, **own)
+    return import_optional("reasoning_gym", extra_requirement("envs")).create_dataset(name, **own)
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.base.extras import extra, ours
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
 from arealite.impl.env.adapters.foreign import seed_of, seeded_rows
 
@@ -60,7 +60,7 @@ class TextArenaEnv(Env):
 
     def begin(self, seed: int) -> Game:
         """Construct and reset a game. This call blocks."""
-        make = extra("textarena", ours("envs")).make
+        make = import_optional("textarena", extra_requirement("envs")).make
         return Game(lambda: make(self.config.env_id, **self.config.kwargs), len(self.seats), seed)
 
     async def run(self, task: Task, **agents: Agent) -> None:

@@ -17,7 +17,7 @@ from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.extras import ours
+from arealite.base.extras import extra_requirement
 from arealite.base.registry import unknown
 from arealite.impl.browser.files import FileServer
 from arealite.impl.browser.play import play
@@ -106,7 +106,9 @@ def html_folder() -> Path:
     """
     found = importlib.util.find_spec("miniwob")
     if found is None or not found.submodule_search_locations:
-        raise UserError(f"No module named 'miniwob'. Install it: pip install {ours('browser')}.")
+        raise UserError(
+            f"No module named 'miniwob'. Install it: pip install {extra_requirement('browser')}."
+        )
     return Path(found.submodule_search_locations[0]) / "html"
 
 
