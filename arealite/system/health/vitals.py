@@ -139,6 +139,10 @@ class Recorder(threading.Thread):
         self._was_blocked, self._woke = False, 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
+        # After `close`, this handler replaces faulthandler's: `arealite why` may send SIGUSR1 to a
+        # role that exits. SIG_IGN would be inherited by child processes.
+        with suppress(ValueError):  # only the main thread may set a handler
+            signal.signal(signal.SIGUSR1, _ignore_signal)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._asked = written_ns(self.folder / ASK)
         self.beat()
@@ -205,6 +209,10 @@ class Recorder(threading.Thread):
         part = file.with_name(f".{file.name}")
         part.write_bytes(content)
         os.replace(part, file)
+
+
+def _ignore_signal(_signum: int, _frame: FrameType | None) -> None:
+    """Do nothing."""
 
 
 _recorder: Recorder | None = None

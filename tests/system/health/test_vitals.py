@@ -7,6 +7,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from arealite.system.health.waits import Wait
 from tests.system.health.living import (
     BLOCKED,
     BLOCKED_UVLOOP,
+    HEAD,
     IDLE,
     innermost,
     living,
@@ -71,6 +74,27 @@ def test_a_process_shows_itself_and_takes_its_files_back(tmp_path: Path) -> None
         over.touch()
         assert process.wait(60) == 0
         assert not [file for file in tmp_path.iterdir() if file.suffix != ".log"]
+
+
+def test_role_that_exits_survives_a_request_for_its_stacks(tmp_path: Path) -> None:
+    """`arealite why` may send SIGUSR1 between any two steps of the exit."""
+    script = (
+        HEAD
+        + """
+import faulthandler
+unregister = faulthandler.unregister
+def unregister_and_request(signum):
+    unregister(signum)
+    os.kill(os.getpid(), signum)
+faulthandler.unregister = unregister_and_request
+vitals._recorder.close()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    )
+    command = [sys.executable, "-c", script, "idle-0", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_left_behind_tells_of_a_death(tmp_path: Path) -> None:
