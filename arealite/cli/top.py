@@ -19,7 +19,7 @@ from arealite.cli.options import run_parser
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.view.panel import panel
 from arealite.impl.view.terminal import Terminal
-from arealite.system.health.snapshot import Watch
+from arealite.system.health.snapshot import RunReader
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     log.setup("top", "error")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    watch, terminal = Watch(RunPaths(options.run)), Terminal()
+    watch, terminal = RunReader(RunPaths(options.run)), Terminal()
     with suppress(KeyboardInterrupt):
         if terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def draw(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+def draw(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:
     """Keep the panel on a terminal; its last state stays."""
     with terminal.keep_panel() as live, keyboard() as pressed:
         terminal.draw(live, watch)
@@ -50,7 +50,7 @@ def draw(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
             terminal.draw(live, watch)
 
 
-def tell(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+def tell(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:
     """Print a line a step while the run lives, and at last the panel, as plain text; with no
     `every_s` the panel as it is now."""
     shot = watch.read()

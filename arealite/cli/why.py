@@ -11,7 +11,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.fold import fold
 from arealite.cli.options import run_parser
-from arealite.system.health.diagnosis import examine, read
+from arealite.system.health.diagnosis import examine, read_roles
 from arealite.system.health.explain import explain
 from arealite.system.locks import holder
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"{paths.config} is no run's: it lacks cluster or a name of the trial."
         ) from error
-    if launcher and launcher not in [role.vitals.pid for role in read(folder)]:
+    if launcher and launcher not in [role.vitals.pid for role in read_roles(folder)]:
         print(f"process {launcher} checks the config of the run; it has started no role yet.")
         return 0
     findings = examine(folder)

@@ -15,7 +15,7 @@ from rich.live import Live
 from arealite.base.names import RunPaths
 from arealite.base.printable import guard_output
 from arealite.impl.view.terminal import Terminal
-from arealite.system.health.snapshot import Metrics, Watch, is_step
+from arealite.system.health.snapshot import Metrics, RunReader, is_step
 
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -113,7 +113,7 @@ class Progress:
 
     def _draw(self, live: Live, over: threading.Event) -> None:
         """Draw until it is over, and once more. Waits for: the clock. Unblocks: nobody."""
-        watch = Watch(self._run)
+        watch = RunReader(self._run)
         while not over.wait(DRAW_S):
             self._terminal.draw(live, watch)
         self._terminal.draw(live, watch)

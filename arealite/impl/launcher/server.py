@@ -106,7 +106,7 @@ class ServerKeeper(Supervisor):
         """Remove the name and the vitals of the killed server, so that no client waits for it."""
         await super().clear(role)
         pid = role.children[0].pid
-        for process in diagnosis.read(self._vitals):
+        for process in diagnosis.read_roles(self._vitals):
             if (process.vitals.pid, process.state) == (pid, "X"):
                 for file in self._vitals.glob(f"{process.name}.*"):
                     file.unlink(missing_ok=True)

@@ -70,7 +70,7 @@ class Budget:
     _mark: float = 0.0
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
-    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.KEEPER))
+    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.SUPERVISOR))
     """The published wait for the role to be up."""
 
     def expect(self, what: str, why: str = "") -> None:
@@ -82,7 +82,7 @@ class Budget:
         """
         waits.table.discard(self.wait)
         detail = why.partition("\n")[0]
-        self.wait = waits.Wait(what, owner=waits.KEEPER, on=self.role, detail=detail)
+        self.wait = waits.Wait(what, owner=waits.SUPERVISOR, on=self.role, detail=detail)
         if self.role:
             waits.table.add(self.wait)
 

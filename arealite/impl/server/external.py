@@ -201,7 +201,7 @@ def bounded(url: str, seconds: float) -> Wait:
     """Bound a question to the server at `url`."""
     on = f"llm_server-{entry_id(url.split('/')[2])}"
     what, owner = f"an answer of {url}", "external servers"
-    return Wait(what, owner=owner, on=on, seconds=seconds, prompt=True)
+    return Wait(what, owner=owner, on=on, seconds=seconds, replies_soon=True)
 
 
 async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:

@@ -170,9 +170,9 @@ class SGLangProcess(Supervisor):
         with suppress(DeadlineError), self._bounded(f"the end of {self.address}", KILL_S):
             await super().clear(role)
 
-    def _bounded(self, what: str, seconds: float, *, prompt: bool = False) -> Wait:
+    def _bounded(self, what: str, seconds: float, *, replies_soon: bool = False) -> Wait:
         on = f"SGLang {self.address}"
-        return Wait(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
+        return Wait(what, owner="llm_server", on=on, seconds=seconds, replies_soon=replies_soon)
 
     async def start(self, role: Role) -> None:
         """Start the server on the port it had, if that is free.
@@ -246,7 +246,7 @@ class SGLangProcess(Supervisor):
 
     async def _version(self) -> str | int | None:
         what = f"an answer of {self.address}/model_info"
-        with self._bounded(what, self.options.silence_s, prompt=True):
+        with self._bounded(what, self.options.silence_s, replies_soon=True):
             info = await self._answer("/model_info", ModelInfo)
         self._heard = time.monotonic()
         return info.weight_version

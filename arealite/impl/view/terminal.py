@@ -14,7 +14,7 @@ from rich.text import Text
 
 from arealite.base.printable import printable, unguarded
 from arealite.impl.view.panel import panel
-from arealite.system.health.snapshot import Watch
+from arealite.system.health.snapshot import RunReader
 
 
 class Terminal(Console):
@@ -46,7 +46,7 @@ class Terminal(Console):
         """Return a context that keeps the panel below all lines printed in its body."""
         return Live(console=self, auto_refresh=False, redirect_stderr=os.isatty(2))
 
-    def draw(self, live: Live, watch: Watch) -> None:
+    def draw(self, live: Live, watch: RunReader) -> None:
         """Read the run, then draw its panel; printing blocks only while it is drawn."""
         try:
             # Two columns at the right are left for the ^C that a terminal echoes.

@@ -135,25 +135,25 @@ class TrainerLink:
     ) -> Answer | None:
         """Send until answered, reconnecting to wherever the datapipe is now; None: given up."""
         name, owner = wire.request_name(request), f"trainer rank {self.rank}"
-        with Wait(name, owner=owner, on="datapipe-0", prompt=True) as shown:
+        with Wait(name, owner=owner, on="datapipe-0", replies_soon=True) as shown:
             waited = looked_up = asked = time.monotonic()
             self._send(request)
             while True:
                 now = time.monotonic()
-                silent_s, said = now - shown.heard, None
+                silent_s, said = now - shown.last_sign, None
                 # What has come goes first: silence may be this process's own, that stood still.
                 if (received := self._receive()) is not None:
                     message = received[0]
                     if is_answer(message):
                         return received
                     said = message if isinstance(message, Waiting) else None
-                    shown.hear(said.detail if said is not None else "")
+                    shown.note_sign(said.detail if said is not None else "")
                 elif silent_s > self.silence_s:
                     raise RoleError(
                         f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
                         f"{owner} waits for the answer to '{name}'"
                     )
-                elif now - max(shown.heard, looked_up) > SILENT_S:
+                elif now - max(shown.last_sign, looked_up) > SILENT_S:
                     looked_up = asked = now
                     self._reconnect(request)
                 if now - asked > RENEW_S:

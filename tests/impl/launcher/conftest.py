@@ -27,7 +27,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
 def waits_for_roles() -> Iterator[None]:
     """A launcher that gives up leaves its waits to the end of its process."""
     yield
-    waits.table -= {wait for wait in waits.table if wait.owner == waits.KEEPER}
+    waits.table -= {wait for wait in waits.table if wait.owner == waits.SUPERVISOR}
 
 
 @pytest.fixture(autouse=True)

@@ -225,7 +225,7 @@ def test_a_terminal_that_cannot_be_drawn_on_gets_lines(run: Run, environment: di
 
 
 def test_a_panel_that_cannot_be_made_says_why_and_ends_nothing(run: Run):
-    broken = SHOWN.replace("root =", "module.Watch.read = lambda self: 1 / 0\nroot =")
+    broken = SHOWN.replace("root =", "module.RunReader.read = lambda self: 1 / 0\nroot =")
     with terminal(["-c", broken.replace("BODY", "trained(2)"), str(run.paths.root)]) as on:
         on.until("no panel: ZeroDivisionError")
         go_on(run)
@@ -272,7 +272,7 @@ def test_a_store_that_is_away_holds_no_line_up(tmp_path: Path, monkeypatch: pyte
             waited.append(told.wait(60))
             raise OSError("away")
 
-    monkeypatch.setattr(progress_module, "Watch", Away)
+    monkeypatch.setattr(progress_module, "RunReader", Away)
     monkeypatch.setattr(progress_module, "DRAW_S", 0.01)
     monkeypatch.setattr(progress_module, "LAST_S", 60.0)
     monkeypatch.setattr(progress_module.Terminal, "is_drawable", True)

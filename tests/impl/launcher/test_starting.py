@@ -106,8 +106,10 @@ def told(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_role_without_a_sign_of_life_is_starting(tmp_path: Path, capsys, kind: str) -> None:
     with launched(tmp_path, **{kind: UNTIL_TERM}):
-        text = told(tmp_path, capsys, f"* {kind}-0 is STARTING", "start: it is not up yet")
-        assert "nobody holds the run up" not in text
+        text = told(
+            tmp_path, capsys, f"* {kind}-0 is STARTING", "start: the process is not ready yet"
+        )
+        assert "No role blocks the run" not in text
         assert main(["top", "--once", str(tmp_path / "e/t")]) == 0
         assert f"{kind}-0 is starting" in capsys.readouterr().out
 
@@ -119,7 +121,7 @@ def test_role_that_waits_for_its_next_attempt_is_crashing(
     with launched(tmp_path, pause_s=LONG_S, **{kind: showing(kind, DIES)}):
         text = told(tmp_path, capsys, "-0 is CRASHING", "restart 2 of 100", "died (exit code 1: ")
         assert REASON in text and f"* {kind}-0 is CRASHING" in text
-        assert "nobody holds the run up" not in text
+        assert "No role blocks the run" not in text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,7 +155,7 @@ if not os.path.exists({str(lives)!r}):
 """
     with launched(tmp_path, rollout=showing("rollout", script)):
         until(lives.exists, what="its first life")
-        told(tmp_path, capsys, "nobody holds the run up")
+        told(tmp_path, capsys, "No role blocks the run")
 
 
 def test_server_that_crashes_is_named_by_its_parent(tmp_path: Path, capsys) -> None:
