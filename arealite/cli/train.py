@@ -13,7 +13,7 @@ from arealite.api.launcher import launchers
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.system.health import vitals
-from arealite.system.locks import held
+from arealite.system.locks import lock_file
 
 FLAGS = ("--resume", "--dry-run")
 
@@ -92,7 +92,7 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
         with suppress(OSError):  # the check reports it
             paths.root.mkdir(parents=True, exist_ok=True)
             # `arealite why` finds the launcher by this lock until the config is checked.
-            stack.enter_context(held(paths.root / ".lock", fix=fix))
+            stack.enter_context(lock_file(paths.root / ".lock", fix=fix))
         try:
             preflight(config, has_servers=has_servers)
         except BaseException:
@@ -104,9 +104,9 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
             raise
     for folder in (names, paths.root):
         folder.mkdir(parents=True, exist_ok=True)
-    with held(names / ".lock", fix=fix):  # a run in another folder would find our roles
-        with held(paths.root / ".lock", fix=fix):
+    with lock_file(names / ".lock", fix=fix):  # a run in another folder would find our roles
+        with lock_file(paths.root / ".lock", fix=fix):
             resume.begin_anew(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
-        with held(paths.root / ".lock", fix=fix):  # the folder may be another one than before
+        with lock_file(paths.root / ".lock", fix=fix):  # the folder may be another one than before
             yield resume.settle(config)

@@ -13,14 +13,14 @@ from arealite.cli.fold import fold
 from arealite.cli.options import run_parser
 from arealite.system.health.diagnosis import examine, read_roles
 from arealite.system.health.explain import explain
-from arealite.system.locks import holder
+from arealite.system.locks import lock_holder
 
 
 def main(argv: Sequence[str]) -> int:
     """Print one screen; 1 where somebody holds the run up."""
     description = "Name who holds a run up: on this host, and on others."
     paths = RunPaths(run_parser("why", description).parse_args(argv).run)
-    launcher = holder(paths.root / ".lock")
+    launcher = lock_holder(paths.root / ".lock")
     if not paths.config.exists() and not launcher:
         raise UserError(f"no {paths.config}. Name a run folder, as in runs/EXPERIMENT/TRIAL.")
     # As it stands: what `imports` names may not be found from here.

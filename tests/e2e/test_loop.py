@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.ledger.audit import AuditReport, audit
-from arealite.system.names.secret import read
+from arealite.system.names.secret import read_secret
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until, until_exited
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 def server_version(site: Site) -> str:
     (entry,) = (site.folder / "names").rglob("llm_server/*.json")
     address = json.loads(entry.read_text())["address"]
-    secret = read(entry.parents[1])
+    secret = read_secret(entry.parents[1])
     assert secret is not None
     headers = {"Authorization": f"Bearer {secret.token}"}
     request = urllib.request.Request(f"{address}/model_info", headers=headers)

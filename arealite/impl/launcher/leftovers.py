@@ -12,7 +12,7 @@ from arealite.base.names import TMPFS
 from arealite.system.health.diagnosis import read_roles
 from arealite.system.health.snapshot import is_alive
 from arealite.system.health.vitals import STACKS_REQUEST
-from arealite.system.locks import remove_unheld
+from arealite.system.locks import remove_unlocked
 from arealite.system.names.registry import NameRegistry
 
 
@@ -40,7 +40,7 @@ def clear(config: ExperimentConfig, *kinds: str) -> None:
                 file.unlink(missing_ok=True)
         for parent in (TMPFS, run_paths(config).weights, Path(own or TMPFS).expanduser()):
             for pid in dead.values():
-                remove_unheld(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
+                remove_unlocked(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
         for name in dead:
             names.remove(*name.split("-", 1))
         for kind in kinds:

@@ -236,7 +236,7 @@ def test_findings_are_sorted_by_cause(tmp_path: Path) -> None:
 MAIN, BEATS = 11, 12
 """Ids of the main thread and of the vitals thread."""
 ThreadStats = tuple[str, float, float, int]
-"""Kernel state of a thread; since the vitals: seconds on a CPU and in the run queue, time slices."""
+"""Kernel state of a thread; since the vitals: seconds on a CPU, in the run queue, time slices."""
 IN_C_CODE: ThreadStats = ("R", 4.1, 0.1, 300)
 ASLEEP: ThreadStats = ("S", 0.0, 0.0, 1)
 ASKS_IN_VAIN: ThreadStats = ("R", 0.1, 4.1, 90)
