@@ -51,7 +51,7 @@ def test_a_slow_environment_gets_more_episodes_and_a_second_worker(
     all_gone(tmp_path)
     assert run.returncode == done.code, done.shown + done.logs()
     assert done.metrics()
-    assert "rollout-1 is started: the others are full" in done.shown
+    assert "rollout-1 is started: the other workers are full" in done.shown
     assert "died" not in done.shown
     report = audit(done.paths.ledger)
     assert report.ok and not report.failures_by_class, report.failures_by_class
