@@ -30,12 +30,12 @@ class Terminal(Console):
             yield part if part.control else part._replace(text=printable(part.text))
 
     def show_cursor(self, show: bool = True) -> bool:
-        """No-op: a killed process could not restore the cursor."""
+        """Ignore requests to hide the cursor: a killed process could not restore it."""
         return False
 
     @property
     def is_drawable(self) -> bool:
-        """Whether the panel can be kept on it: an interactive terminal of this session alone."""
+        """Whether stdout is an interactive terminal of this session that can show the panel."""
         try:
             os.tcgetpgrp(sys.stdout.fileno())  # raises unless stdout is this session's terminal
         except OSError:
