@@ -427,13 +427,13 @@ async def test_who_is_cancelled_while_a_server_is_started_leaves_none(
 async def test_a_second_signal_does_not_wait(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    leave, leaving = SGLangProcess._leave, asyncio.Event()
+    leave, leaving = SGLangProcess._drain, asyncio.Event()
 
     async def tell(server: SGLangProcess, child: Child) -> None:
         leaving.set()
         await leave(server, child)
 
-    monkeypatch.setattr(SGLangProcess, "_leave", tell)
+    monkeypatch.setattr(SGLangProcess, "_drain", tell)
     settings = quick_config(program, model_folder, drain_timeout_s=600.0)
     async with serving(settings) as task:
         program.load(1, 0)
