@@ -17,13 +17,13 @@ LONGER_EXAMPLES = {"rl_loop.py": 200}
 """The whole loop, in one file."""
 
 PARTS = ("agent", "env", "tool", "sandbox", "browser", "env_server", "env_client")
-"""Folders of impl that nobody reads before they use them: they have a limit of their own."""
+"""Folders of impl with a separate limit: environments, agents, tools and their servers."""
 OF_PARTS = (".collector.env.", ".collector.agent.")
-"""Keys that are options of one of many parts: only each part's number of fields is limited."""
+"""Keys that are options of one of several implementations: only the fields of each are limited."""
 
 
 def main() -> int:
-    """Measure the tree; return 1 when any limit is broken."""
+    """Measure the tree; return 1 if a limit is broken."""
     sys.path.insert(0, str(ROOT))
     package = sorted((ROOT / "arealite").rglob("*.py"))
     breaches = [

@@ -1,6 +1,6 @@
-"""`make learn LESSON=name`: a tiny model learns one of tools/lessons, from a warm-up to the curve.
+"""`make learn LESSON=name`: a tiny model learns one of tools/lessons; the result is a curve.
 
-The same commands as a user's: train.py starts datapipe, worker, server and trainer on this machine.
+train.py starts datapipe, worker, server and trainer on this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.lesson import Lesson, make_kit  # noqa: E402
 
 OUT = Path("runs/learn")
 ENDS = 5
-"""Steps at the beginning and at the end whose mean is told."""
+"""Number of first and last steps whose means are printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(model: Path, trial: str, seed: int, overrides: Sequence[str]) -> int:
-    """Run train.py with a server of its own."""
+    """Run train.py, which starts its server."""
     names = [f"model.path={model}", "experiment_name=learn", f"trial_name={trial}", f"seed={seed}"]
     own = ["launcher.llm_servers=1", "trainer.ppo.checkpoint.every_steps=0"]
     command = [sys.executable, "train.py", *names, *own, *overrides]
@@ -69,7 +69,7 @@ def train(model: Path, trial: str, seed: int, overrides: Sequence[str]) -> int:
 
 
 def report(lesson: Lesson, paths: RunPaths, seconds: float, curve: Path) -> None:
-    """Print and draw what was learned; write summary.json."""
+    """Print and draw the results; write summary.json."""
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     told: dict[str, Any] = {"about": lesson.about, "seconds": round(seconds, 1)}
     for name in lesson.curves:

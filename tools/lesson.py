@@ -1,7 +1,7 @@
-"""What a lesson is, and the warm-up of its model: supervised learning of demonstrations.
+"""Lessons, and the warm-up of their models: supervised learning of demonstrations.
 
-Reinforcement learning needs a model that is right now and then; a lesson says what it is shown, and
-when that is enough.
+Reinforcement learning needs a model that is sometimes right. A lesson defines the demonstrations,
+and when the warm-up ends.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class Lesson:
     """One task, its tiny model, and the run that learns it."""
 
     about: str
-    """A line for the curve."""
+    """Title of the curve."""
     shape: TinyModel
     examples: Callable[[random.Random], Example]
     """Draws one demonstration."""
     overrides: Sequence[str]
-    """Of train.py: environment, agent, steps, learning rate, …; servers and names are added."""
+    """Overrides of train.py: environment, agent, steps, learning rate, …"""
     warm_up: float = 0.3
-    """The warm-up ends when a demonstrated answer has this probability, in the mean."""
+    """The warm-up ends when demonstrated answers have this mean probability."""
     max_steps: int = 1500
     """… or after this many steps."""
     batch_size: int = 128
     lr: float = 2e-3
     chat_template: str | None = None
-    """Of the model's tokenizer; None: contents in a row, the assistant's closed by EOS."""
+    """Chat template of the tokenizer; None: concatenated contents, the assistant's ended by EOS."""
     curves: Sequence[str] = ("reward/mean", "eval/reward")
-    """Metrics that are drawn and told before and after."""
+    """Metrics that are drawn, and printed before and after training."""
 
 
 def make_kit(folder: Path, lesson: Lesson, seed: int) -> Path:
-    """Write the warm model of a lesson to `folder`/model, unless it is there."""
+    """Write the trained model of a lesson to `folder`/model, unless it exists."""
     from transformers import AutoTokenizer
 
     if (folder / "done").exists():
@@ -90,7 +90,7 @@ def warm_up(folder: Path, lesson: Lesson, seed: int) -> tuple[int, float]:
 
 
 def encode(tokenizer: Any, prompt: Any, answer: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt as agents send it, and of its answer with EOS."""
+    """Return the token ids of a prompt, as an agent sends it, and of its answer with EOS."""
     if isinstance(prompt, str):
         context = tokenizer(prompt)["input_ids"]
     else:
