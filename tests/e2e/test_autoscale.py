@@ -1,4 +1,4 @@
-"""A run that outgrows its only worker gets another one, as real processes."""
+"""A run whose only worker is full starts a second worker, with real processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.waiting import spawned, until
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-def test_a_slow_environment_gets_more_episodes_and_a_second_worker(
-    site: Site, tmp_path: Path
-) -> None:
+def test_full_worker_of_a_slow_environment_gets_a_second_worker(site: Site, tmp_path: Path) -> None:
     key = "trainer.ppo.collector"
     paths = RunPaths(tmp_path / "e2e" / "t")
     command = site.command(
