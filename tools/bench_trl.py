@@ -6,9 +6,9 @@ user starts it: `train.py` with datapipe, worker, trainer and an embedded server
 TRL generates with transformers in the trainer's process. Both have both cores and run alternately.
 Model: a random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples per step, one update per step,
 GRPO with group std, token mean, clip 0.2, no reference, AdamW, float32. TRL has two torch threads,
-no checkpoints, logs, evaluation or gradient checkpointing, and the micro-batch that is fastest for it
-(`trl_rows`). AReaLite's settings are in `OURS` and in the printed table. The first and last steps are left out,
-because buffers fill and empty there.
+no checkpoints, logs, evaluation or gradient checkpointing, and its fastest micro-batch
+(`trl_rows`). AReaLite's settings are in `OURS` and in the printed table. The first and last steps
+are left out, because buffers fill and empty there.
 
     .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy]
 
